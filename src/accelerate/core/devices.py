@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row a kind of device: its collective backend, its visible-devices variable, its kind of distributed run."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import env
+from .enums import DistributedType
+from .errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What differs between kinds of devices. Everything else goes through `torch.accelerator`."""
+
+    type: str
+    backend: str
+    distributed: DistributedType
+    visible: str | None = None
+    pin_memory: bool = True
+
+
+DEVICES: dict[str, DeviceKind] = {
+    row.type: row
+    for row in (
+        DeviceKind("cpu", "gloo", DistributedType.MULTI_CPU, pin_memory=False),
+        DeviceKind("cuda", "nccl", DistributedType.MULTI_GPU, "CUDA_VISIBLE_DEVICES"),
+        DeviceKind("xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK"),
+        DeviceKind("mps", "gloo", DistributedType.NO, pin_memory=False),
+        DeviceKind("npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES"),
+        DeviceKind("hpu", "hccl", DistributedType.MULTI_HPU, "HABANA_VISIBLE_MODULES"),
+        DeviceKind("mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES"),
+        DeviceKind("sdaa", "tccl", DistributedType.MULTI_SDAA, "SDAA_VISIBLE_DEVICES"),
+        DeviceKind("musa", "mccl", DistributedType.MULTI_MUSA, "MUSA_VISIBLE_DEVICES"),
+        DeviceKind("neuron", "neuron", DistributedType.MULTI_NEURON, "NEURON_RT_VISIBLE_CORES"),
+        DeviceKind("xla", "xla", DistributedType.XLA, pin_memory=False),
+    )
+}
+
+
+def kind_of(device: torch.device | str) -> DeviceKind:
+    """The row of a device; a type that torch knows and the table does not is taken to speak gloo."""
+    name = torch.device(device).type
+    return DEVICES.get(name) or DeviceKind(name, "gloo", DistributedType.MULTI_CPU, pin_memory=False)
+
+
+def accelerator_type() -> str | None:
+    """The type of this machine's accelerator (`cuda`, `xpu`, `npu`, ...), or None on a machine without one."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def device_count(kind: str | None = None) -> int:
+    kind = kind or accelerator_type()
+    if kind is None or kind == "cpu":
+        return 0
+    return int(torch.accelerator.device_count())
+
+
+def module_of(device: torch.device | str) -> Any:
+    """`torch.cuda`, `torch.xpu`, ...: the module of a device's type."""
+    return torch.get_device_module(torch.device(device))
+
+
+def select(local_rank: int, local_world_size: int, cpu: bool = False) -> torch.device:
+    """The device of a process: the asked-for one, else the accelerator of its local rank, else the CPU.
+
+    Raises ConfigurationError where more processes than devices share a machine: two ranks on one device would
+    train, and hang in the first collective.
+    """
+    asked = env.get("torch_device")
+    if asked is not None and not cpu:
+        return torch.device(asked)
+    kind = None if cpu else accelerator_type()
+    if kind is None:
+        return torch.device("cpu")
+    if kind == "mps":
+        return torch.device("mps", 0)
+    present = device_count(kind)
+    if local_rank >= present:
+        raise ConfigurationError(
+            f"local rank {local_rank} of {local_world_size} has no device: this machine shows {present} {kind} "
+            f"device(s){_visible_note(kind)}. Start at most {present} processes here, or pass cpu=True."
+        )
+    device = torch.device(kind, local_rank)
+    torch.accelerator.set_device_index(device)
+    return device
+
+
+def _visible_note(kind: str) -> str:
+    name = DEVICES[kind].visible if kind in DEVICES else None
+    text = env.get(name) if name else None
+    return f" ({name}={text})" if text is not None else ""
+
+
+@functools.cache
+def supports_bf16(kind: str) -> bool:
+    """Whether the device computes in bfloat16. The CPU does in this torch, in software where it must."""
+    if kind == "cuda":
+        return bool(torch.cuda.is_bf16_supported())
+    if kind == "mps":
+        return bool(torch.backends.mps.is_macos_or_newer(14, 0))  # type: ignore[no-untyped-call]
+    return True
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queued work; nothing to wait for on the CPU."""
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.synchronize(device)
+
+
+def empty_cache() -> None:
+    """Return the accelerator's cached memory to the driver; nothing to do on a machine without one."""
+    kind = accelerator_type()
+    if kind is not None:
+        module = module_of(kind)
+        if hasattr(module, "empty_cache"):
+            module.empty_cache()

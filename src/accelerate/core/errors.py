@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our exceptions: what happened, where (rank, argument, file), and what to do."""
+
+from __future__ import annotations
+
+
+class AccelerateError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+class ConfigurationError(AccelerateError, ValueError):
+    """A value that was asked for (argument, variable or file) cannot be used. The message names it and its origin."""
+
+
+class PrepareError(AccelerateError, ValueError):
+    """An object handed to `prepare` cannot be prepared as asked."""
+
+
+class DistributedOperationException(AccelerateError):
+    """An operation was called with different operands on different ranks (found in debug mode)."""
+
+
+class LaunchError(AccelerateError, RuntimeError):
+    """The asked-for processes could not be started or joined."""
+
+
+class CheckpointError(AccelerateError, RuntimeError):
+    """A checkpoint could not be written, found, verified or loaded."""
+
+
+def nearest(word: str, choices: list[str]) -> str | None:
+    """The choice closest to a mistyped `word`, or None when nothing is near."""
+    import difflib
+
+    found = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    return found[0] if found else None

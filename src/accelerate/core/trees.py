@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested data: lists, tuples, namedtuples, mappings (ModelOutput-like too) and dataclasses that hold tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+Leaf = Callable[[Any], bool]
+
+
+def is_tensor(value: Any) -> bool:
+    """A torch tensor, or a third-party one that moves with `.to(device)` and has a shape."""
+    return isinstance(value, torch.Tensor)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether `data` is an instance of a `namedtuple` type (a tuple with `_fields` and `_asdict`)."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def is_dataclass_instance(data: Any) -> bool:
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """The values of `generator` in a container of the type of `obj` (list, tuple or namedtuple)."""
+    if is_namedtuple(obj):
+        return type(obj)(*list(generator))
+    return type(obj)(generator)
+
+
+def rebuild_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """A mapping of the type of `like` that holds `items`, whatever its constructor looks like."""
+    kind = type(like)
+    if kind is dict:
+        return items
+    try:
+        return kind(items)  # type: ignore[call-arg]
+    except TypeError:
+        # Types such as defaultdict or BatchEncoding-like ones, whose constructor takes something else first.
+        import copy
+
+        fresh = copy.copy(like)
+        for key, value in items.items():
+            fresh[key] = value  # type: ignore[index]
+        return fresh
+
+
+def map_leaves(func: Callable[[Any], Any], data: Any, is_leaf: Leaf = is_tensor, strict: str | None = None) -> Any:
+    """`data` with `func` applied to each leaf; containers keep their types, anything else is returned as it is.
+
+    `strict` names the calling operation: then a value that is neither container nor leaf is a TypeError.
+    """
+    if is_leaf(data):
+        return func(data)
+    if isinstance(data, (list, tuple)):
+        return honor_type(data, (map_leaves(func, value, is_leaf, strict) for value in data))
+    if isinstance(data, Mapping):
+        return rebuild_mapping(data, {key: map_leaves(func, value, is_leaf, strict) for key, value in data.items()})
+    if is_dataclass_instance(data):
+        changed = {
+            field.name: map_leaves(func, getattr(data, field.name), is_leaf, strict)
+            for field in dataclasses.fields(data)
+            if field.init
+        }
+        return dataclasses.replace(data, **changed)
+    if strict is not None:
+        raise TypeError(
+            f"{strict} takes tensors, or lists, tuples, mappings and dataclasses of them; it was given a "
+            f"{type(data).__module__}.{type(data).__qualname__}"
+        )
+    return data
+
+
+def leaves(data: Any, is_leaf: Leaf = is_tensor) -> Iterator[Any]:
+    """The leaves of `data` in the order in which `map_leaves` visits them."""
+    if is_leaf(data):
+        yield data
+    elif isinstance(data, (list, tuple)):
+        for value in data:
+            yield from leaves(value, is_leaf)
+    elif isinstance(data, Mapping):
+        for value in data.values():
+            yield from leaves(value, is_leaf)
+    elif is_dataclass_instance(data):
+        for field in dataclasses.fields(data):
+            if field.init:
+                yield from leaves(getattr(data, field.name), is_leaf)
+
+
+def replace_leaves(data: Any, values: Iterable[Any], is_leaf: Leaf = is_tensor) -> Any:
+    """`data` with its leaves replaced, in order, by `values`."""
+    following = iter(values)
+    return map_leaves(lambda _: next(following), data, is_leaf)
+
+
+def first_leaf(data: Any, is_leaf: Leaf = is_tensor) -> Any | None:
+    return next(leaves(data, is_leaf), None)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Leaf = is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply `func(leaf, *args, **kwargs)` to every leaf (`test_type(leaf)` is true) of nested `data`.
+
+    Raises TypeError for a value that is neither leaf nor container when `error_on_other_type` is set.
+    """
+    name = getattr(func, "__name__", repr(func)).strip("_") if error_on_other_type else None
+    return map_leaves(lambda leaf: func(leaf, *args, **kwargs), data, test_type, name)
+
+
+def send_to_device(
+    tensor: Any,
+    device: int | str | torch.device,
+    non_blocking: bool = False,
+    skip_keys: str | list[str] | None = None,
+) -> Any:
+    """Nested data with every tensor (or object with a `.to` method) moved to `device`.
+
+    `skip_keys` are keys of mappings whose values stay where they are. With `non_blocking` the copy overlaps with
+    the host where the source is pinned.
+    """
+    if isinstance(tensor, torch.Tensor):
+        return tensor.to(device, non_blocking=non_blocking)
+    if hasattr(tensor, "to") and callable(tensor.to):
+        # BatchEncoding-like containers move themselves, when nothing has to stay behind.
+        if not (isinstance(tensor, Mapping) and skip_keys):
+            try:
+                return tensor.to(device, non_blocking=non_blocking)
+            except TypeError:
+                return tensor.to(device)
+    if isinstance(tensor, (list, tuple)):
+        return honor_type(tensor, (send_to_device(value, device, non_blocking, skip_keys) for value in tensor))
+    if isinstance(tensor, Mapping):
+        stay = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
+        return rebuild_mapping(
+            tensor,
+            {
+                key: value if key in stay else send_to_device(value, device, non_blocking, skip_keys)
+                for key, value in tensor.items()
+            },
+        )
+    if is_dataclass_instance(tensor):
+        moved = {
+            field.name: send_to_device(getattr(tensor, field.name), device, non_blocking, skip_keys)
+            for field in dataclasses.fields(tensor)
+            if field.init
+        }
+        return dataclasses.replace(tensor, **moved)
+    return tensor
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor in nested `data`, or None where there is none."""
+    found = first_leaf(data)
+    return None if found is None else found.device
+
+
+def find_batch_size(data: Any) -> int | None:
+    """The size of dimension 0 of the first tensor in nested `data`.
+
+    Raises ValueError for an empty container and TypeError where there is no tensor in it.
+    """
+    if isinstance(data, (list, tuple, Mapping)) and len(data) == 0:
+        raise ValueError(f"Cannot find the batch size from empty {type(data)}.")
+    found = first_leaf(data)
+    if found is None:
+        raise TypeError(f"Can only find the batch size of tensors but got {type(data)}.")
+    return int(found.shape[0])
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """`find_batch_size`, or None where there is no batch size to find."""
+    try:
+        return find_batch_size(data)
+    except (ValueError, TypeError, IndexError):
+        return None
+
+
+def listify(data: Any) -> Any:
+    """Nested data with every tensor as a Python list (or number)."""
+
+    def as_list(tensor: torch.Tensor) -> Any:
+        tensor = tensor.detach().cpu()
+        if tensor.dtype == torch.bfloat16:
+            # numpy has no bfloat16
+            tensor = tensor.to(torch.float32)
+        return tensor.tolist()
+
+    return map_leaves(as_list, data)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Nested data with every fp16 or bf16 tensor as fp32."""
+
+    def upcast(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.float()
+
+    def is_half(leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+
+    return map_leaves(upcast, tensor, is_half)
+
+
+def concatenate(data: Any, dim: int = 0) -> Any:
+    """A list of equally structured nested data as one, each tensor concatenated along `dim`."""
+    first = data[0]
+    if isinstance(first, (tuple, list)):
+        return honor_type(first, (concatenate([entry[i] for entry in data], dim) for i in range(len(first))))
+    if isinstance(first, Mapping):
+        return rebuild_mapping(first, {key: concatenate([entry[key] for entry in data], dim) for key in first})
+    if is_dataclass_instance(first):
+        joined = {
+            field.name: concatenate([getattr(entry, field.name) for entry in data], dim)
+            for field in dataclasses.fields(first)
+            if field.init
+        }
+        return dataclasses.replace(first, **joined)
+    if not isinstance(first, torch.Tensor):
+        raise TypeError(f"Can only concatenate tensors but got {type(first)}")
+    return torch.cat(data, dim=dim)
+
+
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Nested data with every tensor cut by `tensor_slice` along dimension 0."""
+    return map_leaves(lambda leaf: leaf[tensor_slice], data)

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a script as several cooperating ranks on this machine and wait for all of them, within a time limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+
+@dataclass
+class Result:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_ranks(
+    script: str | Path,
+    nproc: int,
+    *args: object,
+    env: dict[str, str | None] | None = None,
+    timeout: float = 120,
+    check: bool = True,
+) -> list[Result]:
+    """Run a script (a path, or source text) on `nproc` ranks; their results in rank order.
+
+    Raises AssertionError with everything that was printed when a rank fails (unless `check` is False) or when the
+    limit passes. One process runs as plain `python script`, with no rank variables at all.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(script) if isinstance(script, Path) else Path(folder) / "worker.py"
+        if not isinstance(script, Path):
+            path.write_text(textwrap.dedent(script))
+        # This process hosts the rendezvous store, so that its port cannot be taken between choice and use.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if nproc > 1 else None
+        logs = [(Path(folder) / f"{rank}.out", Path(folder) / f"{rank}.err") for rank in range(nproc)]
+        processes = []
+        for rank, (out, err) in enumerate(logs):
+            with open(out, "w") as stdout, open(err, "w") as stderr:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(path), *map(str, args)],
+                        env=_environment(rank, nproc, store, env),
+                        stdout=stdout,
+                        stderr=stderr,
+                        stdin=subprocess.DEVNULL,
+                    )
+                )
+        late = _join(processes, timeout)
+        results = [
+            Result(process.returncode, out.read_text(), err.read_text())
+            for process, (out, err) in zip(processes, logs, strict=True)
+        ]
+    if late or (check and any(result.returncode for result in results)):
+        told = [f"ranks {late} did not end within {timeout} s" if late else "a rank failed"]
+        for rank, result in enumerate(results):
+            told.append(f"--- rank {rank}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
+        raise AssertionError("\n".join(told))
+    return results
+
+
+def _join(processes: list[subprocess.Popen], timeout: float) -> list[int]:
+    """Wait for all; the ranks that had to be killed at the limit."""
+    deadline = time.monotonic() + timeout
+    late = []
+    for rank, process in enumerate(processes):
+        try:
+            process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(rank)
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    return late
+
+
+def _environment(rank: int, nproc: int, store: TCPStore | None, extra: dict[str, str | None] | None) -> dict[str, str]:
+    env = {name: text for name, text in os.environ.items() if not name.startswith("ACCELERATE_")}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        env.pop(name, None)
+    if store is not None:
+        env.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(nproc),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(nproc),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(store.port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+    env.setdefault("OMP_NUM_THREADS", "1")
+    for name, text in (extra or {}).items():
+        if text is None:
+            env.pop(name, None)
+        else:
+            env[name] = text
+    return env
