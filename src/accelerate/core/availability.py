@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is this package installed, is this device here: one public function a question, over the table of `core.imports`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from packaging.version import parse
+
+from . import env
+from .imports import compare_versions, is_available, required
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _installed(package: str, name: str) -> Callable[[], bool]:
+    """The function `name`: whether a package of the table is installed. Nothing is imported to find out."""
+
+    def question() -> bool:
+        return is_available(package)
+
+    question.__name__ = question.__qualname__ = name
+    question.__doc__ = f"Whether the package `{package}` is installed."
+    return question
+
+
+is_aim_available = _installed("aim", "is_aim_available")
+is_amdsmi_available = _installed("amdsmi", "is_amdsmi_available")
+is_boto3_available = _installed("boto3", "is_boto3_available")
+is_clearml_available = _installed("clearml", "is_clearml_available")
+is_comet_ml_available = _installed("comet_ml", "is_comet_ml_available")
+is_datasets_available = _installed("datasets", "is_datasets_available")
+is_deepspeed_available = _installed("deepspeed", "is_deepspeed_available")
+is_dvclive_available = _installed("dvclive", "is_dvclive_available")
+is_import_timer_available = _installed("import_timer", "is_import_timer_available")
+is_lomo_available = _installed("lomo_optim", "is_lomo_available")
+is_matplotlib_available = _installed("matplotlib", "is_matplotlib_available")
+is_megatron_lm_available = _installed("megatron", "is_megatron_lm_available")
+is_mlflow_available = _installed("mlflow", "is_mlflow_available")
+is_msamp_available = _installed("msamp", "is_msamp_available")
+is_pandas_available = _installed("pandas", "is_pandas_available")
+is_peft_available = _installed("peft", "is_peft_available")
+is_pynvml_available = _installed("pynvml", "is_pynvml_available")
+is_pytest_available = _installed("pytest", "is_pytest_available")
+is_rich_available = _installed("rich", "is_rich_available")
+is_sagemaker_available = _installed("sagemaker", "is_sagemaker_available")
+is_schedulefree_available = _installed("schedulefree", "is_schedulefree_available")
+is_swanlab_available = _installed("swanlab", "is_swanlab_available")
+is_timm_available = _installed("timm", "is_timm_available")
+is_torchao_available = _installed("torchao", "is_torchao_available")
+is_torchdata_available = _installed("torchdata", "is_torchdata_available")
+is_torchvision_available = _installed("torchvision", "is_torchvision_available")
+is_trackio_available = _installed("trackio", "is_trackio_available")
+is_transformer_engine_available = _installed("transformer_engine", "is_transformer_engine_available")
+is_transformers_available = _installed("transformers", "is_transformers_available")
+is_triton_available = _installed("triton", "is_triton_available")
+is_wandb_available = _installed("wandb", "is_wandb_available")
+
+
+def is_tensorboard_available() -> bool:
+    """Whether a TensorBoard writer is installed: `tensorboard` or `tensorboardX`."""
+    return is_available("tensorboard") or is_available("tensorboardX")
+
+
+# Packages of a certain version, or with a certain part
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Whether bitsandbytes is installed, in at least `min_version` where one is given."""
+    if not is_available("bitsandbytes"):
+        return False
+    return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+
+
+def is_8bit_bnb_available() -> bool:
+    """Whether the installed bitsandbytes has 8-bit layers."""
+    return is_bnb_available(min_version="0.37.2")
+
+
+def is_4bit_bnb_available() -> bool:
+    """Whether the installed bitsandbytes has 4-bit layers."""
+    return is_bnb_available(min_version="0.39.0")
+
+
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Whether the installed bitsandbytes computes on other devices than CUDA. Imports bitsandbytes."""
+    if not is_bnb_available():
+        return False
+    return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """Whether the installed torchdata has `StatefulDataLoader` (0.8 and later)."""
+    return is_available("torchdata") and compare_versions("torchdata", ">=", "0.8.0")
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Whether the installed Transformer Engine has the MXFP8 recipe (2.1 and later)."""
+    return is_available("transformer_engine") and compare_versions("transformer-engine", ">=", "2.1.0")
+
+
+def is_pippy_available() -> bool:
+    """Whether torch has pipeline stages (`torch.distributed.pipelining`); every supported torch has."""
+    return _torch_part("torch.distributed.pipelining")
+
+
+def is_weights_only_available() -> bool:
+    """Whether `torch.load(weights_only=True)` can be told which classes are safe; every supported torch can."""
+    import torch
+
+    return hasattr(torch.serialization, "add_safe_globals")
+
+
+@functools.cache
+def _torch_part(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+# Devices
+
+
+def is_cuda_available() -> bool:
+    """Whether torch sees a CUDA (or ROCm) device. It asks the management library, so that a fork stays possible."""
+    import torch
+
+    with env.patch_environment(pytorch_nvml_based_cuda_check="1"):
+        return torch.cuda.is_available()
+
+
+def is_rocm_available() -> bool:
+    """Whether torch is built for ROCm and sees a device."""
+    import torch
+
+    return torch.version.hip is not None and is_cuda_available()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Whether torch, of at least `min_version`, sees Apple's Metal device."""
+    import torch
+
+    return parse(parse(torch.__version__).base_version) >= parse(min_version) and torch.backends.mps.is_available()
+
+
+def is_xpu_available(check_device: bool = False) -> bool:
+    """Whether torch sees an Intel GPU; with `check_device`, also that one can be counted."""
+    import torch
+
+    return torch.xpu.is_available() and (not check_device or torch.xpu.device_count() > 0)
+
+
+def is_xccl_available() -> bool:
+    """Whether torch is built with the collective library of Intel GPUs."""
+    import torch
+
+    return bool(torch.distributed.distributed_c10d.is_xccl_available())
+
+
+def is_npu_available(check_device: bool = False) -> bool:
+    """Whether torch_npu is installed and an Ascend device is here; `check_device` also counts the devices."""
+    return _plugin_device("torch_npu", "npu", check_device)
+
+
+def is_mlu_available(check_device: bool = False) -> bool:
+    """Whether torch_mlu is installed and a Cambricon device is here."""
+    return _plugin_device("torch_mlu", "mlu", check_device)
+
+
+def is_sdaa_available(check_device: bool = False) -> bool:
+    """Whether torch_sdaa is installed and a Tecorigin device is here."""
+    return _plugin_device("torch_sdaa", "sdaa", check_device)
+
+
+def is_musa_available(check_device: bool = False) -> bool:
+    """Whether torch_musa is installed and a Moore Threads device is here."""
+    return _plugin_device("torch_musa", "musa", check_device)
+
+
+def is_neuron_available(check_device: bool = False) -> bool:
+    """Whether torch_neuronx is installed and a Neuron device is here."""
+    return _plugin_device("torch_neuronx", "neuron", check_device)
+
+
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Whether Habana's torch bridge is installed and a Gaudi is here; `init_hccl` also loads its collectives."""
+    found = _plugin_device("habana_frameworks.torch", "hpu", False)
+    if found and init_hccl:
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+    return found
+
+
+def is_habana_gaudi1() -> bool:
+    """Whether the Gaudi here is of the first generation, which has no fp16."""
+    if not is_hpu_available():
+        return False
+    experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
+    return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
+
+
+def _plugin_device(module: str, device: str, count: bool) -> bool:
+    """Whether the module that adds a device type to torch is installed, loads, and shows such a device."""
+    if not _find(module):
+        return False
+    import torch
+
+    importlib.import_module(module)
+    namespace = getattr(torch, device, None)
+    if namespace is None or not namespace.is_available():
+        return False
+    return not count or namespace.device_count() > 0
+
+
+@functools.cache
+def _find(module: str) -> bool:
+    root = module.partition(".")[0]
+    return importlib.util.find_spec(root) is not None and importlib.util.find_spec(module) is not None
+
+
+@functools.cache
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Whether torch_xla is installed and, where asked, drives a TPU or a GPU."""
+    if check_is_tpu and check_is_gpu:
+        raise ValueError("is_torch_xla_available takes check_is_tpu or check_is_gpu, not both")
+    if not is_available("torch_xla"):
+        return False
+    if not (check_is_tpu or check_is_gpu):
+        return True
+    kind = importlib.import_module("torch_xla.runtime").device_type()
+    return kind == "TPU" if check_is_tpu else kind in ("GPU", "CUDA")
+
+
+# Precisions
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Whether this machine's device computes in bfloat16. A TPU does, unless `ignore_tpu`; the CPU does."""
+    from . import devices
+
+    if is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
+    return devices.supports_bf16(devices.accelerator_type() or "cpu")
+
+
+def is_fp16_available() -> bool:
+    """Whether this machine's device computes in float16: all but the first Gaudi do."""
+    return not is_habana_gaudi1()
+
+
+def is_fp8_available() -> bool:
+    """Whether a package for training in fp8 is installed: torchao, Transformer Engine or MS-AMP."""
+    return is_torchao_available() or is_transformer_engine_available() or is_msamp_available()
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Whether the current CUDA device has fp8 matrix units: compute capability 8.9 or later; False without one."""
+    import torch
+
+    return is_cuda_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+# Decorators
+
+
+def torchao_required(func: F) -> F:
+    """`func`, with an ImportError that says what to install where torchao is missing (found out at the call)."""
+    return required("torchao", func)
+
+
+def deepspeed_required(func: F) -> F:
+    """`func`, with an ImportError that says what to install where DeepSpeed is missing (found out at the call)."""
+    return required("deepspeed", func)

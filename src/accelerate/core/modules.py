@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about a torch module: its children in order, the classes in it, whether it is compiled or sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+def get_module_children_bottom_up(
+    model: nn.Module, return_fqns: bool = False
+) -> list[nn.Module] | list[tuple[str, nn.Module]]:
+    """All modules of `model`, each after its children, the model last; with `return_fqns` as (name, module)."""
+    named = list(_bottom_up(model, ""))
+    return named if return_fqns else [module for _, module in named]
+
+
+def _bottom_up(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name)
+    yield name, module
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """The class called `name` of some module in `module` (itself included), or None where there is none."""
+    return next((type(found) for found in module.modules() if type(found).__name__ == name), None)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether `module` is what `torch.compile` returned for one."""
+    # The class is loaded with the compiler; where that is not loaded, nothing is compiled.
+    import sys
+
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and isinstance(module, frames.OptimizedModule)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether some module inside `module` (not only the whole) is compiled."""
+    return any(is_compiled_module(child) for child in module.modules() if child is not module)
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether some parameter of `model` is a DTensor: sharded or replicated over a device mesh."""
+    return any(_is_dtensor(parameter) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Over how many processes the model says it is split by tensor parallelism, or None where it does not say."""
+    size = getattr(model, "tp_size", None)
+    return None if size is None else int(size)
+
+
+def _is_dtensor(parameter: torch.Tensor) -> bool:
+    import sys
+
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(parameter, tensors.DTensor)
