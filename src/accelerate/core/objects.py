@@ -20,7 +20,10 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
     """`destination`, with `source` merged into it: nested dictionaries are joined, other values of `source` win."""
     for key, value in source.items():
         if isinstance(value, dict):
-            merge_dicts(value, destination.setdefault(key, {}))
+            below = destination.get(key)
+            if not isinstance(below, dict):
+                below = destination[key] = {}
+            merge_dicts(value, below)
         else:
             destination[key] = value
     return destination

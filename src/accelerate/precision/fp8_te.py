@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training in fp8 through Transformer Engine: its layers in place of torch's, and its autocast around the forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.availability import is_transformer_engine_mxfp8_available
+from ..core.errors import ConfigurationError
+from ..core.imports import required
+
+# Transformer Engine's kernels take the dimensions of a weight in multiples of this
+MULTIPLE = 16
+
+_needs_engine = functools.partial(required, "transformer_engine")
+
+
+def _engine() -> Any:
+    import transformer_engine.pytorch
+
+    return transformer_engine.pytorch
+
+
+@_needs_engine
+def convert_model(
+    model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
+) -> None:
+    """Replace, in place, the linear and normalisation layers of `model` by Transformer Engine's, or back.
+
+    Weights, biases, dtypes and devices are kept. A linear layer with a dimension that is no multiple of 16 stays as it
+    is: the engine has no kernel for it. Call it before the optimizer is made.
+    """
+    replace = _to_engine if to_transformer_engine else _from_engine
+    for parent, name, layer in list(_children(model)):
+        fresh = replace(layer, _convert_linear, _convert_ln)
+        if fresh is not None:
+            _copy_parameters(layer, fresh)
+            setattr(parent, name, fresh)
+
+
+def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for parent in model.modules():
+        for name, layer in parent.named_children():
+            yield parent, name, layer
+
+
+def _to_engine(layer: nn.Module, linear: bool, norm: bool) -> nn.Module | None:
+    engine = _engine()
+    if linear and type(layer) is nn.Linear:
+        if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
+            return None
+        return engine.Linear(
+            layer.in_features,
+            layer.out_features,
+            bias=layer.bias is not None,
+            params_dtype=layer.weight.dtype,
+            device=layer.weight.device,
+        )
+    if norm and type(layer) is nn.LayerNorm and layer.weight is not None and layer.bias is not None:
+        return engine.LayerNorm(
+            layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype, device=layer.weight.device
+        )
+    return None
+
+
+def _from_engine(layer: nn.Module, linear: bool, norm: bool) -> nn.Module | None:
+    engine = _engine()
+    if linear and isinstance(layer, engine.Linear):
+        like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
+        return nn.Linear(layer.in_features, layer.out_features, bias=_bias(layer) is not None, **like)
+    if norm and isinstance(layer, engine.LayerNorm):
+        return nn.LayerNorm(
+            tuple(layer.weight.shape), eps=layer.eps, dtype=layer.weight.dtype, device=layer.weight.device
+        )
+    return None
+
+
+def _bias(layer: nn.Module) -> torch.Tensor | None:
+    # The engine's layers without a bias hold an empty tensor in its place.
+    bias = getattr(layer, "bias", None)
+    return bias if isinstance(bias, torch.Tensor) and bias.numel() else None
+
+
+@torch.no_grad()
+def _copy_parameters(source: nn.Module, target: nn.Module) -> None:
+    new = dict(target.named_parameters(recurse=False))
+    for name, parameter in source.named_parameters(recurse=False):
+        if name in new and parameter.numel():
+            new[name].copy_(parameter)
+            new[name].requires_grad_(parameter.requires_grad)
+
+
+@_needs_engine
+def has_transformer_engine_layers(model: nn.Module) -> bool:
+    """Whether some layer of `model` is one of Transformer Engine's."""
+    engine = _engine()
+    kinds = (engine.LayerNorm, engine.Linear, engine.LayerNormLinear, engine.LayerNormMLP, engine.TransformerLayer)
+    return any(isinstance(layer, kinds) for layer in model.modules())
+
+
+@_needs_engine
+def contextual_fp8_autocast(
+    model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
+) -> Callable[..., Any]:
+    """`model_forward` as a function of (model, ...) that runs under the engine's fp8 autocast.
+
+    On while the model trains, and while it is evaluated only with `use_during_eval`.
+    """
+    engine = _engine()
+    function: Callable[..., Any] = getattr(model_forward, "__func__", model_forward)
+    bound = function is not model_forward
+
+    @functools.wraps(function)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with engine.fp8_autocast(enabled=use_during_eval or self.training, fp8_recipe=fp8_recipe):
+            return function(self, *args, **kwargs) if bound else function(*args, **kwargs)
+
+    return forward
+
+
+@_needs_engine
+def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
+    """`model`, with its forward under the engine's fp8 autocast, by the recipe of the handler (TERecipeKwargs)."""
+    options = {} if fp8_recipe_handler is None else dict(fp8_recipe_handler.to_kwargs())
+    options.pop("backend", None)
+    options.pop("interval", None)  # the engine has dropped it
+    during_eval = bool(options.pop("use_autocast_during_eval", False))
+    forward = contextual_fp8_autocast(model.forward, make_recipe(options), during_eval)
+    model.forward = MethodType(forward, model)
+    return model
+
+
+def make_recipe(options: dict[str, Any]) -> Any:
+    """The engine's recipe of a handler's options: delayed scaling, or MXFP8 blocks where `use_mxfp8_block_scaling`."""
+    from transformer_engine.common import recipe
+
+    options = dict(options)
+    blocks = bool(options.pop("use_mxfp8_block_scaling", False))
+    if "fp8_format" in options:
+        options["fp8_format"] = getattr(recipe.Format, options["fp8_format"])
+    if not blocks:
+        return recipe.DelayedScaling(**options)
+    if not is_transformer_engine_mxfp8_available():
+        raise ConfigurationError(
+            "use_mxfp8_block_scaling needs Transformer Engine 2.1 or later; a former one is installed"
+        )
+    ignored = sorted({"amax_history_len", "amax_compute_algo"} & options.keys())
+    if ignored:
+        raise ConfigurationError(
+            f"MXFP8 block scaling keeps no history of maxima: leave out {', '.join(ignored)} of the fp8 recipe"
+        )
+    return recipe.MXFP8BlockScaling(**options)
