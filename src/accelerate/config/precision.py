@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of mixed precision: autocast and gradient scaling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.errors import ConfigurationError
+from .base import KwargsHandler
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """How `torch.autocast` behaves: whether it is on, and whether casted weights are cached.
+
+    `cache_enabled=None` leaves torch's default.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Options of `torch.amp.GradScaler` (used with fp16): first scale, growth, back-off, steps between growths."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.growth_factor <= 1.0:
+            raise ConfigurationError(f"GradScalerKwargs.growth_factor={self.growth_factor} must be over 1")
+        if not 0.0 < self.backoff_factor < 1.0:
+            raise ConfigurationError(f"GradScalerKwargs.backoff_factor={self.backoff_factor} must be between 0 and 1")

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a training run: data loading, accumulation, project folders, DDP, process group, profile, compile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from ..core import env
+from ..core.enums import DDPCommunicationHookType, DynamoBackend
+from ..core.errors import ConfigurationError, nearest
+from .base import KwargsHandler
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How prepared data loaders share a dataset between processes.
+
+    Fields:
+        split_batches: the loader's batch size is that of all processes together, each takes its part of it.
+        dispatch_batches: the main process reads and sends each process its part; None decides by the dataset
+            (iterable: yes).
+        even_batches: complete the last batch with samples from the start, so that all processes have as many.
+        use_seedable_sampler: shuffle from (data_seed + epoch), the same on any number of processes.
+        data_seed: the seed of that sampler; None takes torch's at `prepare`.
+        non_blocking: copies to the device overlap with the host's work (wants pinned memory).
+        use_stateful_dataloader: build loaders as torchdata's `StatefulDataLoader`.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients accumulate over batches.
+
+    Fields:
+        num_steps: batches a step of the optimizer is made of, at least 1.
+        adjust_scheduler: the scheduler counts batches that make no optimizer step too.
+        sync_with_dataloader: the end of a loader ends the window, however short.
+        sync_each_batch: reduce the gradients at each batch (less memory under sharding, more communication).
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_steps is not None:
+            check_accumulation_steps(self.num_steps, "GradientAccumulationPlugin.num_steps")
+
+
+def check_accumulation_steps(steps: Any, origin: str) -> int:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigurationError(f"{origin}={steps!r}: the number of accumulation steps is a whole number from 1 up")
+    return steps
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run keeps what it writes.
+
+    Fields:
+        project_dir: the run's folder. logging_dir: the trackers' folder, the same where it is not given.
+        automatic_checkpoint_naming: `save_state()` writes checkpoints/checkpoint_<iteration> below `project_dir`.
+        total_limit: how many of those are kept. iteration: the number of the next one.
+        save_on_each_node: machines without a shared file system write a copy each.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigurationError(
+                f"ProjectConfiguration.total_limit={self.total_limit}: keep at least one checkpoint, or None for all"
+            )
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Set `project_dir`, and `logging_dir` with it where it has none yet."""
+        self.project_dir = None if project_dir is None else os.fspath(project_dir)
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of `torch.nn.parallel.DistributedDataParallel` and of its communication hook.
+
+    `comm_hook` compresses the gradients for the reduction (fp16, bf16, PowerSGD), `comm_wrapper` (fp16 or bf16)
+    compresses what that hook sends; `comm_state_option` are the arguments of `PowerSGDState`.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.comm_hook = _hook_type(self.comm_hook, "comm_hook")
+        self.comm_wrapper = _hook_type(self.comm_wrapper, "comm_wrapper")
+        wrappers = (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
+        if self.comm_wrapper not in wrappers:
+            raise ConfigurationError(f"comm_wrapper={self.comm_wrapper.value!r}: a wrapper is one of no, fp16, bf16")
+        if self.comm_wrapper is not DDPCommunicationHookType.NO and self.comm_hook is DDPCommunicationHookType.NO:
+            raise ConfigurationError(f"comm_wrapper={self.comm_wrapper.value!r} wraps a comm_hook, and none is given")
+
+    def to_dict(
+        self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """The fields that are DDP's own arguments (without those of the hook)."""
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: Any) -> None:
+        """Register the hook on a DDP model; nothing to do where none is asked for."""
+        from ..parallel import comm_hooks
+
+        comm_hooks.register(model, self.comm_hook, self.comm_wrapper, self.comm_state_option)
+
+
+def _hook_type(value: Any, name: str) -> DDPCommunicationHookType:
+    try:
+        return DDPCommunicationHookType(value)
+    except ValueError:
+        raise ConfigurationError(
+            f"{name}={value!r} is unknown: use one of {', '.join(DDPCommunicationHookType.list())}"
+        ) from None
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Arguments of `torch.distributed.init_process_group`.
+
+    `backend="nccl"` is the API's way to say "the device's own"; any other name is taken as it is. `timeout` is how
+    long a collective may wait for the others; None keeps torch's.
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise ConfigurationError(
+                f"InitProcessGroupKwargs.timeout={self.timeout!r} must be a datetime.timedelta, "
+                "for example timedelta(minutes=10)"
+            )
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Options of `torch.profiler.profile`.
+
+    Fields:
+        activities: of cpu, cuda, xpu, mtia, hpu; None takes torch's choice.
+        schedule_option: arguments of `torch.profiler.schedule` (wait, warmup, active, repeat, skip_first).
+        on_trace_ready: called with the profiler each time a trace is ready.
+        output_trace_dir: folder for one `profile_<rank>.json` a process, in Chrome's trace format.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        known = ["cpu", "cuda", "xpu", "mtia", "hpu"]
+        for name in self.activities or ():
+            if name not in known:
+                hint = nearest(str(name), known)
+                raise ConfigurationError(
+                    f"ProfileKwargs.activities holds {name!r}: the activities are {', '.join(known)}"
+                    + (f"; did you mean {hint!r}?" if hint else "")
+                )
+
+    def build(self) -> Any:
+        """A `torch.profiler.profile` of these options, not started."""
+        import torch
+
+        activities = None
+        if self.activities is not None:
+            activities = [getattr(torch.profiler.ProfilerActivity, name.upper()) for name in self.activities]
+        schedule = None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option)
+        return torch.profiler.profile(
+            activities=activities,
+            schedule=schedule,
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Arguments of `torch.compile`; each one left out is read from ACCELERATE_DYNAMO_*.
+
+    `use_regional_compilation` compiles each repeated block once instead of the whole model.
+    """
+
+    backend: DynamoBackend = None  # type: ignore[assignment]
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        backend: Any = self.backend if self.backend is not None else env.get("dynamo_backend", "no")
+        try:
+            self.backend = DynamoBackend(str(getattr(backend, "value", backend)).upper())
+        except ValueError:
+            names = ", ".join(name.lower() for name in DynamoBackend.list())
+            raise ConfigurationError(f"dynamo backend {backend!r} is unknown: use one of {names}") from None
+        if self.mode is None:
+            self.mode = env.get("dynamo_mode", "default")
+        if self.fullgraph is None:
+            self.fullgraph = env.get_flag("dynamo_use_fullgraph")
+        if self.use_regional_compilation is None:
+            self.use_regional_compilation = env.get_flag("dynamo_use_regional_compilation")
+        if self.dynamic is None and env.get("dynamo_use_dynamic") is not None:
+            self.dynamic = env.get_flag("dynamo_use_dynamic")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as arguments of `torch.compile` (the backend by its lower-case name)."""
+        values = super().to_dict()
+        values["backend"] = values["backend"].value.lower()
+        return values
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """What `torch.compile` takes of these options."""
+        kwargs = super().to_kwargs()
+        kwargs.pop("use_regional_compilation", None)
+        return kwargs

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Birth and death of the process group: who we talk to, how long we wait, and how each process leaves cleanly."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import sys
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from ..core import env
+from ..core.errors import ConfigurationError
+from .topology import Topology
+
+# How long a rank that ends waits for the others before it closes its connections under them.
+FAREWELL = timedelta(seconds=30)
+# Seconds in which the group's idle threads get the interpreter lock before it is gone.
+LOCK_HANDOVER = 0.02
+
+
+class _Exit:
+    """What the end of this process needs to know."""
+
+    armed = False
+    owner = False
+    failed = False
+    previous_hook: Any = None
+
+
+def start(
+    topology: Topology,
+    backend: str,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+) -> str:
+    """Join the default process group of a run and return its backend. A group that is there already is kept.
+
+    Raises ConfigurationError where the main address is missing or the backend is not in this torch.
+    """
+    if not dist.is_initialized():
+        _check_address(topology, init_method)
+        if not dist.is_backend_available(backend):
+            raise ConfigurationError(
+                f"rank {topology.rank}: the collective backend {backend!r} is not in this build of torch"
+            )
+        arguments: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        if init_method is not None:
+            arguments["init_method"] = init_method
+        else:
+            # Slurm's and MPI's processes are told no address in torch's own variables.
+            env.publish({"master_addr": topology.master_addr, "master_port": topology.master_port})
+        dist.init_process_group(backend=backend, rank=topology.rank, world_size=topology.world_size, **arguments)
+        _Exit.owner = True
+    _arm()
+    return str(dist.get_backend())
+
+
+def _check_address(topology: Topology, init_method: str | None) -> None:
+    if init_method is not None:
+        return
+    absent = [
+        name
+        for name, value in (("MASTER_ADDR", topology.master_addr), ("MASTER_PORT", topology.master_port))
+        if value is None
+    ]
+    if absent:
+        raise ConfigurationError(
+            f"rank {topology.rank} of {topology.world_size} ({topology.launcher}) cannot find the others: "
+            f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not set. Set the address and a free port "
+            "of rank 0's machine on every rank, or start the script with `accelerate launch` or torchrun."
+        )
+
+
+def is_running() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def stop(group: Any = None) -> None:
+    """Leave a group (the default one, when None is given). Called twice, the second call does nothing."""
+    if not is_running():
+        return
+    dist.destroy_process_group(group)
+    if group is None:
+        _Exit.owner = False
+        # DDP's reducer and work handles hold the group's threads alive in cycles; they must go while Python lives.
+        gc.collect()
+
+
+def _arm() -> None:
+    """Register the end of this process, once."""
+    if _Exit.armed:
+        return
+    _Exit.armed = True
+    _Exit.previous_hook = sys.excepthook
+    sys.excepthook = _note_failure
+    atexit.register(_leave)
+
+
+def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    _Exit.failed = True
+    _Exit.previous_hook(kind, error, trace)
+
+
+def _leave() -> None:
+    """Close the group while the interpreter still stands, so that the exit code is the script's own.
+
+    A worker thread of gloo drops its last finished work late, and needs the interpreter lock for it (the work holds
+    Python's dispatch state). When it gets there only during finalisation, CPython ends the thread and the C++
+    runtime aborts the process. So the lock is given away here until the idle threads are through. Where the run ends
+    well the ranks say farewell first, so that rank 0, whose process may host the store, leaves last.
+    """
+    if is_running() and _Exit.owner:
+        _farewell(wait=not _Exit.failed)
+        stop()
+    # The threads only wait for the lock; a blocking call hands it to each of them in turn.
+    time.sleep(LOCK_HANDOVER)
+
+
+def _farewell(wait: bool) -> None:
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        store.set(f"accelerate/left/{rank}", "")
+        if wait and rank == 0:
+            store.wait([f"accelerate/left/{other}" for other in range(1, world)], FAREWELL)
+    except (RuntimeError, ValueError):
+        # Somebody is gone already, or takes longer than we wait: the group closes all the same.
+        return

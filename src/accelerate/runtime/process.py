@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one process does and the others do not: decorators, order, and each one's part of the inputs. Written once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def only_if(condition: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` on the processes where `condition()` holds at the call; the others do nothing and get None."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if condition() else None
+
+    return wrapper
+
+
+@contextlib.contextmanager
+def goes_first(is_first: bool, wait: Callable[[], None]) -> Iterator[None]:
+    """The block runs on the first process, then on the others. The others are let go also when it fails there."""
+    if not is_first:
+        wait()
+    try:
+        yield
+    finally:
+        if is_first:
+            wait()
+
+
+def part_of(length: int, index: int, count: int) -> tuple[int, int]:
+    """Begin and end of part `index` of `count`: consecutive, sizes differing by at most one, the larger ones first."""
+    size, extra = divmod(length, count)
+    begin = index * size + min(index, extra)
+    return begin, begin + size + (index < extra)
+
+
+@contextlib.contextmanager
+def split(inputs: Any, index: int, count: int, pad: bool, device: torch.device) -> Iterator[Any]:
+    """This process's consecutive part of a list, tuple, tensor, dataset or dict of equally long such.
+
+    With `pad` each part is as long as the longest, filled with the last element of the inputs.
+    """
+    if count == 1:
+        yield inputs
+        return
+    length = _length(inputs)
+    begin, end = part_of(length, index, count)
+    missing = math.ceil(length / count) - (end - begin) if pad else 0
+    yield _cut(inputs, begin, end, missing, device)
+
+
+def _length(inputs: Any) -> int:
+    if isinstance(inputs, Mapping):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"split_between_processes: all values of a dict must be equally long, got {lengths}")
+        return next(iter(lengths.values()), 0)
+    try:
+        return len(inputs)
+    except TypeError:
+        raise TypeError(
+            f"split_between_processes takes a list, tuple, tensor, dataset or a dict of them, not {type(inputs).__name__}"
+        ) from None
+
+
+def _cut(inputs: Any, begin: int, end: int, missing: int, device: torch.device) -> Any:
+    if isinstance(inputs, Mapping):
+        return {key: _cut(value, begin, end, missing, device) for key, value in inputs.items()}
+    if isinstance(inputs, torch.Tensor):
+        part = inputs[begin:end].to(device)
+        if missing:
+            last = inputs[-1:].to(device)
+            part = torch.cat([part, last.expand(missing, *last.shape[1:])])
+        return part
+    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):
+        # A `datasets.Dataset`: a selection of rows stays a dataset.
+        return inputs.select([*range(begin, end), *[len(inputs) - 1] * missing])
+    part = inputs[begin:end]
+    if missing:
+        part = part + type(inputs)([inputs[-1]] * missing)
+    return part

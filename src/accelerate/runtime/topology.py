@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of how many processes this one is: read from the variables of whoever started it. No torch here."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from ..core import env
+from ..core.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Source:
+    """The variables in which one kind of starter tells a process who it is."""
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str | None = None
+    requires: str | None = None
+
+
+# The first source whose rank and world size are both set speaks. Slurm sets its variables in the batch script too,
+# where there is one process only: a step (srun) has an id as well.
+SOURCES = (
+    Source("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    Source("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    Source("mvapich", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    Source("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Source("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, requires="SLURM_STEP_ID"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This process among the others of its run.
+
+    `rank` counts over all machines, `local_rank` on this one. `launcher` names who said so; "none" is a process
+    started by hand, alone.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    launcher: str = "none"
+
+    @staticmethod
+    def from_environment() -> Topology:
+        """The topology that the environment tells; one lone process where it tells nothing.
+
+        Raises ConfigurationError where what it tells is incomplete or contradicts itself.
+        """
+        for source in SOURCES:
+            rank, world_size = env.get_int(source.rank), env.get_int(source.world_size)
+            if source.requires is not None and env.get(source.requires) is None:
+                continue
+            if rank is not None and world_size is not None:
+                return _read(source, rank, world_size)
+            if source.launcher == "torchrun" and (rank is not None or (world_size or 1) > 1):
+                given, absent = ("RANK", "WORLD_SIZE") if rank is not None else ("WORLD_SIZE", "RANK")
+                raise ConfigurationError(
+                    f"{given} is set and {absent} is not: set both for each process, or neither to run alone"
+                )
+        return Topology()
+
+
+def _read(source: Source, rank: int, world_size: int) -> Topology:
+    if not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"{source.rank}={rank} is no rank of {source.world_size}={world_size}: ranks are 0 to {world_size - 1}"
+        )
+    local_rank = env.get_int(source.local_rank)
+    local_world_size = env.get_int(source.local_world_size) if source.local_world_size else _slurm_tasks_here()
+    master_addr, master_port = env.get("master_addr"), env.get_int("master_port")
+    if source.launcher == "slurm":
+        master_addr = master_addr or _slurm_first_host()
+        master_port = master_port or _slurm_port()
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank if local_rank is None else local_rank,
+        local_world_size=local_world_size or world_size,
+        master_addr=master_addr,
+        master_port=master_port,
+        launcher=source.launcher,
+    )
+
+
+def _slurm_tasks_here() -> int | None:
+    """The number of tasks on this node, from a list such as `2(x3),1` and this node's place in it."""
+    text, node = env.get("SLURM_STEP_TASKS_PER_NODE"), env.get_int("SLURM_NODEID") or 0
+    if text is None:
+        return None
+    counts: list[int] = []
+    for part in text.split(","):
+        number, _, times = part.partition("(x")
+        counts += [int(number)] * (int(times.rstrip(")")) if times else 1)
+    return counts[node] if node < len(counts) else None
+
+
+def _slurm_first_host() -> str | None:
+    """The first host of a list such as `gpu[003-004,7],head`."""
+    names = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if names is None:
+        return None
+    head, bracket, rest = names.partition("[")
+    if not bracket or "," in head:
+        return names.split(",")[0]
+    return head + rest.split("]")[0].split(",")[0].split("-")[0]
+
+
+def _slurm_port() -> int:
+    """A port that all ranks of a step derive alike and other steps hardly share."""
+    step = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
+    return 20000 + zlib.crc32(step.encode()) % 20000

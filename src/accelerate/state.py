@@ -1,0 +1,534 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared views of a run: PartialState (processes), AcceleratorState (its options), GradientState (accumulation)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from .core import devices, env
+from .core.enums import DistributedType, DynamoBackend, PrecisionType
+from .core.errors import ConfigurationError
+from .runtime import group, process
+from .runtime.topology import Topology
+
+if TYPE_CHECKING:
+    from .config.training import GradientAccumulationPlugin, TorchDynamoPlugin
+
+
+class PartialState:
+    """Which process this is, on which device, among how many. Every instance shows the same state.
+
+    Args:
+        cpu: use the CPU also where an accelerator is present.
+        backend, init_method, timeout: handed to `torch.distributed.init_process_group`.
+
+    Attributes: `device`, `process_index`, `num_processes`, `local_process_index`, `distributed_type`, `backend`,
+    `debug`, `fork_launched`.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+    _known_attributes: ClassVar[list[str]] = [
+        "_cpu", "backend", "device", "debug", "distributed_type", "num_processes", "process_index",
+        "local_process_index", "fork_launched",
+    ]  # fmt: skip
+
+    device: torch.device
+    backend: str | None
+    debug: bool
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    fork_launched: bool
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            self._start(cpu, **kwargs)
+
+    def _start(
+        self,
+        cpu: bool,
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: Any = None,
+        _use_sagemaker_dp: bool = False,
+    ) -> None:
+        cpu = cpu or env.get_flag("use_cpu")
+        topology = _present_topology()
+        device = devices.select(topology.local_rank, topology.local_world_size, cpu)
+        kind = devices.kind_of(device)
+        distributed_type, used_backend = DistributedType.NO, None
+        if topology.world_size > 1:
+            # "nccl" is the API's word for the device's own backend.
+            wanted = kind.backend if backend in (None, "nccl") else str(backend)
+            used_backend = group.start(topology, wanted, timeout, init_method)
+            distributed_type = kind.distributed
+        # Everything has succeeded: the state appears whole.
+        self.__dict__.update(
+            _cpu=cpu,
+            backend=used_backend,
+            device=device,
+            debug=env.get_flag("debug"),
+            distributed_type=distributed_type,
+            num_processes=topology.world_size,
+            process_index=topology.rank,
+            local_process_index=topology.local_rank,
+            fork_launched=env.get_flag("fork_launched"),
+        )
+        if env.get_flag("cpu_affinity"):
+            from .core.system import set_numa_affinity
+
+            set_numa_affinity(topology.local_rank)
+
+    def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the shared state; a process group stays as it is."""
+        PartialState._shared_state.clear()
+
+    @property
+    def initialized(self) -> bool:
+        return "distributed_type" in self.__dict__
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether several processes work together."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device a lone process would take: the accelerator, or the CPU."""
+        kind = devices.accelerator_type()
+        return torch.device("cpu") if kind is None else torch.device(kind)
+
+    def set_device(self) -> None:
+        """Make this process's device the current one (again)."""
+        if self.device.type not in ("cpu", "mps"):
+            torch.accelerator.set_device_index(self.device)
+
+    def wait_for_everyone(self) -> None:
+        """Return when every process has called this."""
+        if self.num_processes > 1:
+            if self.device.type not in ("cpu", "mps") and self.backend != "gloo":
+                dist.barrier(device_ids=[self.device.index])
+            else:
+                dist.barrier()
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave the process group (the default one). The run's end does this by itself."""
+        from .runtime import group as groups
+
+        groups.stop(group)
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's consecutive part of `inputs` (list, tuple, tensor, dataset, or a dict of equally long such).
+
+        The parts differ by at most one element; with `apply_padding` the last element of the inputs is repeated so
+        that all are equally long (for a `gather` afterwards).
+        """
+        with process.split(inputs, self.process_index, self.num_processes, apply_padding, self.device) as part:
+            yield part
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The block runs on the main process first, then on all others together."""
+        with process.goes_first(self.is_main_process, self.wait_for_everyone):
+            yield
+
+    @contextlib.contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The block runs on each machine's first process first, then on all others together."""
+        with process.goes_first(self.is_local_main_process, self.wait_for_everyone):
+            yield
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorator: run the function on the main process only."""
+        if not self.initialized:
+            raise ValueError("The `PartialState` or `Accelerator` must be initialized before calling this function.")
+        if function is None:
+            return self.on_main_process
+        return process.only_if(lambda: self.is_main_process, function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorator: run the function on each machine's first process only."""
+        if function is None:
+            return self.on_local_main_process
+        return process.only_if(lambda: self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run the function on the last process only."""
+        return process.only_if(lambda: self.is_last_process, function)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorator: run the function on the process of this index only."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return process.only_if(lambda: self.process_index == (process_index or 0), function)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorator: run the function on the process of this index on each machine only."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return process.only_if(lambda: self.local_process_index == (local_process_index or 0), function)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print` on each machine's first process only."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self)._known_attributes:
+            raise AttributeError(
+                f"`{type(self).__name__}` object has no attribute `{name}`: the state was reset. "
+                "Make a new `Accelerator()` or `PartialState()` first."
+            )
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+
+def _present_topology() -> Topology:
+    """The topology of a group that runs already, else what the environment tells."""
+    told = Topology.from_environment()
+    if not group.is_running():
+        return told
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if told.world_size == world_size and told.rank == rank:
+        return told
+    # The user made the group with ranks of their own; the machine's part is what the environment tells, if anything.
+    known = told.launcher != "none"
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        local_rank=told.local_rank if known else rank,
+        local_world_size=told.local_world_size if known else world_size,
+        launcher="user",
+    )
+
+
+class AcceleratorState:
+    """PartialState and the options of the run: precision, plugins, mesh. Every instance shows the same state."""
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+    _known_attributes: ClassVar[list[str]] = [
+        *PartialState._known_attributes,
+        "deepspeed_plugin", "use_ipex", "fsdp_plugin", "megatron_lm_plugin", "dynamo_plugin", "parallelism_config",
+        "device_mesh", "torch_tp_plugin",
+    ]  # fmt: skip
+
+    if TYPE_CHECKING:
+        device: torch.device
+        backend: str | None
+        debug: bool
+        distributed_type: DistributedType
+        num_processes: int
+        process_index: int
+        local_process_index: int
+        fsdp_plugin: Any
+        parallelism_config: Any
+        device_mesh: Any
+        deepspeed_plugins: Any
+        dynamo_plugin: TorchDynamoPlugin
+        torch_tp_plugin: Any
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__ = self._shared_state
+        if not PartialState._shared_state:
+            PartialState(cpu, **kwargs)
+        self.__dict__.update(PartialState._shared_state if "_mixed_precision" not in self.__dict__ else {})
+        if self.initialized:
+            self._check_unchanged(mixed_precision, cpu)
+            return
+        from .config.training import TorchDynamoPlugin
+
+        precision = _parse_precision(mixed_precision)
+        self.__dict__.update(
+            deepspeed_plugins=None,
+            torch_tp_plugin=torch_tp_plugin,
+            parallelism_config=parallelism_config,
+            device_mesh=None,
+            dynamo_plugin=dynamo_plugin or TorchDynamoPlugin(backend=DynamoBackend.NO),
+        )
+        self._adopt(deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
+        self.__dict__["_mixed_precision"] = precision
+
+    def _adopt(self, deepspeed_plugin: Any, fsdp_plugin: Any, megatron_lm_plugin: Any) -> None:
+        """Keep the plugin of the strategy in force; the others are absent, as the API's users test with `getattr`."""
+        if deepspeed_plugin is not None:
+            self.deepspeed_plugins = deepspeed_plugin
+            self.distributed_type = DistributedType.DEEPSPEED
+        elif megatron_lm_plugin is not None:
+            self.__dict__["megatron_lm_plugin"] = megatron_lm_plugin
+            self.distributed_type = DistributedType.MEGATRON_LM
+        elif fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = DistributedType.FSDP
+
+    def _check_unchanged(self, mixed_precision: str | None, cpu: bool) -> None:
+        if cpu and not self.__dict__["_cpu"]:
+            raise ConfigurationError(
+                "AcceleratorState has been made without cpu=True already: pass cpu=True to the first Accelerator() "
+                "or PartialState() of the process, or start a new process"
+            )
+        if mixed_precision is not None and mixed_precision != self.__dict__["_mixed_precision"]:
+            raise ConfigurationError(
+                f"AcceleratorState has been made with mixed_precision={self.__dict__['_mixed_precision']!r} already and "
+                f"cannot become {mixed_precision!r}: pass it to the first Accelerator() of the process, or start a new one"
+            )
+
+    def __repr__(self) -> str:
+        text = f"{PartialState()!r}\nMixed precision type: {self.mixed_precision}\n"
+        if self.distributed_type is DistributedType.DEEPSPEED:
+            text += f"ds_config: {self.deepspeed_plugin.deepspeed_config}\n"
+        return text
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Forget the shared options, and the processes' state too when asked."""
+        AcceleratorState._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    @property
+    def initialized(self) -> bool:
+        return "_mixed_precision" in self.__dict__
+
+    @property
+    def mixed_precision(self) -> str:
+        """`no`, `fp16`, `bf16` or `fp8`; under DeepSpeed what its configuration says."""
+        plugin = self.deepspeed_plugin
+        if plugin is not None:
+            config = plugin.deepspeed_config
+            for name in ("fp16", "bf16"):
+                if config.get(name, {}).get("enabled", False) is True:
+                    return name
+        return str(self.__dict__["_mixed_precision"])
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The DeepSpeed plugin in force: the only one, or the selected of several; None without DeepSpeed."""
+        plugins = self.__dict__.get("deepspeed_plugins")
+        if not isinstance(plugins, dict):
+            return plugins
+        return next((plugin for plugin in plugins.values() if plugin.selected), None)
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """The DeepSpeed plugin of this name (several can be given as a dict)."""
+        return self.deepspeed_plugins[name]
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Put the DeepSpeed plugin of this name in force."""
+        for key, plugin in self.deepspeed_plugins.items():
+            if key != name:
+                plugin._unselect()
+        self.deepspeed_plugins[name].select(_from_accelerator_state=True)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self.distributed_type is DistributedType.FSDP and self.fsdp_plugin.fsdp_version == 2
+
+    @property
+    def fork_launched(self) -> bool:
+        return PartialState().fork_launched
+
+    @property
+    def use_distributed(self) -> bool:
+        return PartialState().use_distributed
+
+    @property
+    def is_main_process(self) -> bool:
+        return PartialState().is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return PartialState().is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        return PartialState().is_last_process
+
+    def wait_for_everyone(self) -> None:
+        PartialState().wait_for_everyone()
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        PartialState().destroy_process_group(group)
+
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> contextlib.AbstractContextManager[Any]:
+        return PartialState().split_between_processes(inputs, apply_padding)
+
+    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        return PartialState().main_process_first()
+
+    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        return PartialState().local_main_process_first()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        PartialState().print(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PartialState._known_attributes and "_mixed_precision" not in self.__dict__:
+            raise AttributeError(
+                f"`AcceleratorState` object has no attribute `{name}`: the state was reset. "
+                "Make a new `Accelerator()` first."
+            )
+        raise AttributeError(f"'AcceleratorState' object has no attribute '{name}'")
+
+
+def _parse_precision(asked: str | None) -> str:
+    origin = "mixed_precision"
+    if asked is None:
+        asked = env.get("mixed_precision", "no")
+        origin = env.variable("mixed_precision")
+    text = str(getattr(asked, "value", asked)).lower()
+    if text not in PrecisionType.list():
+        raise ConfigurationError(f"{origin}={asked!r} is unknown: use one of {', '.join(PrecisionType.list())}")
+    return text
+
+
+class GradientState:
+    """Whether this batch ends an accumulation window, and which loader is being read. Shared by all instances."""
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    sync_gradients: bool
+    plugin_kwargs: dict[str, Any]
+    _is_xla_gradients_synced: bool
+    _references: list[weakref.ref[Any] | None]
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            self.__dict__.update(
+                sync_gradients=True, _references=[None], plugin_kwargs={}, _is_xla_gradients_synced=False
+            )
+        # A second Accelerator's options replace the first one's, as the API has it.
+        if gradient_accumulation_plugin is not None:
+            kwargs = gradient_accumulation_plugin.to_kwargs()
+            if self.plugin_kwargs != kwargs:
+                self.plugin_kwargs = kwargs
+
+    @property
+    def initialized(self) -> bool:
+        return "sync_gradients" in self.__dict__
+
+    @property
+    def num_steps(self) -> int:
+        """Batches a step of the optimizer is made of."""
+        return int(self.plugin_kwargs.get("num_steps", 1))
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def sync_each_batch(self) -> bool:
+        return bool(self.plugin_kwargs.get("sync_each_batch", False))
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The prepared loader that is being read (the innermost one), or None."""
+        reference = self._references[-1]
+        return None if reference is None else reference()
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The prepared loaders that are being read, outermost first, after a leading None."""
+        return [None if reference is None else reference() for reference in self._references]
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the active loader's present batch is its last."""
+        loader = self.active_dataloader
+        return False if loader is None else bool(loader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the active loader's last global batch that are no repetitions; -1 where that is not known."""
+        loader = self.active_dataloader
+        return -1 if loader is None else int(loader.remainder)
+
+    @property
+    def in_dataloader(self) -> bool:
+        return self.active_dataloader is not None
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        return self._is_xla_gradients_synced
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, value: bool) -> None:
+        self._is_xla_gradients_synced = value
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        self._references.append(weakref.ref(dataloader))
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        self._references = [
+            reference for reference in self._references if reference is None or reference() not in (dataloader, None)
+        ]
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the shared state."""
+        GradientState._shared_state.clear()
