@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate.utils.bnb`: quantised weights through bitsandbytes. Re-exports only, by home."""
+
+from ..core.lazy import attach
+
+EXPORTS = {
+    "placement": [
+        "has_4bit_bnb_layers",
+        "load_and_quantize_model",
+    ],
+}
+
+__getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate.utils.deepspeed`: DeepSpeed. Re-exports only, by home."""
+
+from ..core.lazy import attach
+
+EXPORTS = {
+    "parallel.deepspeed": [
+        "DeepSpeedEngineWrapper",
+        "DeepSpeedOptimizerWrapper",
+        "DeepSpeedSchedulerWrapper",
+        "DummyOptim",
+        "DummyScheduler",
+        "get_active_deepspeed_plugin",
+    ],
+    "config.deepspeed": [
+        "HfDeepSpeedConfig",
+    ],
+}
+
+__getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

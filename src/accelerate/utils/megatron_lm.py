@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate.utils.megatron_lm`: Megatron-LM. Re-exports only, by home."""
+
+from ..core.lazy import attach
+
+EXPORTS = {
+    "data_loader": [
+        "prepare_data_loader",
+    ],
+}
+
+__getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

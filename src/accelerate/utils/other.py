@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate.utils.other`: models, files and small things. Re-exports only, by home."""
+
+from ..core.lazy import attach
+
+EXPORTS = {
+    "core.objects": [
+        "convert_bytes",
+        "get_pretty_name",
+        "merge_dicts",
+        "recursive_getattr",
+    ],
+    "core.modules": [
+        "get_model_tp_size",
+        "get_module_children_bottom_up",
+        "has_compiled_regions",
+        "is_compiled_module",
+        "model_has_dtensor",
+    ],
+    "runtime.hardware": [
+        "check_os_kernel",
+    ],
+    "checkpointing": [
+        "clean_state_dict_for_safetensors",
+        "load",
+        "save",
+    ],
+    "parallel": [
+        "compile_regions",
+        "compile_regions_deepspeed",
+        "compile_regions_fsdp2",
+        "extract_model_from_parallel",
+    ],
+    "launchers": [
+        "is_port_in_use",
+    ],
+    "state": [
+        "wait_for_everyone",
+    ],
+}
+
+__getattr__, __dir__, __all__ = attach(__name__, EXPORTS)
