@@ -17,6 +17,11 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether a value is a tensor."""
+    return is_tensor(tensor)
+
+
 def is_namedtuple(data: Any) -> bool:
     """Whether `data` is an instance of a `namedtuple` type (a tuple with `_fields` and `_asdict`)."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")

@@ -27,8 +27,8 @@ from . import (
 from . import tqdm as _tqdm
 
 _MODULES = (
-    ao, bnb, constants, dataclasses, deepspeed, environment, fsdp_utils, imports, launch, memory, modeling, offload,
-    operations, other, random, torch_xla, transformer_engine, versions, _tqdm,
+    ao, bnb, constants, dataclasses, deepspeed, environment, fsdp_utils, imports, launch, megatron_lm, memory,
+    modeling, offload, operations, other, random, rich, torch_xla, transformer_engine, versions, _tqdm,
 )  # fmt: skip
 
 EXPORTS: dict[str, list[str]] = {

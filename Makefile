@@ -1,0 +1,69 @@
+# One entry point for users, CI and pre-commit. `make demo` and `make test` need Python 3.11 or later and make, no more.
+
+.DEFAULT_GOAL := help
+
+# The first interpreter of at least 3.11; `make PYTHON=/path/to/python ...` names another.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+# What is installed where the environment has no torch yet: `make TORCH=torch==2.12.0 ...` for another.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+PEER_VENV ?= .venv-peer
+PEER ?= accelerate==1.15.0
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PEER_STAMP := $(PEER_VENV)/.installed
+
+.PHONY: help install demo test check format bench gpu-check clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+install: $(STAMP)  ## make .venv with this package, editable, and all that its tests need
+
+demo: $(STAMP)  ## train the small GPT on two processes
+	PATH="$(abspath $(BIN)):$$PATH" accelerate launch --num_processes 2 examples/train_gpt.py
+
+test: $(STAMP)  ## run the tests (PYTEST_ARGS is handed on)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+check: $(STAMP)  ## lint, format, types, floors, public names
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -p no:xdist tests/test_public_api.py tests/test_imports.py
+
+format: $(STAMP)  ## mend what lint and format can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) $(PEER_STAMP)  ## this package, its peer and raw PyTorch in turn: a table of ratios
+	$(BIN)/python benchmarks/run.py --peer $(PEER_VENV)/bin/python
+
+gpu-check: $(STAMP)  ## what needs a GPU; says so and succeeds where there is none
+	$(BIN)/python benchmarks/gpu_check.py $(if $(wildcard $(PEER_STAMP)),--peer $(PEER_VENV)/bin/python)
+
+clean:  ## remove the environments and everything made
+	rm -rf $(VENV) $(PEER_VENV) build dist src/*.egg-info runs outputs
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed; name it: make PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[test,examples,text]"
+	touch $@
+
+# The peer has an environment of its own, with the same torch.
+$(PEER_STAMP): $(STAMP)
+	test -x $(PEER_VENV)/bin/python || $(PYTHON) -m venv $(PEER_VENV)
+	torch=$$($(BIN)/python -c 'import torch; print(torch.__version__.partition("+")[0])'); \
+	$(PEER_VENV)/bin/python -c "import torch; assert torch.__version__.startswith('$$torch')" 2>/dev/null \
+		|| $(PEER_VENV)/bin/python -m pip install --quiet "torch==$$torch"
+	$(PEER_VENV)/bin/python -m pip install --quiet "$(PEER)"
+	touch $@

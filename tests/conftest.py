@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: those that start processes of their own run one after another, beside the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+DISTRIBUTED = Path(__file__).parent / "distributed"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Several ranks fill a small machine's cores. Two such tests side by side would only slow each other to their limits.
+    for item in items:
+        if DISTRIBUTED in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("processes"))
