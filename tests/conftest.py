@@ -11,7 +11,7 @@ DISTRIBUTED = Path(__file__).parent / "distributed"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Several ranks fill a small machine's cores. Two such tests side by side would only slow each other to their limits.
+    # Several ranks fill a small machine. Two such tests side by side would slow each other to their limits.
     for item in items:
         if DISTRIBUTED in item.path.parents:
             item.add_marker(pytest.mark.xdist_group("processes"))

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the package imports: without torch until a name needs it, each module on its own, downward only."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import accelerate
+
+PACKAGE = Path(accelerate.__file__).parent
+PROJECT = Path(__file__).parents[1]
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# These start on the command line, or before torch is wanted. None of them may cost the import of torch.
+WITHOUT_TORCH = [
+    "accelerate",
+    "accelerate.utils",
+    "accelerate.commands.main",
+    "accelerate.commands.launch",
+    "accelerate.core.availability",
+    "accelerate.core.constants",
+    "accelerate.core.enums",
+    "accelerate.core.env",
+    "accelerate.core.errors",
+    "accelerate.core.files",
+    "accelerate.core.imports",
+    "accelerate.config.launch",
+    "accelerate.config.precision",
+    "accelerate.config.training",
+    "accelerate.runtime.topology",
+]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def run_python(source: str) -> str:
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_starts_without_torch() -> None:
+    source = f"""
+import importlib, sys
+for name in {WITHOUT_TORCH!r}:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        print(name)
+        break
+"""
+    assert run_python(source) == ""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="each module is imported in a fork of its own")
+def test_each_module_imports_alone() -> None:
+    """A circle between rooms shows only in the module that is imported first: so each one is, in a fresh process."""
+    names = [module_name(path) for path in FILES if not {"__main__", "scripts"} & {path.stem, *path.parts}]
+    source = f"""
+import importlib, os, sys, torch
+for name in {names!r}:
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(f"{{name}}: {{type(error).__name__}}: {{error}}", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    assert run_python(source) == ""
+
+
+def test_rooms_import_downward_only() -> None:
+    from importlinter.cli import lint_imports
+
+    assert lint_imports(config_filename=str(PROJECT / "pyproject.toml"), no_cache=True) == 0
+
+
+BORDER_WORDS = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+
+
+def crossings(tree: ast.AST) -> Iterator[int]:
+    """The lines at which a module reaches for the environment itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            words = {node.attr}
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            words = {alias.name for alias in node.names}
+        else:
+            continue
+        if words & BORDER_WORDS:
+            yield node.lineno
+
+
+def test_the_environment_is_crossed_in_one_place() -> None:
+    border = PACKAGE / "core" / "env.py"
+    found = [
+        f"{path.relative_to(PACKAGE)}:{line}"
+        for path in FILES
+        if path != border
+        for line in crossings(ast.parse(path.read_text()))
+    ]
+    assert found == []
+
+
+def test_each_file_says_what_it_is_for() -> None:
+    silent = []
+    for path in FILES:
+        text = path.read_text()
+        if not text.startswith("# SPDX-License-Identifier: Apache-2.0\n") or not ast.get_docstring(ast.parse(text)):
+            silent.append(str(path.relative_to(PACKAGE)))
+    assert silent == []
