@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a DeepSpeed engine: its configuration, where "auto" values are filled and conflicts are refused."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..core import env
+from ..core.errors import ConfigurationError
+from ..core.imports import is_available
+
+if TYPE_CHECKING:
+    import torch
+
+# Fields that a DeepSpeed file decides; asking for one of them besides a file is a conflict.
+_DECIDED_BY_FILE = (
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "zero_stage",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_param_nvme_path",
+    "offload_optimizer_nvme_path",
+    "zero3_save_16bit_model",
+    "mixed_precision",
+)
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed configuration as a tree of dotted keys, from a dict, a JSON file or base64 text of JSON.
+
+    Raises ValueError for text that is none of these. The dict given is copied, never changed.
+    """
+
+    def __init__(self, config_file_or_dict: Mapping[str, Any] | str | os.PathLike[str]) -> None:
+        self.config: dict[str, Any] = _read_config(config_file_or_dict)
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Read the ZeRO stage (-1 where there is none) and whether anything is offloaded."""
+        stage = self.get_value("zero_optimization.stage", -1)
+        self._stage: Any = stage
+        devices = (
+            self.get_value(f"zero_optimization.{part}.device") for part in ("offload_optimizer", "offload_param")
+        )
+        self._offload = any(device in ("cpu", "nvme") for device in devices)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
+        """The dict that holds a dotted key (None where there is none) and the key's last part."""
+        *path, last = ds_key_long.split(".")
+        node: Any = self.config
+        for part in path:
+            node = node.get(part) if isinstance(node, Mapping) else None
+            if node is None:
+                return None, last
+        return node, last
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a dotted key, or `default`."""
+        node, last = self.find_config_node(ds_key_long)
+        return node.get(last, default) if isinstance(node, Mapping) else default
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove a dotted key and all below it. With `must_exist`, ValueError where it is not there."""
+        node, last = self.find_config_node(ds_key_long)
+        if isinstance(node, dict) and last in node:
+            del node[last]
+        elif must_exist:
+            raise ConfigurationError(f"Can't find {ds_key_long} entry in the config: {self.config}")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether a key is set and true; False where it is not set."""
+        value = self.get_value(ds_key_long)
+        return value is not None and bool(value)
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether a key is set and false; False where it is not set."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not bool(value)
+
+    def is_zero2(self) -> bool:
+        return bool(self._stage == 2)
+
+    def is_zero3(self) -> bool:
+        return bool(self._stage == 3)
+
+    def is_offload(self) -> bool:
+        return self._offload
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """How a DeepSpeed engine trains the model. A field that is None takes its variable, else the default.
+
+    With `hf_ds_config` (a dict, a file, or the file named by ACCELERATE_DEEPSPEED_CONFIG_FILE) the other fields are
+    read from it. Values left "auto" are filled in `prepare` from the model, the optimizer and the loader
+    (`fill_match`, `deepspeed_config_process`); a value that is set and differs from what the program uses is refused
+    with both values. Raises ConfigurationError (a ValueError).
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+
+    deepspeed_config: dict[str, Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._selected = False
+        self._read_variables()
+        if self.hf_ds_config is None:
+            self.hf_ds_config = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+            if self.hf_ds_config == "none":
+                self.hf_ds_config = None
+        if self.hf_ds_config is None:
+            self.hf_ds_config = HfDeepSpeedConfig(self._config_from_fields())
+        else:
+            self._take_config(self.hf_ds_config)
+        # The engine, its user and transformers look at one and the same dict.
+        self.deepspeed_config = self.hf_ds_config.config
+        self.deepspeed_config["steps_per_print"] = float("inf")
+        if self.zero3_init_flag is None:
+            self.zero3_init_flag = env.get_flag("ACCELERATE_DEEPSPEED_ZERO3_INIT", self.hf_ds_config.is_zero3())
+        if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
+            warnings.warn("DeepSpeed Zero3 Init flag is only applicable for ZeRO Stage 3. Setting it to False.")
+            self.zero3_init_flag = False
+        if self.enable_msamp and "msamp" not in self.deepspeed_config:
+            self._enable_msamp()
+
+    def _read_variables(self) -> None:
+        if self.gradient_accumulation_steps is None:
+            steps = env.get("gradient_accumulation_steps", "auto")
+            self.gradient_accumulation_steps = (
+                "auto" if steps == "auto" else env.get_int("gradient_accumulation_steps")
+            )
+        if self.gradient_clipping is None:
+            clip = env.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
+            self.gradient_clipping = "auto" if clip == "auto" else env.get_float("ACCELERATE_GRADIENT_CLIPPING")
+        if self.zero_stage is None:
+            found = env.get_int("ACCELERATE_DEEPSPEED_ZERO_STAGE")
+            self.zero_stage = 2 if found is None else found
+        for name in (
+            "offload_optimizer_device",
+            "offload_param_device",
+            "offload_optimizer_nvme_path",
+            "offload_param_nvme_path",
+        ):
+            if getattr(self, name) is None:
+                setattr(self, name, env.get(f"ACCELERATE_DEEPSPEED_{name.upper()}", "none"))
+        if self.zero3_save_16bit_model is None:
+            self.zero3_save_16bit_model = env.get_flag("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL")
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = env.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+        if self.enable_msamp is None:
+            self.enable_msamp = (env.get("ACCELERATE_FP8_BACKEND") or "").upper() == "MSAMP"
+        if self.msamp_opt_level is None:
+            self.msamp_opt_level = env.get("ACCELERATE_FP8_OPT_LEVEL", "O1")
+
+    def _config_from_fields(self) -> dict[str, Any]:
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigurationError(f"zero_stage={self.zero_stage!r}: ZeRO has the stages 0, 1, 2 and 3")
+        for name in ("offload_optimizer_device", "offload_param_device"):
+            if getattr(self, name) not in ("none", "cpu", "nvme"):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: use none, cpu or nvme")
+
+        def offload(device: str | None, path: str | None) -> dict[str, Any]:
+            return {"device": device, "nvme_path": path if device == "nvme" else None}
+
+        return {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "zero_optimization": {
+                "stage": self.zero_stage,
+                "offload_optimizer": offload(self.offload_optimizer_device, self.offload_optimizer_nvme_path),
+                "offload_param": offload(self.offload_param_device, self.offload_param_nvme_path),
+                "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
+            },
+            "gradient_clipping": self.gradient_clipping,
+        }
+
+    def _take_config(self, given: Any) -> None:
+        """Let a DeepSpeed configuration decide: its values become the fields'."""
+        self._refuse_clash()
+        # transformers subclasses the config object and keeps its own reference to it.
+        config = self.hf_ds_config = given if hasattr(given, "del_config_sub_tree") else HfDeepSpeedConfig(given)
+        config.config.setdefault("gradient_accumulation_steps", 1)
+        if "zero_optimization" not in config.config:
+            raise ConfigurationError("Please specify the ZeRO optimization config in the DeepSpeed config.")
+        config.set_stage_and_offload()
+        for name, key in (
+            ("gradient_accumulation_steps", "gradient_accumulation_steps"),
+            ("gradient_clipping", "gradient_clipping"),
+            ("zero_stage", "zero_optimization.stage"),
+            ("offload_optimizer_device", "zero_optimization.offload_optimizer.device"),
+            ("offload_param_device", "zero_optimization.offload_param.device"),
+            ("offload_optimizer_nvme_path", "zero_optimization.offload_optimizer.nvme_path"),
+            ("offload_param_nvme_path", "zero_optimization.offload_param.nvme_path"),
+            ("zero3_save_16bit_model", "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
+        ):
+            found = config.get_value(key)
+            if found is not None:
+                setattr(self, name, found)
+
+    def _refuse_clash(self) -> None:
+        asked = (env.get("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
+        clash = [name for name in asked if name in _DECIDED_BY_FILE]
+        if clash:
+            raise ConfigurationError(
+                f"A DeepSpeed config file decides {', '.join(_DECIDED_BY_FILE)}, but {', '.join(clash)} "
+                "is (are) also set in the accelerate config file. Set it in the DeepSpeed file and remove it there "
+                "(`accelerate config` asks only for what is needed with `deepspeed_config_file`)."
+            )
+
+    def _enable_msamp(self) -> None:
+        if self.hf_ds_config.is_zero3():
+            raise ConfigurationError("enable_msamp: MS-AMP works with the ZeRO stages 0, 1 and 2, not with stage 3")
+        if self.msamp_opt_level not in ("O1", "O2"):
+            raise ConfigurationError(f"msamp_opt_level={self.msamp_opt_level!r}: use O1 or O2 with DeepSpeed")
+        self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fill a key that is "auto" from `kwargs`, or hold what is set against it.
+
+        A difference is added to `mismatches` (both values); a set value is overwritten where `must_match` is False.
+        Raises ValueError for an "auto" key that `kwargs` does not have.
+        """
+        mismatches = [] if mismatches is None else mismatches
+        config, key = self.hf_ds_config.find_config_node(ds_key_long)
+        if config is None or config.get(key) is None:
+            return
+        if config[key] == "auto":
+            if ds_key_long not in kwargs:
+                raise ConfigurationError(
+                    f"`{ds_key_long}` not found in kwargs. Please specify `{ds_key_long}` without `auto` (set to "
+                    "correct value) in the DeepSpeed config file or pass it in kwargs."
+                )
+            config[key] = kwargs[ds_key_long]
+            return
+        if must_match and ds_key_long in kwargs and config[key] != kwargs[ds_key_long]:
+            mismatches.append(f"- ds {ds_key_long}={config[key]} vs arg {ds_key_long}={kwargs[ds_key_long]}")
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        return bool(self.hf_ds_config.get_value(ds_key_long) == "auto")
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill every "auto" below `config` (all of it by default) and refuse what differs from `kwargs`.
+
+        Raises ValueError that lists each conflict with both values.
+        """
+        outermost = mismatches is None
+        mismatches = [] if mismatches is None else mismatches
+        config = self.deepspeed_config if config is None else config
+        for key, value in config.items():
+            if isinstance(value, dict):
+                self.deepspeed_config_process(f"{prefix}{key}.", mismatches, value, must_match, **kwargs)
+            else:
+                self.fill_match(prefix + key, mismatches, must_match=must_match, **kwargs)
+        if outermost and mismatches:
+            listed = "\n".join(mismatches)
+            raise ConfigurationError(
+                "Please correct the following DeepSpeed config values that mismatch kwargs  values:\n"
+                f"{listed}\nThe easiest method is to set these DeepSpeed config values to 'auto'."
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Write the run's precision into the configuration. ValueError where it says the other half precision."""
+        config = self.deepspeed_config
+        wanted = "bf16" if mixed_precision == "fp8" else mixed_precision
+        halves = ("fp16", "bf16")
+        for kind, other in (halves, halves[::-1]):
+            if (
+                wanted == kind
+                and self.hf_ds_config.is_true(f"{other}.enabled")
+                and not self.is_auto(f"{other}.enabled")
+            ):
+                raise ConfigurationError(
+                    f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{other}` is set in the "
+                    "DeepSpeed config file."
+                )
+        if wanted in halves and wanted not in config:
+            config[wanted] = {"enabled": True}
+            if wanted == "fp16":
+                config[wanted]["auto_cast"] = True
+        for kind in halves:
+            section = config.setdefault(kind, {"enabled": False})
+            if section.get("enabled", "auto") == "auto":
+                section["enabled"] = kind == wanted
+
+    def zero3_init_context_manager(self, enable: bool = False) -> Any:
+        """A context in which models are built with their parameters already partitioned (ZeRO-3)."""
+        from contextlib import nullcontext
+
+        if not enable and not self.is_zero3_init_enabled():
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.Init(config_dict_or_path=self.deepspeed_config, enabled=enable)
+
+    def is_zero3_init_enabled(self) -> bool:
+        return bool(self.zero3_init_flag)
+
+    def set_deepspeed_weakref(self) -> None:
+        """Tell transformers that models are to be loaded partitioned (ZeRO-3), while this plugin lives."""
+        if not self.zero3_init_flag or not is_available("transformers"):
+            return
+        config = copy.deepcopy(self.deepspeed_config)
+        # At this point no loader or accumulation is known, and partitioned loading asks for numbers.
+        defaults = {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 1}
+        for key, value in defaults.items():
+            if config.get(key, "auto") == "auto":
+                config[key] = value
+        if config.get("train_batch_size") == "auto":
+            del config["train_batch_size"]
+        from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
+
+        # transformers holds it weakly: it lives as long as the plugin.
+        self.dschf = TransformersConfig(config)
+
+    @property
+    def selected(self) -> bool:
+        return self._selected
+
+    @selected.setter
+    def selected(self, value: bool) -> None:
+        raise NotImplementedError(
+            "'selected' is set through AcceleratorState().select_deepspeed_plugin(name), which unselects the others"
+        )
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Make this the plugin of the models prepared next. Called by `AcceleratorState.select_deepspeed_plugin`."""
+        if not _from_accelerator_state:
+            raise ConfigurationError(
+                "A `DeepSpeedPlugin` is chosen with `AcceleratorState().select_deepspeed_plugin(name)`, which "
+                "unselects the others."
+            )
+        self._selected = True
+        self.set_deepspeed_weakref()
+
+    def _unselect(self) -> None:
+        self._selected = False
+
+    def set_moe_leaf_modules(self, model: torch.nn.Module) -> None:
+        """Have ZeRO-3 treat each module of the named mixture-of-experts classes as one leaf."""
+        if not self.transformer_moe_cls_names:
+            return
+        from ..core.modules import get_module_class_from_name
+
+        names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
+        classes = [get_module_class_from_name(model, name) for name in names]
+        for name, found in zip(names, classes, strict=True):
+            if found is None:
+                raise ConfigurationError(f"Could not find a transformer layer class called '{name}' in the model.")
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, classes)
+
+
+def _read_config(given: Any) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        return copy.deepcopy(dict(given))
+    if isinstance(given, (str, os.PathLike)):
+        if os.path.exists(given):
+            with open(given, encoding="utf-8") as file:
+                return _parse(file.read(), f"the DeepSpeed config file {os.fspath(given)}")
+        try:
+            return _parse(base64.urlsafe_b64decode(os.fspath(given)).decode("utf-8"), "the base64 DeepSpeed config")
+        except (UnicodeDecodeError, AttributeError, ValueError, binascii.Error):
+            pass
+    raise ConfigurationError(
+        "Expected a string path to an existing deepspeed config, or a dictionary, or a base64 encoded string. "
+        f"Received: {given}"
+    )
+
+
+def _parse(text: str, origin: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigurationError(f"{origin} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{origin} holds a {type(found).__name__}; a JSON object is wanted")
+    return found
+
+
+def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
+    """The selected plugin of an AcceleratorState. Raises ValueError where no DeepSpeed plugin is in use."""
+    plugins = getattr(state, "deepspeed_plugins", None)
+    candidates = list(plugins.values()) if isinstance(plugins, Mapping) else [plugins]
+    for plugin in candidates:
+        if isinstance(plugin, DeepSpeedPlugin) and (len(candidates) == 1 or plugin.selected):
+            return plugin
+    raise ConfigurationError(
+        "Couldn't retrieve the active `DeepSpeedPlugin` as none were enabled. Pass `deepspeed_plugins` to "
+        "`Accelerator` before calling this function."
+    )

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a run are laid out: sizes of the mesh's dimensions, their names and their validation."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from .config.parallel import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+from .core import env
+from .core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# Outermost first: ranks of the innermost dimensions sit next to each other, where communication is densest.
+MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+_SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
+_BACKENDS = {"cp": ("torch",), "sp": ("deepspeed",)}
+_DEFAULT_BACKENDS = {"cp": "torch", "sp": "deepspeed"}
+
+
+@dataclass(repr=False)
+class ParallelismConfig:
+    """Sizes of the dimensions of parallelism; their product is the number of processes.
+
+    A size that is None takes PARALLELISM_CONFIG_<NAME>_SIZE, else 1. Ranks that differ in dp_replicate or dp_shard
+    read different samples; ranks that differ in tp, cp, sp or pp only read the same ones.
+
+    Fields:
+        dp_replicate_size: copies of the model. dp_shard_size: ranks a copy is sharded over.
+        tp_size: ranks a matrix is split over. cp_size, sp_size: ranks a sequence is split over (ring, all-to-all).
+        pp_size: stages the layers are split into.
+        tp_handler, cp_handler, sp_handler: options, with defaults where the dimension is in use.
+
+    Raises ConfigurationError (a ValueError) for sizes that cannot be combined.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    pp_size: int | None = None
+
+    def __post_init__(self) -> None:
+        self._device_mesh: DeviceMesh | None = None
+        for name in _SIZES:
+            self._read_size(name)
+        for name, choices in _BACKENDS.items():
+            self._read_backend(name, choices)
+        if self.tp_size > 1 and self.tp_handler is None:  # type: ignore[operator]
+            self.tp_handler = TorchTensorParallelConfig()
+        if self.cp_size > 1:  # type: ignore[operator]
+            self.cp_handler = self.cp_handler or TorchContextParallelConfig()
+            self._check_handler("cp", self.cp_handler, TorchContextParallelConfig)
+        if self.sp_size > 1:  # type: ignore[operator]
+            self.sp_handler = self.sp_handler or DeepSpeedSequenceParallelConfig()
+            self._check_handler("sp", self.sp_handler, DeepSpeedSequenceParallelConfig)
+            if self.cp_size > 1:  # type: ignore[operator]
+                raise ConfigurationError(
+                    "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. Got "
+                    f"cp_size={self.cp_size} and sp_size={self.sp_size}. Please set either cp_size=1 or sp_size=1."
+                )
+
+    def _read_size(self, name: str) -> None:
+        attribute = f"{name}_size"
+        size = getattr(self, attribute)
+        origin = attribute
+        if size is None:
+            origin = f"PARALLELISM_CONFIG_{name.upper()}_SIZE"
+            found = env.get_int(origin)
+            size = 1 if found is None else found
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise ConfigurationError(f"{origin}={size!r} is not a whole number")
+        if size < 1:
+            raise ConfigurationError(f"{origin} must be at least 1, but got {size}")
+        setattr(self, attribute, size)
+
+    def _read_backend(self, name: str, choices: tuple[str, ...]) -> None:
+        attribute = f"{name}_backend"
+        found = getattr(self, attribute) or env.get(f"PARALLELISM_CONFIG_{attribute.upper()}", _DEFAULT_BACKENDS[name])
+        if found not in choices:
+            raise ConfigurationError(f"{attribute} must be one of {list(choices)}, but got {found}")
+        setattr(self, attribute, found)
+
+    def _check_handler(self, name: str, handler: Any, kind: type) -> None:
+        if not isinstance(handler, kind):
+            backend = getattr(self, f"{name}_backend")
+            raise ConfigurationError(
+                f"ParallelismConfig's {name}_backend={backend} requires {kind}, but {name}_handler was set to "
+                f"{type(handler)}"
+            )
+
+    def __repr__(self) -> str:
+        values = {f"{name}_size": size for name, size in self.sizes.items()} | {"total_size": self.total_size}
+        values |= {name: getattr(self, name) for name in ("tp_handler", "cp_handler", "sp_handler")}
+        return "ParallelismConfig(" + ", ".join(f"{name}={value}" for name, value in values.items()) + ")"
+
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as plain values, for a log or a file."""
+        values = {name: copy.deepcopy(getattr(self, name)) for name in self.__dataclass_fields__}
+        plain = {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}  # type: ignore[arg-type]
+        return json.loads(json.dumps(plain, default=str))  # type: ignore[no-any-return]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Dimension -> size, of all dimensions, outermost first."""
+        return {name: getattr(self, f"{name}_size") for name in MESH_ORDER}
+
+    @property
+    def total_size(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.dp_replicate_size * self.dp_shard_size  # type: ignore[operator]
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        return self.total_size // self.data_parallel_size
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        return self.dp_replicate_size > 1  # type: ignore[operator]
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        return self.dp_shard_size > 1  # type: ignore[operator]
+
+    @property
+    def tp_enabled(self) -> bool:
+        return self.tp_size > 1  # type: ignore[operator]
+
+    @property
+    def cp_enabled(self) -> bool:
+        return self.cp_size > 1  # type: ignore[operator]
+
+    @property
+    def sp_enabled(self) -> bool:
+        return self.sp_size > 1  # type: ignore[operator]
+
+    @property
+    def pp_enabled(self) -> bool:
+        return self.pp_size > 1  # type: ignore[operator]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """Names of the dimensions of more than one rank: data-parallel ones, then the others."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        return self._active("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        return self._active("tp", "cp", "sp", "pp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Dimensions over which FSDP shards: context-parallel ranks hold shards of the same copy."""
+        return self._active("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Dimensions over which a loss is averaged."""
+        return self._active("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Names of the (flattened) mesh dimensions that FSDP is given: copies, then shards."""
+        return self._active("dp_replicate") + ["dp_shard_cp"]
+
+    def _active(self, *names: str) -> list[str]:
+        return [name for name in names if getattr(self, f"{name}_size") > 1]
+
+    def validate(self, world_size: int) -> None:
+        """Raises ConfigurationError unless the sizes multiply to the number of processes."""
+        if self.total_size != world_size:
+            product = " x ".join(f"{name}_size={size}" for name, size in self.sizes.items() if size > 1) or "1"
+            raise ConfigurationError(
+                f"ParallelismConfig asks for {product} = {self.total_size} processes, but {world_size} were started. "
+                f"Start {self.total_size}, or change one of the sizes."
+            )
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """The mesh of this layout over all ranks (None where no dimension is in use).
+
+        Its dimensions are the active ones in the order of MESH_ORDER. Flattened ones are added where their parts exist:
+        `dp` (its ranks see different samples), `dp_shard_cp` (FSDP shards over it), `dp_cp` (losses are averaged over
+        it).
+        """
+        names = [name for name in MESH_ORDER if self.sizes[name] > 1]
+        if self.dp_replicate_enabled and not self.dp_shard_cp_dim_names and self.non_dp_dim_names:
+            # Copies of a tensor-parallel or pipelined model are FSDP's with shards of one rank.
+            names.insert(names.index("dp_replicate") + 1, "dp_shard")
+        if not names:
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(device_type, tuple(self.sizes[name] for name in names), mesh_dim_names=tuple(names))
+        for flat, parts in (
+            ("dp", ("dp_replicate", "dp_shard")),
+            ("dp_shard_cp", ("dp_shard", "cp")),
+            ("dp_cp", ("dp_replicate", "dp_shard", "cp")),
+        ):
+            present = tuple(name for name in parts if name in names)
+            if present:
+                mesh[present]._flatten(flat)
+        return mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh, once it is built."""
+        return self._device_mesh
+
+    @device_mesh.setter
+    def device_mesh(self, mesh: DeviceMesh | None) -> None:
+        self._device_mesh = mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """The mesh, built at the first call. Raises ValueError where that call does not say the device's type."""
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ConfigurationError("You need to pass a device_type e.g cuda to build the device mesh")
+            self.device_mesh = self.build_device_mesh(device_type)
+        return self.device_mesh

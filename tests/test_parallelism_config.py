@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ParallelismConfig: sizes, names and refusals; the recipes of fp8 and the words of Megatron-LM beside it."""
+
+import pytest
+
+from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.config.megatron import MegatronLMPlugin
+from accelerate.config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from accelerate.parallelism_config import ParallelismConfig
+
+
+def test_sizes_and_names():
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2, cp_size=2)
+    assert config.total_size == 16 and config.data_parallel_size == 4 and config.non_data_parallel_size == 4
+    assert config.active_mesh_dims == ["dp_replicate", "dp_shard", "tp", "cp"]
+    assert config.dp_shard_cp_dim_names == ["dp_shard", "cp"]
+    assert config.dp_cp_dim_names == ["dp_replicate", "dp_shard", "cp"]
+    assert config.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
+    assert config.cp_handler.cp_comm_strategy == "allgather" and config.tp_handler is not None
+    assert ParallelismConfig().fsdp_dim_names == ["dp_shard_cp"]
+    config.tp_size = 1  # libraries set sizes afterwards
+    assert config.total_size == 8 and not config.tp_enabled
+    assert config.to_json()["dp_shard_size"] == 2
+
+
+def test_variables(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
+    config = ParallelismConfig(tp_size=2)
+    assert config.total_size == 4 and config.cp_handler.cp_comm_strategy == "alltoall"
+
+
+def test_validation_shows_the_product():
+    with pytest.raises(ValueError, match=r"dp_shard_size=3 x tp_size=2 = 6 processes, but 4 were started"):
+        ParallelismConfig(dp_shard_size=3, tp_size=2).validate(4)
+    ParallelismConfig(dp_shard_size=2, tp_size=2).validate(4)
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"tp_size": 0}, "tp_size must be at least 1"),
+        ({"tp_size": "2"}, "tp_size='2'"),
+        ({"cp_size": 2, "sp_size": 2}, "mutually exclusive"),
+        ({"cp_size": 2, "cp_backend": "deepspeed"}, "cp_backend"),
+        ({"sp_size": 2, "sp_backend": "torch"}, "sp_backend"),
+        ({"cp_size": 2, "cp_handler": DeepSpeedSequenceParallelConfig()}, "TorchContextParallelConfig"),
+    ],
+)
+def test_refusals(options, named):
+    with pytest.raises(ValueError, match=named):
+        ParallelismConfig(**options)
+
+
+def test_handlers_refuse_unknown_words():
+    with pytest.raises(ValueError, match="cp_comm_strategy"):
+        TorchContextParallelConfig("ring")
+    with pytest.raises(ValueError, match="sp_seq_length"):
+        DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False)
+    with pytest.raises(ValueError, match="eager"):
+        DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager")
+
+
+def test_fp8_recipes(monkeypatch):
+    assert MSAMPRecipeKwargs().opt_level == "O2"
+    with pytest.raises(ValueError, match="O3"):
+        MSAMPRecipeKwargs("O3")
+    for kind, package in ((AORecipeKwargs, "torchao"), (TERecipeKwargs, "transformer_engine")):
+        monkeypatch.setattr("accelerate.config.fp8.is_available", lambda name: False)
+        with pytest.raises(ImportError, match=package):
+            kind()
+    monkeypatch.setattr("accelerate.config.fp8.is_available", lambda name: True)
+    monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "2")
+    recipe = TERecipeKwargs(fp8_format="e4m3")
+    assert (recipe.margin, recipe.fp8_format, recipe.amax_history_len) == (2, "E4M3", 1024)
+    assert recipe.to_kwargs() == {"fp8_format": "E4M3"}
+    with pytest.raises(ValueError, match="fp8_format"):
+        TERecipeKwargs(fp8_format="E3M4")
+
+
+def test_megatron_words_map_to_our_layout(monkeypatch):
+    monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "2")
+    plugin = MegatronLMPlugin(tp_degree=2, use_distributed_optimizer=True)
+    assert plugin.megatron_lm_default_args["pipeline_model_parallel_size"] == 2
+    assert plugin.parallelism(8) == {"tp_size": 2, "pp_size": 2, "cp_size": 1, "dp_shard_size": 2}
+    with pytest.raises(ValueError, match="does not divide the 6 processes"):
+        plugin.parallelism(6)
+    with pytest.raises(ValueError, match="expert_model_parallel_size"):
+        MegatronLMPlugin(expert_model_parallel_size=2).parallelism(8)
+
+
+def test_megatron_optimizer_and_schedule():
+    import torch
+
+    plugin = MegatronLMPlugin(num_micro_batches=2)
+    plugin.set_training_args(4, 2)
+    assert plugin.megatron_lm_default_args["global_batch_size"] == 16
+    plugin.set_optimizer_type(torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.1, weight_decay=0.02))
+    assert plugin.megatron_lm_default_args["adam_beta2"] == 0.999 and plugin.megatron_lm_default_args["lr"] == 0.1
+    with pytest.raises(ValueError, match="adagrad"):
+        plugin.set_optimizer_type(torch.optim.Adagrad([torch.zeros(1, requires_grad=True)]))
