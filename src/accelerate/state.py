@@ -84,7 +84,7 @@ class PartialState:
             fork_launched=env.get_flag("fork_launched"),
         )
         if env.get_flag("cpu_affinity"):
-            from .core.system import set_numa_affinity
+            from .runtime.hardware import set_numa_affinity
 
             set_numa_affinity(topology.local_rank)
 

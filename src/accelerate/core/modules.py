@@ -38,8 +38,10 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether some module inside `module` (not only the whole) is compiled."""
-    return any(is_compiled_module(child) for child in module.modules() if child is not module)
+    """Whether parts of `module` (not only the whole) are compiled, as wrapped modules or in place."""
+    whole = getattr(module, "_orig_mod", None) if is_compiled_module(module) else None
+    inner = (child for child in module.modules() if child is not module and child is not whole)
+    return any(is_compiled_module(child) or child._compiled_call_impl is not None for child in inner)
 
 
 def model_has_dtensor(model: nn.Module) -> bool:

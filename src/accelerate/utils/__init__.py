@@ -40,5 +40,5 @@ for _module in _MODULES:
         EXPORTS.setdefault(_home, []).extend(_names)
 
 # `accelerate.utils.tqdm` is the function: the module of that name must not stand in its way.
-del tqdm  # noqa: F821
+del globals()["tqdm"]
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -25,10 +25,12 @@ EXPORTS = {
         "load",
         "save",
     ],
-    "parallel": [
+    "parallel.compile": [
         "compile_regions",
         "compile_regions_deepspeed",
         "compile_regions_fsdp2",
+    ],
+    "parallel": [
         "extract_model_from_parallel",
     ],
     "launchers": [

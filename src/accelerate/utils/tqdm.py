@@ -4,7 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "telemetry": [
+    "telemetry.progress": [
         "tqdm",
     ],
 }

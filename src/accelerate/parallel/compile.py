@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compilation by regions: the repeated blocks of a model are compiled one by one, so that one compilation serves all.
+
+A model of forty equal layers compiles in the time of one. Source: `torch.compile` regional compilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Whether `module` is a list of equal blocks: a ModuleList whose entries are all of one class."""
+    return isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Whether `module` holds such a list, or is one."""
+    return any(is_repeated_blocks(inner) for inner in module.modules())
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """A model that computes as `module` does, its regions compiled; one without repeated blocks is compiled whole.
+
+    The regions are the entries of each list of equal blocks, and every part of the model without such a list. The
+    result shares all parameters with `module`, which stays uncompiled and can be had back as `result._orig_mod`.
+    `compile_kwargs` are those of `torch.compile`.
+    """
+    if isinstance(module, nn.ModuleList) and is_repeated_blocks(module):
+        return nn.ModuleList([compile_regions(block, **compile_kwargs) for block in module])
+    if not has_repeated_blocks(module):
+        return torch.compile(module, **compile_kwargs)  # type: ignore[return-value]
+    # A copy of the outer module alone: the children are replaced, and the user's module must not see it.
+    outer = module.__class__.__new__(module.__class__)
+    outer.__dict__.update(module.__dict__)
+    outer._modules = {
+        name: child if child is None else compile_regions(child, **compile_kwargs)
+        for name, child in module._modules.items()
+    }
+    outer.__dict__["_orig_mod"] = module
+    return outer
+
+
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """`module` itself, its regions compiled in place: names, hooks and parameters stay as `fully_shard` needs them."""
+    for region in _regions(module):
+        region.compile(**compile_kwargs)
+    return module
+
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile the regions of `module` in place: DeepSpeed's hooks are on the modules themselves, which must stay."""
+    for region in _regions(module):
+        region.compile(**compile_kwargs)
+
+
+def _regions(module: nn.Module) -> Iterator[nn.Module]:
+    """The entries of the lists of equal blocks in `module`, and the largest parts without such a list."""
+    if not has_repeated_blocks(module):
+        # A list is no callable: its entries are what runs.
+        yield from module if isinstance(module, nn.ModuleList) else (module,)
+        return
+    for child in module.children():
+        yield from _regions(child)
