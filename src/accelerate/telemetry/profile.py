@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerator.profile`: torch's profiler around a block, with one trace file a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..config.training import ProfileKwargs
+from ..core.constants import PROFILE_PATTERN_NAME
+from ..core.errors import ConfigurationError
+
+
+@contextlib.contextmanager
+def profile(options: ProfileKwargs | None, rank: int, wait: Callable[[], None]) -> Iterator[Any]:
+    """Profile the block as `options` say and yield the `torch.profiler.profile` (call its `step()` under a schedule).
+
+    With `output_trace_dir` each rank writes `profile_<rank>.json` there (Chrome's trace format) whenever a trace is
+    ready: at the end of the block, or after each active window of a schedule, the last one staying. Then all ranks
+    meet in `wait`, so that every file is there when the block is left. An exception in the block passes at once.
+    ConfigurationError where the block ended before the first active window of the schedule.
+    """
+    options = options or ProfileKwargs()
+    profiler = options.build()
+    folder = options.output_trace_dir
+    if folder is None:
+        with profiler:
+            yield profiler
+        return
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, PROFILE_PATTERN_NAME.format(suffix=rank))
+    ready = _TraceFile(path, options.on_trace_ready)
+    profiler.on_trace_ready = ready
+    with profiler:
+        yield profiler
+    wait()
+    if not ready.written:
+        raise ConfigurationError(
+            f"rank {rank}: there is no trace for {path}: the block made fewer `profiler.step()` calls than the first "
+            f"active window of schedule_option={options.schedule_option} needs"
+        )
+
+
+class _TraceFile:
+    """Handler of a ready trace: write it to `path`, then call the user's own handler."""
+
+    def __init__(self, path: str, then: Callable[[Any], Any] | None) -> None:
+        self.path = path
+        self.then = then
+        self.written = False
+
+    def __call__(self, profiler: Any) -> None:
+        partial = f"{self.path}.partial"
+        type(profiler).export_chrome_trace(profiler, partial)
+        os.replace(partial, self.path)
+        self.written = True
+        # torch saves each trace once and refuses a second time: from here on an export of the user's is a copy.
+        profiler.export_chrome_trace = self._copy
+        if self.then is not None:
+            self.then(profiler)
+
+    def _copy(self, target: str | os.PathLike[str]) -> None:
+        target = os.fspath(target)
+        if not target.endswith(".gz"):
+            shutil.copyfile(self.path, target)
+            return
+        with open(self.path, "rb") as source, gzip.open(target, "wb") as packed:
+            shutil.copyfileobj(source, packed)

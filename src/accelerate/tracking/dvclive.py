@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DVCLive."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .base import ClientTracker, checked, on_main_process
+from .values import flat, number, plain
+
+
+class DVCLiveTracker(ClientTracker):
+    """Logs to `live`, a `dvclive.Live` of the user's, or to a new one made with `kwargs`."""
+
+    name = "dvclive"
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self._given = live
+
+    @property
+    def live(self) -> Any:
+        return self.tracker
+
+    def _open(self) -> Any:
+        return self._given if self._given is not None else importlib.import_module("dvclive").Live(**self.init_kwargs)
+
+    def _close(self, client: Any) -> None:
+        client.end()
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.tracker.log_params(plain(checked(values, "store_init_configuration")))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers and step on; nested names are joined by `/`. `kwargs` go to `Live.log_metric`."""
+        live = self.tracker
+        if step is not None:
+            live.step = step
+        for key, value in flat(checked(values, "log")):
+            scalar = number(value)
+            if scalar is None:
+                self._refuse(key, value, "numbers as metrics")
+            else:
+                live.log_metric(key, scalar, **kwargs)
+        live.next_step()

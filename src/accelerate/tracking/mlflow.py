@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MLflow: a tracking server or a local store."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..core import env
+from ..core.errors import ConfigurationError
+from .base import ClientTracker, checked, on_main_process
+from .values import flat, number, plain
+
+
+class MLflowTracker(ClientTracker):
+    """Logs to the experiment `experiment_name`, made where it is missing with `logging_dir` for its artifacts.
+
+    The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS (JSON) and MLFLOW_NESTED_RUN go before the
+    arguments. `run_id` resumes a run; `tags` is a dict or its JSON text.
+    """
+
+    name = "mlflow"
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool | None = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__(run_name)
+        self.experiment_name = env.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        self.logging_dir = logging_dir
+        self.run_id = env.get("MLFLOW_RUN_ID", run_id)
+        self.tags = _tags(env.get("MLFLOW_TAGS"), "MLFLOW_TAGS") or _tags(tags, "tags")
+        self.nested_run = env.get_flag("MLFLOW_NESTED_RUN", bool(nested_run))
+        self.description = description
+
+    @property
+    def active_run(self) -> Any:
+        return self.tracker
+
+    def _open(self) -> Any:
+        mlflow = importlib.import_module("mlflow")
+        known = None if self.experiment_name is None else mlflow.get_experiment_by_name(self.experiment_name)
+        if known is not None:
+            experiment_id = known.experiment_id
+        elif self.experiment_name is not None:
+            location = None if self.logging_dir is None else os.fspath(self.logging_dir)
+            experiment_id = mlflow.create_experiment(
+                name=self.experiment_name, artifact_location=location, tags=self.tags
+            )
+        else:
+            experiment_id = None
+        return mlflow.start_run(
+            run_id=self.run_id,
+            experiment_id=experiment_id,
+            run_name=self.run_name,
+            nested=self.nested_run,
+            tags=self.tags,
+            description=self.description,
+        )
+
+    def _close(self, client: Any) -> None:
+        importlib.import_module("mlflow").end_run()
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record parameters in MLflow's batches. One whose text is too long for the server is left out and said."""
+        mlflow = importlib.import_module("mlflow")
+        limits = importlib.import_module("mlflow.utils.validation")
+        accepted = []
+        for key, value in plain(checked(values, "store_init_configuration")).items():
+            if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
+                self._refuse(key, value, f"parameters of at most {limits.MAX_PARAM_VAL_LENGTH} characters")
+            else:
+                accepted.append((key, value))
+        size = limits.MAX_PARAMS_TAGS_PER_BATCH
+        for begin in range(0, len(accepted), size):
+            mlflow.log_params(dict(accepted[begin : begin + size]))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers; those of nested mappings under names joined by `/`. `kwargs` go to `log_metrics`."""
+        metrics = {}
+        for key, value in flat(checked(values, "log")):
+            scalar = number(value)
+            if scalar is None:
+                self._refuse(key, value, "numbers as metrics")
+            else:
+                metrics[key] = scalar
+        importlib.import_module("mlflow").log_metrics(metrics, step=step, **kwargs)
+
+    @on_main_process
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Record a matplotlib or plotly figure as the artifact `artifact_file`."""
+        importlib.import_module("mlflow").log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Record the files of a folder."""
+        importlib.import_module("mlflow").log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Record one file."""
+        importlib.import_module("mlflow").log_artifact(local_path=local_path, artifact_path=artifact_path)
+
+
+def _tags(tags: dict[str, Any] | str | None, origin: str) -> dict[str, Any] | None:
+    if tags is None or isinstance(tags, Mapping):
+        return tags
+    try:
+        found = json.loads(tags)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"{origin} of the mlflow tracker is not a JSON object: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{origin} of the mlflow tracker must be a JSON object, not {tags!r}")
+    return found

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TensorBoard: event files in a local folder."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from ..core.errors import ConfigurationError
+from ..core.files import atomic_write
+from ..core.imports import is_available
+from .base import ClientTracker, checked, on_main_process
+from .values import hyperparameters, number
+
+
+class TensorBoardTracker(ClientTracker):
+    """Writes event files to `logging_dir/run_name`; `kwargs` go to `torch.utils.tensorboard.SummaryWriter`.
+
+    Numbers become scalars, text becomes text, a mapping of numbers becomes one chart with several lines. The
+    configuration goes to the HParams table of the run and to `hparams.yml`; nested names are joined by `/`.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        if logging_dir is None:
+            raise ConfigurationError(
+                "the tensorboard tracker needs a folder: give the Accelerator `project_dir`, or `project_config` with "
+                "a `logging_dir`"
+            )
+        super().__init__(run_name, **kwargs)
+        self.logging_dir = os.path.join(logging_dir, run_name)
+
+    @property
+    def writer(self) -> Any:
+        return self.tracker
+
+    def _open(self) -> Any:
+        home = "torch.utils.tensorboard" if is_available("tensorboard") else "tensorboardX"
+        return importlib.import_module(home).SummaryWriter(self.logging_dir, **self.init_kwargs)
+
+    def _close(self, client: Any) -> None:
+        client.close()
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        found = hyperparameters(checked(values, "store_init_configuration"))
+        writer = self.tracker
+        # Written to the run's own file: add_hparams would open a second run, which has none of the run's curves.
+        summary = importlib.import_module(type(writer).__module__.rpartition(".")[0] + ".summary")
+        for record in summary.hparams(found, {}):
+            writer.file_writer.add_summary(record)
+        writer.flush()
+        folder = os.path.join(self.logging_dir, str(time.time()))
+        os.makedirs(folder, exist_ok=True)
+        with atomic_write(os.path.join(folder, "hparams.yml"), "w") as file:
+            yaml.safe_dump(found, file)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers, text and mappings of numbers; `kwargs` go to `add_scalar`, `add_text`, `add_scalars`."""
+        writer = self.tracker
+        for key, value in checked(values, "log").items():
+            if isinstance(value, str):
+                writer.add_text(key, value, global_step=step, **kwargs)
+            elif isinstance(value, Mapping):
+                self._log_lines(key, value, step, **kwargs)
+            elif (scalar := number(value)) is not None:
+                writer.add_scalar(key, scalar, global_step=step, **kwargs)
+            else:
+                self._refuse(key, value, "numbers, text and mappings of numbers")
+        writer.flush()
+
+    def _log_lines(self, key: str, values: Mapping[str, Any], step: int | None, **kwargs: Any) -> None:
+        lines = {}
+        for name, value in values.items():
+            scalar = number(value)
+            if scalar is None:
+                self._refuse(f"{key}/{name}", value, "numbers in a mapping")
+            else:
+                lines[name] = scalar
+        if lines:
+            self.tracker.add_scalars(key, lines, global_step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record batches of images: (N, C, H, W) arrays or tensors of uint8 in [0, 255] or floats in [0, 1].
+
+        `kwargs` go to `SummaryWriter.add_images` (`dataformats="NHWC"` for the other order).
+        """
+        writer = self.tracker
+        for key, images in checked(values, "log_images").items():
+            writer.add_images(key, images, global_step=step, **kwargs)
+        writer.flush()

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values as clients take them: one-element tensors and arrays become numbers, nested mappings become flat ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import numbers
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def number(value: Any) -> int | float | None:
+    """The Python number in a number, a numpy scalar or a tensor or array of one element; None for anything else."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    size = getattr(value, "numel", None) or getattr(value, "size", None)  # torch has numel(), numpy an int
+    count = size() if callable(size) else size
+    if count != 1 or not hasattr(value, "item"):
+        return None
+    item = value.item()
+    return item if isinstance(item, (bool, int, float)) else None
+
+
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with each number as a Python number, in nested mappings too; whatever else is left as it is."""
+    return {key: _plain(value) for key, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return plain(value)
+    found = number(value)
+    return value if found is None else found
+
+
+def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings and dataclasses under names joined by `/`, in order."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        if isinstance(value, Mapping):
+            yield from flat(value, prefix=f"{name}/")
+        else:
+            yield name, value
+
+
+def hyperparameters(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
+    """A configuration of any depth as flat names and numbers, truth values or text; what is none of them, as text."""
+    found: dict[str, bool | int | float | str] = {}
+    for name, value in flat(values):
+        if isinstance(value, enum.Enum):
+            value = value.value
+        as_number = None if isinstance(value, str) else number(value)
+        found[name] = str(value) if as_number is None else as_number
+    return found
