@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import os
 import shutil
@@ -59,12 +60,15 @@ class _TraceFile:
         os.replace(partial, self.path)
         self.written = True
         # torch saves each trace once and refuses a second time: from here on an export of the user's is a copy.
-        profiler.export_chrome_trace = self._copy
+        profiler.export_chrome_trace = functools.partial(self._copy, profiler)
         if self.then is not None:
             self.then(profiler)
 
-    def _copy(self, target: str | os.PathLike[str]) -> None:
+    def _copy(self, profiler: Any, target: str | os.PathLike[str], use_python_export: bool = False) -> None:
         target = os.fspath(target)
+        if use_python_export:  # another writer, which may write as often as it likes
+            type(profiler).export_chrome_trace(profiler, target, use_python_export=True)
+            return
         if not target.endswith(".gz"):
             shutil.copyfile(self.path, target)
             return

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which trackers a run gets for what it asks, and what it is told about the others."""
+
+import logging
+
+import pytest
+
+from accelerate.core.enums import LoggerType
+from accelerate.core.errors import ConfigurationError
+from accelerate.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    GeneralTracker,
+    TensorBoardTracker,
+    filter_trackers,
+    get_available_trackers,
+    on_main_process,
+    register_tracker_class,
+    registry,
+    start_trackers,
+)
+
+
+class Recorder(GeneralTracker):
+    name = "recorder"
+    requires_logging_directory = False
+
+    def __init__(self, run_name="r", **kwargs):
+        super().__init__()
+        self.calls = [("init", run_name, kwargs)]
+
+    @property
+    def tracker(self):
+        return self.calls
+
+    def start(self):
+        self.calls.append(("start",))
+
+    def store_init_configuration(self, values):
+        self.calls.append(("config", values))
+
+    @on_main_process
+    def log(self, values, step=None, **kwargs):
+        self.calls.append(("log", values, step, kwargs))
+        return "logged"
+
+
+class Everywhere(Recorder):
+    main_process_only = False
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Only these packages are installed."""
+    names = {"tensorboard", "wandb", "aim"}
+    monkeypatch.setattr(registry, "is_available", lambda name: name in names)
+    return names
+
+
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.setattr(registry, "LOGGER_TYPE_TO_CLASS", dict(LOGGER_TYPE_TO_CLASS))
+
+
+def test_names_members_and_objects_once_each_in_order(installed):
+    mine = Recorder()
+    assert filter_trackers(None) == []
+    assert filter_trackers("wandb") == [LoggerType.WANDB]
+    assert filter_trackers(LoggerType.WANDB) == [LoggerType.WANDB]
+    asked = ["wandb", mine, LoggerType.TENSORBOARD, "tensorboard", mine]
+    assert filter_trackers(asked, "logs") == [LoggerType.WANDB, mine, LoggerType.TENSORBOARD]
+    assert filter_trackers(("wandb",)) == [LoggerType.WANDB]
+
+
+def test_all_is_what_is_installed_and_can_work(installed):
+    mine = Recorder()
+    assert set(get_available_trackers()) == {LoggerType.TENSORBOARD, LoggerType.WANDB, LoggerType.AIM}
+    assert filter_trackers("all", "logs") == get_available_trackers()
+    assert filter_trackers(LoggerType.ALL) == [LoggerType.WANDB]  # the other two need a folder
+    assert filter_trackers([mine, "all"]) == [mine, LoggerType.WANDB]
+
+
+def test_tensorboardx_serves_for_tensorboard(installed):
+    installed.clear()
+    installed.add("tensorboardX")
+    assert filter_trackers("tensorboard", "logs") == [LoggerType.TENSORBOARD]
+
+
+def test_one_that_is_not_installed_is_left_out_and_said(installed, caplog):
+    with caplog.at_level(logging.WARNING, "accelerate.tracking"):
+        assert filter_trackers(["mlflow", "wandb"]) == [LoggerType.WANDB]
+    (record,) = caplog.records
+    assert "mlflow, which is not installed" in record.getMessage()
+
+
+def test_it_is_said_on_one_process_a_machine(installed, caplog, second_process):
+    with caplog.at_level(logging.WARNING, "accelerate.tracking"):
+        assert filter_trackers(["mlflow"]) == []
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("tensorbord", "did you mean 'tensorboard'"),
+        (["wandb", 5], "holds 5, which is no tracker"),
+        ([Recorder], "the class Recorder: give an object"),
+        ("tensorboard", "needs a folder"),
+        ("aim", "needs a folder"),
+    ],
+)
+def test_what_cannot_be_used_is_one_clear_error(installed, asked, told):
+    with pytest.raises(ConfigurationError, match=told):
+        filter_trackers(asked)
+
+
+def test_a_registered_class_can_be_named(installed, table):
+    register_tracker_class(Recorder)
+    assert filter_trackers("recorder") == ["recorder"]
+    (tracker,) = start_trackers(["recorder"], "project", None, {"lr": 1.0}, {"recorder": {"size": 2}})
+    assert tracker.calls == [("init", "project", {"size": 2}), ("start",), ("config", {"lr": 1.0})]
+    with pytest.warns(UserWarning, match="'recorder' stood for Recorder"):
+        register_tracker_class(Recorder)
+
+
+def test_a_registered_class_that_needs_a_folder(installed, table):
+    class Filed(Recorder):
+        name = "filed"
+        requires_logging_directory = True
+
+        def __init__(self, run_name, logging_dir, **kwargs):
+            super().__init__(run_name, folder=logging_dir, **kwargs)
+
+    register_tracker_class(Filed)
+    with pytest.raises(ConfigurationError, match="filed needs a folder"):
+        filter_trackers("filed")
+    (tracker,) = start_trackers(filter_trackers("filed", "here"), "project", "here")
+    assert tracker.calls[0] == ("init", "project", {"folder": "here"})
+
+
+def test_registering_checks_the_class(table):
+    class Nameless(GeneralTracker):
+        requires_logging_directory = False
+
+    class All(Recorder):
+        name = "all"
+
+    for wrong, told in ((dict, "subclass"), (5, "subclass"), (Nameless, "needs a `name`"), (All, "'all'")):
+        with pytest.raises(ConfigurationError, match=told):
+            register_tracker_class(wrong)
+
+
+def test_a_tracker_class_says_what_it_lacks():
+    class Nothing(GeneralTracker):
+        pass
+
+    class NoTracker(GeneralTracker):
+        name = "x"
+        requires_logging_directory = False
+
+    with pytest.raises(NotImplementedError, match="`name`, `requires_logging_directory`, `tracker`"):
+        Nothing()
+    with pytest.raises(NotImplementedError, match="lacks `tracker`"):
+        NoTracker()
+    blank = GeneralTracker(_blank=True)
+    assert (blank.start(), blank.log({}), blank.store_init_configuration({}), blank.finish()) == (None,) * 4
+
+
+def test_start_makes_each_with_its_own_arguments(tmp_path):
+    mine = Recorder()
+    board, same = start_trackers(
+        [LoggerType.TENSORBOARD, mine], "project", tmp_path, {"lr": 1.0}, {"tensorboard": {"filename_suffix": ".x"}}
+    )
+    assert isinstance(board, TensorBoardTracker)
+    assert (same is mine, mine.calls[1:]) == (True, [("start",), ("config", {"lr": 1.0})])
+    assert board.writer.get_logdir() == str(tmp_path / "project")
+    assert any(path.name.endswith(".x") for path in (tmp_path / "project").iterdir())
+    board.finish()
+
+
+def test_arguments_for_a_tracker_that_is_none_are_an_error():
+    with pytest.raises(ConfigurationError, match="did you mean 'tensorboard'"):
+        start_trackers([Recorder()], "project", None, init_kwargs={"tensorbord": {}})
+    # a script may bring the arguments of trackers that this run does not use
+    start_trackers([Recorder()], "project", None, init_kwargs={"wandb": {"entity": "me"}, "recorder": {}})
+    with pytest.raises(ConfigurationError, match="needs a dict"):
+        start_trackers([Recorder()], "project", None, config=["lr"])
+
+
+def test_methods_on_the_main_process_alone_or_on_each(second_process):
+    assert (Recorder().log({}), Everywhere().log({})) == (None, "logged")
+
+
+def test_methods_run_on_the_main_process():
+    assert (Recorder().log({}), Everywhere().log({})) == ("logged", "logged")
+
+
+def test_the_table_holds_every_tracker_of_the_api():
+    assert set(LOGGER_TYPE_TO_CLASS) == set(LoggerType.list()) - {"all"}
+    everywhere = {name for name, kind in LOGGER_TYPE_TO_CLASS.items() if not kind.main_process_only}
+    with_folder = {name for name, kind in LOGGER_TYPE_TO_CLASS.items() if kind.requires_logging_directory}
+    assert everywhere == {"wandb", "swanlab", "trackio"}
+    assert with_folder == {"tensorboard", "aim"}
