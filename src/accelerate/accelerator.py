@@ -1,0 +1,653 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facade: `Accelerator`. Its methods are short; each hands on to the room that knows."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .config.training import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
+from .core import memory
+from .core.enums import DynamoBackend, FP8BackendType, LoggerType, RNGType
+from .core.errors import ConfigurationError, PrepareError
+from .data_loader import prepare_data_loader, skip_first_batches
+from .logging import get_logger
+from .optimizer import AcceleratedOptimizer
+from .parallel import ddp
+from .parallel.base import Bundle
+from .parallel.items import ItemWindow
+from .parallel.unwrap import extract_model_from_parallel
+from .process_control import ProcessControl
+from .resolve import Request, resolve
+from .run_services import RunServices
+from .scheduler import AcceleratedScheduler
+from .state import GradientState
+
+if TYPE_CHECKING:
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader
+
+    from .config.deepspeed import DeepSpeedPlugin
+    from .config.fsdp import FullyShardedDataParallelPlugin
+    from .config.megatron import MegatronLMPlugin
+    from .config.parallel import TorchTensorParallelPlugin
+    from .config.precision import AutocastKwargs
+    from .config.training import GradientAccumulationPlugin
+    from .parallelism_config import ParallelismConfig
+    from .tracking import GeneralTracker
+
+logger = get_logger(__name__)
+
+# Stands for "not given": these arguments have a home in a configuration object, and a default that is a value.
+_NOT_GIVEN: Any = object()
+
+
+class Accelerator(ProcessControl, RunServices):
+    """Makes a PyTorch training loop run on any device and any number of processes.
+
+    Args:
+        device_placement: move models and batches to this process's device.
+        mixed_precision: `no`, `fp16` or `bf16`; None takes the launcher's.
+        gradient_accumulation_steps: batches an optimizer step is made of.
+        cpu: use the CPU also where an accelerator is present.
+        dataloader_config: how loaders share their data. rng_types: generators that are synchronised at each epoch.
+        log_with, project_dir, project_config: trackers and folders.
+        step_scheduler_with_optimizer: the scheduler moves only when the optimizer does.
+        kwargs_handlers: objects such as `DistributedDataParallelKwargs`, one of each kind.
+        exact: each sample counts once in every epoch, also where nothing divides; parameters then follow the
+            single-process loop of the same global batch. None takes ACCELERATE_EXACT.
+
+    Example:
+        accelerator = Accelerator()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = _NOT_GIVEN,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        rng_types: list[str | RNGType] | None = None,
+        log_with: str | LoggerType | GeneralTracker | list[Any] | None = None,
+        project_dir: str | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[Any] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        *,
+        exact: bool | None = None,
+    ) -> None:
+        resolved = resolve(
+            Request(
+                mixed_precision=mixed_precision,
+                cpu=cpu,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                gradient_accumulation_plugin=gradient_accumulation_plugin,
+                dynamo_plugin=_dynamo(dynamo_backend, dynamo_plugin),
+                deepspeed_plugin=_one_of("deepspeed_plugin", deepspeed_plugin, "deepspeed_plugins", deepspeed_plugins),
+                fsdp_plugin=fsdp_plugin,
+                megatron_lm_plugin=megatron_lm_plugin,
+                torch_tp_plugin=torch_tp_plugin,
+                parallelism_config=parallelism_config,
+                exact=exact,
+                kwargs_handlers=kwargs_handlers or [],
+            )
+        )
+        self.plan = resolved.plan
+        self.state = resolved.state
+        self.precision = resolved.precision
+        self.strategy = resolved.strategy
+        self.gradient_state = GradientState(resolved.plan.accumulation)
+        self.device_placement = device_placement
+        self.dataloader_config = _loader_config(dataloader_config, split_batches)
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.rng_types = [RNGType.GENERATOR.value] if rng_types is None else [str(kind) for kind in rng_types]
+        self.flag_tensor = None
+
+        # One batch after another: where in the accumulation window we are, and the context that says so.
+        self.step = 0
+        self._exact = resolved.plan.exact
+        self._window = _Window(self, ())
+        self._items = ItemWindow(self.strategy)
+        self._accumulated: tuple[torch.nn.Module, ...] = ()
+
+        self._models: list[torch.nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[Any] = []
+        self._start_services(log_with, project_dir, project_config)
+
+    # -- options by the API's names
+
+    @property
+    def ddp_handler(self) -> Any:
+        return self.plan.handlers.ddp
+
+    @property
+    def scaler_handler(self) -> Any:
+        return self.plan.handlers.scaler
+
+    @property
+    def init_handler(self) -> Any:
+        return self.plan.handlers.init
+
+    @property
+    def autocast_handler(self) -> Any:
+        return self.plan.handlers.autocast
+
+    @property
+    def profile_handler(self) -> Any:
+        return self.plan.handlers.profile
+
+    @property
+    def fp8_recipe_handler(self) -> Any:
+        handlers = self.plan.handlers
+        return handlers.fp8 or handlers.ao or handlers.te or handlers.msamp
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """Which library computes in fp8; NO where none does."""
+        return FP8BackendType.NO
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of fp16 training, or None."""
+        return self.precision.scaler
+
+    @property
+    def native_amp(self) -> bool:
+        return self.precision.native_amp
+
+    @property
+    def split_batches(self) -> bool:
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        from .config.training import check_accumulation_steps
+
+        self.gradient_state.plugin_kwargs["num_steps"] = check_accumulation_steps(steps, "gradient_accumulation_steps")
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the present batch ends an accumulation window."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether some optimizer left its last step out because gradients were not finite."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    # -- the layout
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        return self.state.device_mesh
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        return self.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        return True
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self._mesh_rank("dp_replicate", "Data parallelism")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        return self._mesh_rank("dp_shard", "Shard-based data parallelism")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        return self._mesh_rank("tp", "Tensor parallelism")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        return self._mesh_rank("cp", "Context parallelism")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        return self._mesh_rank("pp", "Pipeline parallelism")
+
+    def _mesh_rank(self, dimension: str, meaning: str) -> int:
+        mesh = self.torch_device_mesh
+        if mesh is None or dimension not in (mesh.mesh_dim_names or ()):
+            raise RuntimeError(f"{meaning} is not configured. Set `parallelism_config` first.")
+        return int(mesh[dimension].get_local_rank())
+
+    # -- prepare
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Models, optimizers, schedulers and loaders, made ready for this run, in the order given.
+
+        Any other object comes back as it is. `device_placement` says for each object whether it is moved to the
+        device; None takes the accelerator's setting. One object comes back by itself, several as a tuple.
+        """
+        if not args:
+            raise PrepareError("prepare() was called without an object")
+        if device_placement is None:
+            device_placement = [None] * len(args)  # type: ignore[list-item]
+        elif len(device_placement) != len(args):
+            raise PrepareError(
+                f"`device_placement` should be a list with {len(args)} elements (the number of objects passed), "
+                f"it has {len(device_placement)}"
+            )
+        result = list(args)
+        models = [i for i, obj in enumerate(args) if isinstance(obj, torch.nn.Module)]
+        raw = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
+        prepared = self._prepare_models(
+            [args[i] for i in models], raw, [self._place(device_placement[i]) for i in models]
+        )
+        for i, model in zip(models, prepared, strict=True):
+            result[i] = model
+        # Schedulers come last: they look their optimizer up among the prepared ones.
+        for kind, prepare_one in (
+            (torch.utils.data.DataLoader, self.prepare_data_loader),
+            (torch.optim.Optimizer, self.prepare_optimizer),
+        ):
+            for i, obj in enumerate(args):
+                if isinstance(obj, kind):
+                    result[i] = prepare_one(obj, device_placement=device_placement[i])  # type: ignore[operator]
+        for i, obj in enumerate(args):
+            if isinstance(obj, torch.optim.lr_scheduler.LRScheduler | AcceleratedScheduler):
+                result[i] = self.prepare_scheduler(obj)
+        return result[0] if len(result) == 1 else tuple(result)
+
+    def _place(self, asked: bool | None) -> bool:
+        return self.device_placement if asked is None else asked
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """One model, made ready. With `evaluation_mode` it is placed and lowered but not wrapped for training."""
+        if not isinstance(model, torch.nn.Module):
+            raise PrepareError(f"prepare_model takes a torch.nn.Module, not {type(model).__name__}")
+        return self._prepare_models([model], [], [self._place(device_placement)], evaluation_mode)[0]
+
+    def _prepare_models(
+        self,
+        models: list[torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        place: list[bool],
+        evaluation: bool = False,
+    ) -> list[torch.nn.Module]:
+        known = [self._prepared_twin(model) for model in models]
+        bundle = Bundle(
+            models=[model for model, twin in zip(models, known, strict=True) if twin is None],
+            optimizers=[getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers],
+            place=[flag for flag, model, twin in zip(place, models, known, strict=True) if twin is None],
+            evaluation=evaluation,
+        )
+        for i, model in enumerate(bundle.models):
+            if bundle.place[i] and self.verify_device_map(model):
+                bundle.place[i] = False
+                if self.use_distributed and not evaluation:
+                    raise PrepareError(
+                        f"{type(model).__name__} is spread over several devices by its device_map: such a model cannot "
+                        "be trained by several processes. Load it without device_map='auto', or start one process."
+                    )
+        fresh = iter(self.strategy.prepare(bundle).models)
+        result = [next(fresh) if twin is None else twin for twin in known]
+        for model, twin in zip(result, known, strict=True):
+            if twin is None:
+                model._is_accelerate_prepared = True  # type: ignore[assignment]
+                self._models.append(model)
+        return result
+
+    def _prepared_twin(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """The prepared form of a model that has been here before."""
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel) and model not in self._models:
+            raise PrepareError(
+                f"the {type(model.module).__name__} given to prepare is wrapped in DistributedDataParallel already: "
+                "hand in the plain model, prepare wraps it"
+            )
+        plain = extract_model_from_parallel(model, keep_torch_compile=False)
+        for prepared in self._models:
+            if prepared is model or extract_model_from_parallel(prepared, keep_torch_compile=False) is plain:
+                logger.warning(
+                    f"{type(plain).__name__} was given to prepare twice: the prepared model is returned, nothing is "
+                    "wrapped again"
+                )
+                return prepared
+        return None
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """One optimizer, wrapped: it steps when an accumulation window ends."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            if optimizer not in self._optimizers:
+                self._optimizers.append(optimizer)
+            return optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        prepared = AcceleratedOptimizer(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
+        prepared._before_first_step = functools.partial(self._check_held, prepared)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _check_held(self, optimizer: AcceleratedOptimizer) -> None:
+        """Say once when an optimizer steps on parameters that no prepared model holds."""
+        held = {id(parameter) for model in self._models for parameter in model.parameters()}
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self._models and own and not any(id(parameter) in held for parameter in own):
+            logger.warning(
+                f"the {type(optimizer.optimizer).__name__} steps on parameters that belong to no prepared model"
+                + (": their gradients are not averaged over the processes" if self.use_distributed else "")
+                + ". Was the model replaced after the optimizer was made, or never given to prepare?"
+            )
+
+    def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
+        """One learning-rate scheduler, wrapped: it moves with the prepared optimizer it belongs to."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            if scheduler not in self._schedulers:
+                self._schedulers.append(scheduler)
+            return scheduler
+        own = getattr(scheduler, "optimizer", None)
+        optimizers = [found for found in self._optimizers if own in (found, found.optimizer)] or self._optimizers
+        prepared = AcceleratedScheduler(
+            scheduler,
+            list(optimizers),
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> DataLoader[Any]:
+        """One loader, sharded over the processes; its batches come on this process's device."""
+        if data_loader in self._dataloaders:
+            return data_loader
+        config = self.dataloader_config
+        index, count = self.strategy.data_shard
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=count,
+            process_index=index,
+            split_batches=config.split_batches,
+            put_on_device=self._place(device_placement),
+            rng_types=list(self.rng_types),
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+            torch_device_mesh=self.torch_device_mesh,
+            exact=self._exact,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """The loader without its first batches; for map-style data no sample of them is read."""
+        return skip_first_batches(dataloader, num_batches=num_batches)
+
+    # -- the step
+
+    def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """One batch of an accumulation window: gradients are synchronised at the window's last batch only."""
+        if not models:
+            return self._window
+        return _Window(self, models)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Backwards in the block accumulate gradients without communicating."""
+        with self.strategy.no_sync(model):
+            yield
+
+    @staticmethod
+    def trigger_sync_in_backward(model: torch.nn.Module) -> None:
+        """Let the next backward synchronise gradients although its forward ran under `no_sync`."""
+        ddp.sync_next_backward(model)
+
+    def backward(self, loss: torch.Tensor, num_items: int | float | torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Backward of a loss, divided by the accumulation steps and scaled as the precision needs.
+
+        Args:
+            loss: a tensor of one element.
+            num_items: the loss is a mean over so many items (tokens, say). Then nothing is divided by steps: when
+                gradients synchronise they are the mean over all items of the window on all processes.
+            kwargs: handed to `loss.backward`.
+        """
+        if num_items is not None:
+            models = self._accumulated or self._models
+            parameters = {id(p): p for model in models for p in model.parameters()}.values()
+            self._items.backward(loss, num_items, self.gradient_state.sync_gradients, parameters, **kwargs)
+            for optimizer in self._optimizers:
+                optimizer._after_step = self._items.close
+            return
+        steps = self.gradient_state.num_steps
+        if self._exact:
+            loader = self.gradient_state.active_dataloader
+            weight = 1.0 if loader is None else loader.batch_weight
+            if weight != 1.0:
+                loss = loss * weight
+        if steps != 1:
+            loss = loss / steps
+        self.strategy.backward(loss, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Backward of a LOMO optimizer, which updates the parameters during it."""
+        fused = [found for found in self._optimizers if hasattr(found.optimizer, "fused_backward")]
+        if not fused:
+            raise ValueError("lomo_backward needs a prepared LOMO optimizer (package lomo_optim)")
+        for optimizer in fused:
+            optimizer.optimizer.fused_backward(loss, learning_rate)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[None]:
+        """A block that computes in the run's mixed precision."""
+        return self.precision.autocast(autocast_handler)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Take the loss scale of fp16 training out of the gradients; once between two steps, however often called."""
+        if self.scaler is None:
+            return
+        given = self._optimizers if optimizer is None else optimizer
+        for found in given if isinstance(given, (list, tuple)) else [given]:
+            if not isinstance(found, AcceleratedOptimizer):
+                found = next((prepared for prepared in self._optimizers if prepared.optimizer is found), None)
+                if found is None:
+                    raise PrepareError("unscale_gradients takes an optimizer that prepare returned")
+            found.unscale()
+
+    def _unscale_for(self, parameters: list[torch.nn.Parameter]) -> None:
+        """Unscale the gradients of exactly those optimizers that hold some of these parameters."""
+        wanted = {id(parameter) for parameter in parameters}
+        for optimizer in self._optimizers:
+            if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
+                optimizer.unscale()
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: int | float = 2
+    ) -> torch.Tensor | None:
+        """Scale gradients so that their total norm is at most `max_norm`. Returns the norm before."""
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        if self.scaler is not None:
+            parameters = list(parameters)
+            self._unscale_for(parameters)
+        return self.strategy.clip_grad_norm(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Cut each element of the gradients to [-clip_value, clip_value]."""
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        if self.scaler is not None:
+            parameters = list(parameters)
+            self._unscale_for(parameters)
+        self.strategy.clip_grad_value(parameters, clip_value)
+
+    def join_uneven_inputs(
+        self, joinables: list[Any], even_batches: bool | None = None
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block in which processes may have different numbers of batches (torch's Join).
+
+        `even_batches` overrides the setting of the prepared map-style loaders inside the block.
+        """
+        return self.strategy.join(joinables, self._dataloaders, even_batches)
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A block whose buffers are split along the sequence under context parallelism; without it, no effect."""
+        return contextlib.nullcontext()
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """The loader as it is: DeepSpeed's sequence parallelism is not in force."""
+        return dl
+
+    # -- models
+
+    def unwrap_model(
+        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> torch.nn.Module:
+        """The user's own model inside a prepared one."""
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The full state of a prepared model, on every process that can hold it, under the plain model's names."""
+        if unwrap:
+            return self.strategy.state_dict(model)
+        return model.state_dict()
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Whether some part of the model is spread over several devices."""
+        return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Forget all prepared objects and return the device's cached memory; a None comes back for each object."""
+        released = memory.release_memory(*objects)
+        for held in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+            held.clear()
+        self.step = 0
+        return released
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """The same as `free_memory`."""
+        return self.free_memory(*objects)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        # Its state is shared by design: a copied model or trainer keeps this one.
+        return self
+
+
+class _Window:
+    """One batch of an accumulation window: counts it, and keeps its backward from communicating if it is not the last."""
+
+    __slots__ = ("accelerator", "contexts", "models")
+
+    def __init__(self, accelerator: Accelerator, models: tuple[torch.nn.Module, ...]) -> None:
+        self.accelerator = accelerator
+        self.models = models
+        self.contexts: list[contextlib.AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> None:
+        accelerator = self.accelerator
+        state = accelerator.gradient_state
+        options = state.plugin_kwargs
+        if options.get("sync_with_dataloader", True) and state.end_of_dataloader:
+            accelerator.step = 0
+            sync = True
+        else:
+            accelerator.step += 1
+            sync = accelerator.step % options.get("num_steps", 1) == 0
+        state.sync_gradients = sync
+        accelerator._accumulated = self.models
+        if not sync and not options.get("sync_each_batch", False):
+            for model in self.models:
+                context = accelerator.strategy.no_sync(model)
+                context.__enter__()
+                self.contexts.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self.accelerator._accumulated = ()
+        while self.contexts:
+            self.contexts.pop().__exit__(*error)
+
+
+def _dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin | None:
+    if backend is not None and plugin is not None:
+        raise ConfigurationError("dynamo_backend and dynamo_plugin are given both: set backend in the plugin")
+    return TorchDynamoPlugin(backend=backend) if backend is not None else plugin  # type: ignore[arg-type]
+
+
+def _one_of(first: str, one: Any, second: str, other: Any) -> Any:
+    if one is not None and other is not None:
+        raise ConfigurationError(f"{first} and {second} are given both: they are the same argument")
+    return other if one is None else one
+
+
+def _loader_config(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
+    if config is None:
+        config = DataLoaderConfiguration()
+    elif not isinstance(config, DataLoaderConfiguration):
+        raise ConfigurationError(f"dataloader_config takes a DataLoaderConfiguration, not {type(config).__name__}")
+    if split_batches is not _NOT_GIVEN:
+        config.split_batches = bool(split_batches)
+    return config

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather one row a sample: what every rank's batch really held, without what only fills it up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..collectives import gather, gather_object
+from ..collectives.metrics import gather_counted, gather_objects_counted
+from ..core import trees
+from ..logging import get_logger
+from ..state import PartialState
+
+logger = get_logger(__name__)
+
+
+def gather_for_metrics(input_data: Any, loader: Any, use_gather_object: bool = False) -> Any:
+    """Nested data of all ranks with one row a sample, each sample once, on every rank.
+
+    Args:
+        input_data: tensors whose dimension 0 is the batch (0-d ones are one value a rank), or objects: a list.
+        loader: the prepared loader whose batch the data belongs to, or None.
+        use_gather_object: gather as objects also where everything is a tensor.
+    """
+    if not PartialState().use_distributed:
+        return input_data
+    as_objects = use_gather_object or not _only_tensors(input_data)
+    if loader is not None and _is_uneven(loader):
+        counts = loader.batch_counts
+        return gather_objects_counted(input_data, counts) if as_objects else gather_counted(input_data, counts)
+    gathered = gather_object(input_data) if as_objects else gather(input_data)
+    if loader is None or not loader.end_of_dataloader:
+        return gathered
+    if loader.remainder == -1:
+        logger.info("The length of the dataset is not known: rows that fill up the last batch cannot be told apart.")
+        return gathered
+    if loader.remainder <= 0:
+        return gathered
+    if as_objects:
+        return gathered[: loader.remainder]
+    return trees.map_leaves(lambda rows: rows[: loader.remainder], gathered)
+
+
+def _is_uneven(loader: Any) -> bool:
+    """Whether the ranks' present batches hold different numbers of rows, in a known way."""
+    counts = loader.batch_counts
+    return counts is not None and not loader.batches_are_even and len(set(counts)) > 1
+
+
+def _only_tensors(data: Any) -> bool:
+    try:
+        trees.map_leaves(lambda leaf: leaf, data, strict="gather_for_metrics")
+    except TypeError:
+        return False
+    return isinstance(data, torch.Tensor) or trees.first_leaf(data) is not None

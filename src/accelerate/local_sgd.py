@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local SGD: processes train on their own and average their parameters now and then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import collectives
+
+
+class LocalSGD:
+    """A block in which gradients are not synchronised; parameters are averaged every `local_sgd_steps` steps.
+
+    Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019).
+
+    Example:
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    ...
+                    optimizer.step()
+                    local_sgd.step()
+    """
+
+    def __init__(self, accelerator: Any, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+        if local_sgd_steps < 1:
+            raise ValueError(f"local_sgd_steps={local_sgd_steps} must be at least 1")
+        self.enabled = enabled and accelerator.use_distributed
+        if self.enabled and accelerator.strategy.name not in ("single process", "DistributedDataParallel"):
+            raise NotImplementedError(
+                f"LocalSGD averages whole replicas; under {accelerator.strategy.name} no process holds one"
+            )
+        self.accelerator = accelerator
+        self.model = model
+        self.local_sgd_steps = local_sgd_steps
+        self.num_steps = 0
+        self._block: Any = None
+
+    def __enter__(self) -> LocalSGD:
+        if self.enabled:
+            self._block = self.accelerator.no_sync(self.model)
+            self._block.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.enabled:
+            if error[0] is None:
+                self._average()
+            self._block.__exit__(*error)
+
+    def step(self) -> None:
+        """Count one batch; after `local_sgd_steps` windows the parameters are averaged."""
+        if not self.accelerator.sync_gradients:
+            return
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    def _average(self) -> None:
+        self.accelerator.wait_for_everyone()
+        with torch.no_grad():
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            for parameter, mean in zip(
+                parameters, collectives.reduce([p.data for p in parameters], "mean"), strict=True
+            ):
+                parameter.data.copy_(mean)

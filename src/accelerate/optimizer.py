@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer that steps when the accumulation window ends, through the gradient scaler where there is one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .core.trees import send_to_device
+from .state import GradientState
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """A prepared optimizer. In the middle of an accumulation window `step` and `zero_grad` do nothing.
+
+    Args:
+        optimizer: the user's own. device_placement: move its state to where the parameters are.
+        scaler: the gradient scaler of fp16 training.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        # No super().__init__(): the parameters stay with the optimizer inside.
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.device_placement = device_placement
+        self.gradient_state = GradientState()
+        self._is_overflow = False
+        self._unscaled = False
+        # Called once, before the first step: the accelerator's look at what this optimizer holds.
+        self._before_first_step: Callable[[], None] | None = None
+        # Called after each step: the accelerator clears what belonged to the gradients that are used up.
+        self._after_step: Callable[[], None] | None = None
+        if device_placement:
+            self._place_state()
+
+    def _place_state(self) -> None:
+        """State that was loaded before `prepare` follows its parameter to the device; `step` counters stay."""
+        for parameter, state in self.optimizer.state.items():
+            if not isinstance(parameter, torch.Tensor):
+                continue
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
+                    state[name] = send_to_device(value, parameter.device)
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> Any:
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients, at the end of a window only."""
+        if not self.gradient_state.sync_gradients:
+            return
+        if set_to_none is None:
+            self.optimizer.zero_grad()
+        elif "set_to_none" in inspect.signature(self.optimizer.zero_grad).parameters:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+        else:
+            raise ValueError(f"{type(self.optimizer).__name__}.zero_grad takes no set_to_none")
+
+    def train(self) -> None:
+        """Schedule-free optimizers keep two sets of weights: take those of training."""
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+
+    def eval(self) -> None:
+        """Schedule-free optimizers keep two sets of weights: take those of evaluation."""
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step, at the end of a window only. Returns the closure's loss where one is given."""
+        if not self.gradient_state.sync_gradients:
+            return None
+        if self._before_first_step is not None:
+            self._before_first_step()
+            self._before_first_step = None
+        if self.scaler is None:
+            result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        else:
+            result = self._scaled_step(closure)
+        if self._after_step is not None:
+            self._after_step()
+        return result
+
+    def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
+        scaler: Any = self.scaler
+        before = scaler.get_scale()
+        result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure)
+        scaler.update()
+        # The scale falls exactly when gradients were not finite and the step was left out.
+        self._is_overflow = scaler.get_scale() < before
+        self._unscaled = False
+        return result
+
+    def unscale(self) -> None:
+        """Divide the gradients by the loss scale, once between two steps, however often this is called."""
+        if self.scaler is not None and not self._unscaled:
+            self.scaler.unscale_(self.optimizer)
+            self._unscaled = True
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was left out because gradients were not finite."""
+        return self._is_overflow
+
+    def __getattr__(self, name: str) -> Any:
+        # Only what this class does not have: fused_backward, schedule-free extras, hooks of the user's own.
+        if name in ("optimizer", "__setstate__"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = dict(self.__dict__)
+        kept.update(_before_first_step=None, _after_step=None)
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"

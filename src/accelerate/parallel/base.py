@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategy of a single process, which works as it is; every other layout overrides what differs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..precision.base import Precision
+
+
+@dataclass
+class Bundle:
+    """What one call of `prepare` lays out together: models, and the raw optimizers that hold their parameters.
+
+    `place[i]` says whether model i is to be moved to the device; `evaluation` that no gradients will be taken.
+    """
+
+    models: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    place: list[bool] = field(default_factory=list)
+    evaluation: bool = False
+
+
+class Strategy:
+    """How models live on the processes of a run."""
+
+    name = "single process"
+    # Whether no process holds a whole model: its state is then written and read in parts by `sharded_state`.
+    is_sharded = False
+
+    def __init__(self, device: torch.device, precision: Precision) -> None:
+        self.device = device
+        self.precision = precision
+        self.transforms: tuple[Any, ...] = ()
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """(index, count): which part of the data this process reads, of how many."""
+        return 0, 1
+
+    def prepare(self, bundle: Bundle) -> Bundle:
+        """Template: place, lower, wrap, transform each model. The optimizers' parameters stay the same objects."""
+        for position, model in enumerate(bundle.models):
+            if bundle.place[position]:
+                model = model.to(self.device)
+            model = self.precision.wrap_forward(model)
+            if not bundle.evaluation:
+                model = self.wrap_model(model)
+            for transform in self.transforms:
+                model = transform.apply(model)
+            bundle.models[position] = model
+        return bundle
+
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self.precision.backward(loss, **kwargs)
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context in which backwards accumulate without communicating."""
+        return contextlib.nullcontext()
+
+    def join(
+        self, joinables: list[Any], loaders: list[Any], even_batches: bool | None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the processes may run out of batches at different times."""
+        return contextlib.nullcontext()
+
+    def reduce_items(self, count: torch.Tensor) -> Any:
+        """Sum `count` over the data shards in place, asynchronously; the handle to wait on, or None."""
+        return None
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Scale the gradients so that their total norm is at most `max_norm`; the norm before."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[torch.nn.Parameter], clip_value: float) -> None:
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The full state of a prepared model, under the names of the plain model."""
+        return self.unwrap(model).state_dict()
+
+    def sharded_state(self, models: list[torch.nn.Module], optimizers: list[Any]) -> Any:
+        """How models and optimizers that no process holds whole are saved and loaded; None where all hold them."""
+        return None
+
+    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model

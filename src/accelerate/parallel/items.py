@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses that are means over known numbers of items: the gradient of a window is the mean over all of its items."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..core.errors import AccelerateError
+from .base import Strategy
+
+
+class ItemWindow:
+    """Weighs each backward of an accumulation window by its items (tokens, samples).
+
+    A loss that is a mean over n items is multiplied by n, so that gradients accumulate sums. At the step that
+    synchronises, the number of items of the window is summed over the data shards while the backward runs, and one
+    fused multiply turns sums into the mean over all items of the window on all of them. No look-ahead is needed.
+
+    Counts are divided by a reference (the first batch's mean count over the shards), which keeps the gradients in the
+    range that they have without counts: fp16 scaling and compressed reductions depend on it.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+        self.reference: torch.Tensor | None = None
+        self.count: torch.Tensor | None = None
+        self.spent = False
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        num_items: int | float | torch.Tensor,
+        sync: bool,
+        parameters: Iterable[torch.nn.Parameter],
+        **kwargs: Any,
+    ) -> None:
+        """Backward of a mean over `num_items` (0 for none at all); scales the gradients where `sync`."""
+        if self.spent:
+            raise AccelerateError(
+                "backward(loss, num_items=...) was called twice for one optimizer step: its gradients are a mean over "
+                "the window's items already. Add the losses up and call backward once a batch."
+            )
+        items = self._as_count(num_items, loss.device)
+        if self.reference is None:
+            self.reference = self._agree(items)
+        self.count = items if self.count is None else self.count + items
+        weighted = loss * (items / self.reference).to(loss.dtype)
+        if not sync:
+            self.strategy.backward(weighted, **kwargs)
+            return
+        total = self.count.clone()
+        pending = self.strategy.reduce_items(total)
+        self.strategy.backward(weighted, **kwargs)
+        if pending is not None:
+            pending.wait()
+        shards = self.strategy.data_shard[1]
+        _multiply(parameters, self.reference * shards / total.clamp_(min=torch.finfo(total.dtype).tiny))
+        self.count, self.spent = None, True
+
+    def close(self) -> None:
+        """The gradients have been used: a new window begins."""
+        self.spent = False
+
+    def _agree(self, items: torch.Tensor) -> torch.Tensor:
+        total = items.clone()
+        pending = self.strategy.reduce_items(total)
+        if pending is not None:
+            pending.wait()
+        return (total / self.strategy.data_shard[1]).clamp_(min=1.0)
+
+    @staticmethod
+    def _as_count(num_items: int | float | torch.Tensor, device: torch.device) -> torch.Tensor:
+        # Counts of tokens pass 2**24 in a window: double precision wherever the device has it.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        if isinstance(num_items, torch.Tensor):
+            if num_items.numel() != 1:
+                raise ValueError(f"num_items must be one number, got a tensor of shape {tuple(num_items.shape)}")
+            return num_items.detach().reshape(()).to(device=device, dtype=dtype)
+        if num_items < 0:
+            raise ValueError(f"num_items={num_items} must not be negative")
+        return torch.tensor(float(num_items), device=device, dtype=dtype)
+
+
+def _multiply(parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply all gradients by a number, in one fused call for each kind of tensor."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        # A sharded gradient is scaled where it lies.
+        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        groups.setdefault((local.device, local.dtype), []).append(local)
+    for (device, dtype), gradients in groups.items():
+        torch._foreach_mul_(gradients, factor.to(device=device, dtype=dtype))

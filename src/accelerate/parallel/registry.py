@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The strategies by name, and the one order in which transforms compose."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# name -> (module, class). A strategy's module is imported when it is chosen.
+STRATEGIES: dict[str, tuple[str, str]] = {
+    "single": ("accelerate.parallel.base", "Strategy"),
+    "ddp": ("accelerate.parallel.ddp", "DataParallel"),
+    "fsdp2": ("accelerate.parallel.fsdp2", "FullyShardedDataParallel"),
+}
+
+# Inside out: what splits the model comes before what recomputes it, and compilation sees the result.
+TRANSFORMS: tuple[str, ...] = ("tensor", "context", "activation_checkpointing", "compile")
+
+
+def strategy_class(name: str) -> Any:
+    module, attribute = STRATEGIES[name]
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a prepared model back to the user's own."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..core.imports import is_available
+from ..core.modules import is_compiled_module
+from ..precision.amp import restore_forward
+
+_WRAPPERS: tuple[type, ...] = (DistributedDataParallel, DataParallel)
+
+
+def _wrapper_types() -> tuple[type, ...]:
+    """Every module class that only holds another as `.module`; optional packages' own when they are loaded."""
+    import sys
+
+    found = list(_WRAPPERS)
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if fsdp is not None:
+        found.append(fsdp.FullyShardedDataParallel)
+    deepspeed = sys.modules.get("deepspeed") if is_available("deepspeed") else None
+    if deepspeed is not None:
+        found.append(deepspeed.DeepSpeedEngine)
+    return tuple(found)
+
+
+def extract_model_from_parallel(
+    model: torch.nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> torch.nn.Module:
+    """The model inside its parallel wrapper.
+
+    Args:
+        keep_fp32_wrapper: leave autocast and the fp32 conversion of the outputs on the forward.
+        keep_torch_compile: hand the model back compiled, when it was.
+        recursive: take wrappers off the submodules too.
+    """
+    compiled = model if is_compiled_module(model) else None
+    inner: torch.nn.Module = model._orig_mod if compiled is not None else model
+    wrappers = _wrapper_types()
+    while isinstance(inner, wrappers):
+        inner = inner.module
+    if recursive:
+        _unwrap_children(inner, wrappers)
+    inner_compiled = inner if is_compiled_module(inner) else None
+    if inner_compiled is not None and not keep_torch_compile:
+        inner = inner._orig_mod
+    if not keep_fp32_wrapper:
+        restore_forward(inner._orig_mod if is_compiled_module(inner) else inner)
+    if compiled is None or not keep_torch_compile:
+        return inner
+    if compiled._orig_mod is not inner:
+        compiled._orig_mod = inner
+    return compiled
+
+
+def _unwrap_children(model: torch.nn.Module, wrappers: tuple[type, ...]) -> None:
+    for name, child in model.named_children():
+        plain = child
+        while isinstance(plain, wrappers):
+            plain = plain.module
+        if plain is not child:
+            setattr(model, name, plain)
+        _unwrap_children(plain, wrappers)

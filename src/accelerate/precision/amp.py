@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Automatic mixed precision through torch.autocast: bf16, and fp16 with gradient scaling."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.errors import PrepareError
+from .base import Precision
+from .outputs import convert_outputs_to_fp32
+
+if TYPE_CHECKING:
+    from ..config.precision import AutocastKwargs, GradScalerKwargs
+
+
+class MixedPrecision(Precision):
+    """Forward under `torch.autocast(dtype)`; outputs in fp32; the weights stay as they are."""
+
+    native_amp = True
+
+    def __init__(self, name: str, dtype: torch.dtype, device_type: str, options: AutocastKwargs | None = None) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.device_type = device_type
+        self.options = options
+
+    def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        options = options or self.options
+        kwargs = {} if options is None else options.to_kwargs()
+        return torch.autocast(self.device_type, dtype=self.dtype, **kwargs)
+
+    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Autocast around the model's forward. The original stays at `model._original_forward`."""
+        restore_forward(model)
+        forward = model.forward
+        model._original_forward = forward  # type: ignore[assignment]
+        wrapped = convert_outputs_to_fp32(_under_autocast(self, getattr(forward, "__func__", forward)))
+        model.forward = types.MethodType(wrapped, model) if hasattr(forward, "__func__") else wrapped
+        return model
+
+
+def _under_autocast(precision: MixedPrecision, forward: Any) -> Any:
+    @functools.wraps(forward)
+    def autocast_forward(*args: Any, **kwargs: Any) -> Any:
+        with precision.autocast():
+            return forward(*args, **kwargs)
+
+    return autocast_forward
+
+
+class ScaledPrecision(MixedPrecision):
+    """fp16: the loss is scaled so that small gradients do not vanish, the gradients are unscaled before the step."""
+
+    def __init__(
+        self,
+        device_type: str,
+        options: AutocastKwargs | None = None,
+        scaling: GradScalerKwargs | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        super().__init__("fp16", torch.float16, device_type, options)
+        kwargs = {} if scaling is None else scaling.to_kwargs()
+        self.scaler = scaler or torch.amp.GradScaler(device_type, **kwargs)
+
+    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+        half = next(
+            (name for name, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16), None
+        )
+        if half is not None:
+            raise PrepareError(
+                f"mixed_precision='fp16' keeps the weights in fp32, and the parameter {half!r} of "
+                f"{type(model).__name__} is float16: its gradients could not be unscaled. Load the model in float32 "
+                "(or bfloat16 with mixed_precision='bf16')."
+            )
+        return super().wrap_forward(model)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self.scaler.scale(loss).backward(**kwargs)  # type: ignore[union-attr, no-untyped-call]
+
+
+def restore_forward(model: torch.nn.Module) -> torch.nn.Module:
+    """Undo `wrap_forward`, also where something else has wrapped the forward since (a hook, another wrapper)."""
+    original = model.__dict__.pop("_original_forward", None)
+    if original is None:
+        return model
+    if getattr(original, "__self__", None) is model and original.__func__ is type(model).forward:
+        model.__dict__.pop("forward", None)
+    else:
+        model.forward = original
+    return model

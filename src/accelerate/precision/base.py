@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full precision: what a forward, a backward and a step do when nothing is lowered. The base of all others."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ..config.precision import AutocastKwargs
+
+
+class Precision:
+    """What models compute in. This base is fp32 and works as it is."""
+
+    name = "no"
+    scaler: torch.amp.GradScaler | None = None
+    native_amp = False
+
+    def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """A context in which operations run in the lowered precision; here: nothing happens."""
+        return contextlib.nullcontext()
+
+    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model, computing its forward in this precision."""
+        return model
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        loss.backward(**kwargs)

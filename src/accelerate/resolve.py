@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments, environment and defaults become one Plan, one Precision and one Strategy: the only place that decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .config.base import KwargsHandler
+from .config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from .config.precision import AutocastKwargs, GradScalerKwargs
+from .config.training import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+    check_accumulation_steps,
+)
+from .core import devices, env
+from .core.enums import DynamoBackend
+from .core.errors import ConfigurationError
+from .parallel.base import Strategy
+from .parallel.registry import strategy_class
+from .precision.amp import MixedPrecision, ScaledPrecision
+from .precision.base import Precision
+from .state import AcceleratorState, PartialState
+
+
+@dataclass
+class Handlers:
+    """The `kwargs_handlers` by kind; each kind may be given once."""
+
+    ddp: DistributedDataParallelKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    init: InitProcessGroupKwargs | None = None
+    autocast: AutocastKwargs | None = None
+    profile: ProfileKwargs | None = None
+    fp8: FP8RecipeKwargs | None = None
+    ao: AORecipeKwargs | None = None
+    te: TERecipeKwargs | None = None
+    msamp: MSAMPRecipeKwargs | None = None
+
+
+# The deprecated FP8RecipeKwargs is a TERecipeKwargs as well: it comes first.
+_HANDLER_FIELDS: tuple[tuple[type[KwargsHandler], str], ...] = (
+    (DistributedDataParallelKwargs, "ddp"),
+    (GradScalerKwargs, "scaler"),
+    (InitProcessGroupKwargs, "init"),
+    (AutocastKwargs, "autocast"),
+    (ProfileKwargs, "profile"),
+    (FP8RecipeKwargs, "fp8"),
+    (AORecipeKwargs, "ao"),
+    (TERecipeKwargs, "te"),
+    (MSAMPRecipeKwargs, "msamp"),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, by argument. None means: not by argument."""
+
+    mixed_precision: str | None = None
+    cpu: bool = False
+    gradient_accumulation_steps: int = 1
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    dynamo_plugin: TorchDynamoPlugin | None = None
+    deepspeed_plugin: Any = None
+    fsdp_plugin: Any = None
+    megatron_lm_plugin: Any = None
+    torch_tp_plugin: Any = None
+    parallelism_config: Any = None
+    exact: bool | None = None
+    kwargs_handlers: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided, once; and for each value where it came from (argument, variable or default)."""
+
+    mixed_precision: str
+    accumulation: GradientAccumulationPlugin
+    dynamo: TorchDynamoPlugin
+    handlers: Handlers
+    exact: bool
+    strategy: str
+    origins: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    plan: Plan
+    state: AcceleratorState
+    precision: Precision
+    strategy: Strategy
+
+
+def resolve(request: Request) -> Resolved:
+    """Decide everything that a run's arguments, variables and defaults leave to decide.
+
+    Raises ConfigurationError, naming the argument or variable, for anything that cannot be done here.
+    """
+    handlers = sort_handlers(request.kwargs_handlers)
+    origins: dict[str, str] = {}
+    accumulation = _accumulation(request, origins)
+    dynamo = _dynamo(request, origins)
+    plugins = _strategy_plugins(request, origins)
+    exact = _flag(request.exact, "exact", origins)
+    _origin(origins, "mixed_precision", request.mixed_precision is not None)
+
+    init = {} if handlers.init is None else handlers.init.to_kwargs()
+    PartialState(request.cpu, **init)
+    state = AcceleratorState(
+        mixed_precision=request.mixed_precision,
+        cpu=request.cpu,
+        dynamo_plugin=dynamo,
+        torch_tp_plugin=request.torch_tp_plugin,
+        _from_accelerator=True,
+        **plugins,
+    )
+    precision = _precision(state, handlers, origins)
+    name = _strategy_name(state, plugins)
+    strategy = _strategy(name, state, precision, handlers, plugins)
+    plan = Plan(state.mixed_precision, accumulation, dynamo, handlers, exact, name, origins)
+    return Resolved(plan, state, precision, strategy)
+
+
+def sort_handlers(given: list[Any] | None) -> Handlers:
+    """The handlers by kind. Raises for a foreign object, or a kind that is given twice."""
+    handlers = Handlers()
+    for handler in given or ():
+        name = next((name for kind, name in _HANDLER_FIELDS if isinstance(handler, kind)), None)
+        if name is None:
+            kinds = ", ".join(kind.__name__ for kind, _ in _HANDLER_FIELDS)
+            raise ConfigurationError(f"kwargs_handlers holds {handler!r}: it takes objects of {kinds}")
+        if getattr(handlers, name) is not None:
+            raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}: give one")
+        setattr(handlers, name, handler)
+    return handlers
+
+
+def _origin(origins: dict[str, str], name: str, argument: bool) -> None:
+    if argument:
+        origins[name] = "argument"
+    elif env.get(name) is not None:
+        origins[name] = f"variable {env.variable(name)}"
+    else:
+        origins[name] = "default"
+
+
+def _flag(argument: bool | None, name: str, origins: dict[str, str]) -> bool:
+    _origin(origins, name, argument is not None)
+    return env.get_flag(name) if argument is None else bool(argument)
+
+
+def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumulationPlugin:
+    """The API's precedence: plugin, else the variable of the launcher, else the argument."""
+    name = "gradient_accumulation_steps"
+    plugin, steps = request.gradient_accumulation_plugin, request.gradient_accumulation_steps
+    if plugin is not None:
+        if steps != 1:
+            raise ConfigurationError(
+                f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin are given both: "
+                "set num_steps in the plugin"
+            )
+        origins[name] = "argument"
+        return plugin if plugin.num_steps is not None else _with_steps(plugin, env.get_int(name) or 1)
+    check_accumulation_steps(steps, "gradient_accumulation_steps")
+    asked = env.get_int(name)
+    if steps != 1 or asked is None:
+        origins[name] = "argument" if steps != 1 else "default"
+        return GradientAccumulationPlugin(num_steps=steps)
+    origins[name] = f"variable {env.variable(name)}"
+    return GradientAccumulationPlugin(num_steps=check_accumulation_steps(asked, env.variable(name)))
+
+
+def _with_steps(plugin: GradientAccumulationPlugin, steps: int) -> GradientAccumulationPlugin:
+    import dataclasses
+
+    return dataclasses.replace(plugin, num_steps=steps)
+
+
+def _dynamo(request: Request, origins: dict[str, str]) -> TorchDynamoPlugin:
+    _origin(origins, "dynamo_backend", request.dynamo_plugin is not None)
+    return request.dynamo_plugin or TorchDynamoPlugin()
+
+
+def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, Any]:
+    """The plugin of each strategy that is asked for, by argument or by the launcher's variables."""
+    found: dict[str, Any] = {}
+    for name, flag, make in (
+        ("deepspeed_plugin", "use_deepspeed", _make_deepspeed_plugin),
+        ("fsdp_plugin", "use_fsdp", _make_fsdp_plugin),
+        ("megatron_lm_plugin", "use_megatron_lm", _make_megatron_plugin),
+        ("parallelism_config", "use_parallelism_config", _make_parallelism_config),
+    ):
+        given = getattr(request, name)
+        if given is None and env.get_flag(flag):
+            given = make()
+            origins[name] = f"variable {env.variable(flag)}"
+        elif given is not None:
+            origins[name] = "argument"
+        if given is not None:
+            found[name] = given
+    rivals = [name for name in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin") if name in found]
+    if len(rivals) > 1:
+        raise ConfigurationError(
+            "only one of " + " and ".join(f"{name} ({origins[name]})" for name in rivals) + " can lay out the model"
+        )
+    return found
+
+
+def _make_deepspeed_plugin() -> Any:
+    from .config.deepspeed import DeepSpeedPlugin
+
+    return DeepSpeedPlugin()
+
+
+def _make_fsdp_plugin() -> Any:
+    from .config.fsdp import FullyShardedDataParallelPlugin
+
+    return FullyShardedDataParallelPlugin()
+
+
+def _make_megatron_plugin() -> Any:
+    from .config.megatron import MegatronLMPlugin
+
+    return MegatronLMPlugin()
+
+
+def _make_parallelism_config() -> Any:
+    from .parallelism_config import ParallelismConfig
+
+    return ParallelismConfig()
+
+
+def _precision(state: AcceleratorState, handlers: Handlers, origins: dict[str, str]) -> Precision:
+    name, device = state.mixed_precision, state.device.type
+    if name == "no":
+        return Precision()
+    if name == "bf16":
+        if not devices.supports_bf16(device):
+            raise ConfigurationError(
+                f"mixed_precision='bf16' ({origins['mixed_precision']}): this {device} device does not compute in "
+                "bfloat16; use fp16 or no"
+            )
+        return MixedPrecision("bf16", torch.bfloat16, device, handlers.autocast)
+    if name == "fp16":
+        return ScaledPrecision(device, handlers.autocast, handlers.scaler)
+    raise ConfigurationError(
+        f"mixed_precision={name!r} ({origins['mixed_precision']}) is not offered in this version: use bf16, fp16 or no"
+    )
+
+
+def _strategy_name(state: AcceleratorState, plugins: dict[str, Any]) -> str:
+    for name in ("deepspeed_plugin", "megatron_lm_plugin", "parallelism_config"):
+        if name in plugins:
+            raise ConfigurationError(f"{name} is not offered in this version: train with DDP or FSDP2")
+    if "fsdp_plugin" in plugins:
+        version = plugins["fsdp_plugin"].fsdp_version
+        if version != 2:
+            raise ConfigurationError(
+                f"fsdp_version={version} is not offered in this version: set fsdp_version=2 in the plugin"
+            )
+        return "fsdp2"
+    return "ddp" if state.use_distributed else "single"
+
+
+def _strategy(
+    name: str, state: AcceleratorState, precision: Precision, handlers: Handlers, plugins: dict[str, Any]
+) -> Strategy:
+    arguments: dict[str, Any] = {}
+    if name == "ddp":
+        arguments["options"] = handlers.ddp
+    elif name == "fsdp2":
+        arguments["plugin"] = plugins["fsdp_plugin"]
+    strategy: Strategy = strategy_class(name)(state.device, precision, **arguments)
+    if state.dynamo_plugin.backend is not DynamoBackend.NO:
+        from .parallel.compile import Compile
+
+        strategy.transforms = (*strategy.transforms, Compile(state.dynamo_plugin))
+    return strategy

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facade's part around the training: checkpoints, trackers, profile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .checkpointing import layout
+from .checkpointing.load import LoadReport, load_newest, load_run
+from .checkpointing.load import resume as resume_run
+from .checkpointing.save import Options, save_run
+from .checkpointing.session import ModelPart, OptimizerPart, RunState, check_custom
+from .checkpointing.weights import save_model, save_object
+from .checkpointing.writer import Writer
+from .config.training import ProfileKwargs, ProjectConfiguration
+from .core.errors import CheckpointError, ConfigurationError
+from .logging import get_logger
+from .state import AcceleratorState, PartialState
+from .telemetry.profile import profile
+from .tracking import GeneralTracker, filter_trackers, start_trackers
+
+if TYPE_CHECKING:
+    import torch
+
+    from .optimizer import AcceleratedOptimizer
+    from .parallel.base import Strategy
+    from .resolve import Plan
+
+logger = get_logger(__name__)
+
+
+class HookHandle:
+    """What registering a hook returns: `remove()` takes it out again."""
+
+    def __init__(self, hooks: OrderedDict[str, Callable[..., None]], key: str) -> None:
+        self._hooks = hooks
+        self._key = key
+
+    def remove(self) -> None:
+        self._hooks.pop(self._key, None)
+
+
+class RunServices:
+    """Saving and loading a run, logging to trackers, profiling a block."""
+
+    state: AcceleratorState
+    strategy: Strategy
+    plan: Plan
+    step: int
+    _models: list[torch.nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
+    _schedulers: list[Any]
+    _dataloaders: list[Any]
+
+    def _start_services(self, log_with: Any, project_dir: str | None, project: ProjectConfiguration | None) -> None:
+        if project is not None and not isinstance(project, ProjectConfiguration):
+            raise ConfigurationError(f"project_config takes a ProjectConfiguration, not {type(project).__name__}")
+        self.project_configuration = project or ProjectConfiguration(project_dir=project_dir)
+        if project_dir is not None and self.project_dir is None:
+            self.project_configuration.set_directories(project_dir)
+        self.log_with = filter_trackers(log_with, self.logging_dir)
+        self.trackers: list[GeneralTracker] = []
+        self._custom_objects: list[Any] = []
+        self._save_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
+        self._load_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
+        self._writer: Writer | None = None
+
+    # -- folders
+
+    @property
+    def project_dir(self) -> str | None:
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    # -- checkpoints
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        blocking: bool = True,
+        layout: str = "native",
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Save models, optimizers, schedulers, loaders' positions, generators and registered objects; returns the folder.
+
+        Every process calls it. The folder appears whole or not at all. With automatic naming the folder is
+        `<project_dir>/checkpoints/checkpoint_<iteration>`.
+
+        Args:
+            output_dir: the folder; may be left out with automatic naming.
+            safe_serialization: weights in safetensors (else torch's own format, in the compat layout).
+            blocking: False returns when the state is copied; the disk is written meanwhile.
+            layout: `native`, or `compat` for the API's own file names and formats.
+        """
+        if save_model_func_kwargs:
+            names = ", ".join(sorted(save_model_func_kwargs))
+            raise ConfigurationError(f"save_state got arguments that nothing here takes: {names}")
+        project = self.project_configuration
+        folder, rotation = self._checkpoint_folder(output_dir)
+        if rotation is not None and folder.exists():
+            raise CheckpointError(
+                f"{folder} exists already (save_iteration is {project.iteration}). Resume with load_state() first, "
+                "set ProjectConfiguration.iteration, or use another project_dir: nothing is overwritten."
+            )
+        options = Options(
+            layout=layout if safe_serialization else "compat",
+            safe_serialization=safe_serialization,
+            save_on_each_node=project.save_on_each_node,
+            checkpoints=rotation,
+            total_limit=project.total_limit,
+        )
+        writer = None if blocking else self._background_writer()
+        if writer is None and self._writer is not None:
+            self._writer.wait()
+        saved = save_run(self._run_state(), folder, process=PartialState(), options=options, writer=writer)
+        project.iteration += 1
+        return str(saved)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> LoadReport:
+        """Load what `save_state` saved, on any number of processes; every process calls it.
+
+        Args:
+            input_dir: the folder; left out, the newest valid checkpoint of the project.
+            load_kwargs, load_model_func_kwargs: `strict`, `weights_only`, `allow_pickle` of
+                `accelerate.checkpointing.load.load_run`.
+        """
+        if self._writer is not None:
+            self._writer.wait()
+        options = {**(load_kwargs or {}), **load_model_func_kwargs}
+        run = self._run_state()
+        if input_dir is None:
+            report = load_newest(run, self._checkpoints_dir("load_state()"), process=PartialState(), **options)
+        else:
+            folder = Path(input_dir).expanduser()
+            if not folder.is_dir():
+                raise CheckpointError(f"load_state: there is no folder {folder}")
+            report = load_run(run, folder, process=PartialState(), **options)
+        self._take_up(report)
+        return report
+
+    def resume(self) -> LoadReport | None:
+        """Go on from the project's newest valid checkpoint, if there is one; None where the run starts anew."""
+        report = resume_run(self._run_state(), self._checkpoints_dir("resume()"), process=PartialState())
+        if report is not None:
+            self._take_up(report)
+        return report
+
+    def _take_up(self, report: LoadReport) -> None:
+        self.step = int(report.progress.get("accumulation_step", 0))
+        if "iteration" in report.progress and self.project_configuration.automatic_checkpoint_naming:
+            self.project_configuration.iteration = int(report.progress["iteration"]) + 1
+        for folder, why in report.skipped:
+            logger.warning(f"{folder} is no valid checkpoint and was passed over: {why}")
+        for note in report.notes:
+            logger.warning(f"{report.folder}: {note}")
+
+    def _checkpoints_dir(self, caller: str) -> Path:
+        if self.project_dir is None:
+            raise ConfigurationError(f"{caller} needs a folder: give one, or set project_dir in ProjectConfiguration")
+        return layout.checkpoints_dir(Path(self.project_dir).expanduser())
+
+    def _checkpoint_folder(self, output_dir: str | os.PathLike[str] | None) -> tuple[Path, Path | None]:
+        """The folder of the next checkpoint, and the directory to rotate in when it is named automatically."""
+        project = self.project_configuration
+        if project.automatic_checkpoint_naming:
+            directory = self._checkpoints_dir("save_state()")
+            return layout.checkpoint_folder(directory.parent, project.iteration), directory
+        if output_dir is None:
+            raise ConfigurationError(
+                "save_state() needs a folder: give output_dir, or set "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            )
+        return Path(output_dir).expanduser(), None
+
+    def _background_writer(self) -> Writer:
+        if self._writer is None:
+            self._writer = Writer(PartialState())
+        return self._writer
+
+    def _run_state(self) -> RunState:
+        """References to all that a checkpoint holds."""
+        return RunState(
+            models=[self._model_part(model) for model in self._models],
+            optimizers=[OptimizerPart(optimizer) for optimizer in self._optimizers],
+            schedulers=list(self._schedulers),
+            dataloaders=list(self._dataloaders),
+            scaler=self.scaler,  # type: ignore[attr-defined]
+            custom=list(self._custom_objects),
+            progress={"accumulation_step": self.step, "iteration": self.save_iteration},
+            save_hooks=list(self._save_hooks.values()),
+            load_hooks=list(self._load_hooks.values()),
+            sharded=self.strategy.sharded_state(self._models, self._optimizers),
+        )
+
+    def _model_part(self, model: torch.nn.Module) -> ModelPart:
+        return ModelPart(
+            model, inner=self.unwrap_model(model, keep_torch_compile=False), sharded=self.strategy.is_sharded
+        )  # type: ignore[attr-defined]
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Objects with `state_dict` and `load_state_dict` that `save_state` and `load_state` shall include."""
+        check_custom(objects)
+        self._custom_objects.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> HookHandle:
+        """`hook(models, weights, output_dir)` is called before `save_state` writes; `weights` may be changed."""
+        return _register(self._save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> HookHandle:
+        """`hook(models, input_dir)` is called before `load_state` loads; models taken out of the list are not loaded."""
+        return _register(self._load_hooks, hook)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """The weights of a prepared model in files of at most `max_shard_size` (bytes, or "10GB"), with an index."""
+        state = self.get_state_dict(model)  # type: ignore[attr-defined]
+        if self.state.is_main_process:
+            save_model(state, save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
+        self.state.wait_for_everyone()
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """`torch.save` (or safetensors) on one process of the run, or of each machine with `save_on_each_node`."""
+        save_object(
+            obj,
+            f,
+            save_on_each_node=self.project_configuration.save_on_each_node,
+            safe_serialization=safe_serialization,
+        )
+
+    # -- trackers
+
+    def init_trackers(self, *args: Any, **kwargs: Any) -> None:
+        """`init_trackers(project_name, config=None, init_kwargs={})`: start the trackers of `log_with`.
+
+        `config` are the run's hyperparameters; `init_kwargs` the arguments of each tracker under its name.
+        """
+        self._init_trackers(*args, **kwargs)
+
+    def _init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        self.trackers = start_trackers(self.log_with, project_name, self.logging_dir, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of this name (its client object with `unwrap`); a blank one where this process does not log."""
+        for tracker in self.trackers:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        if name not in [str(getattr(one, "name", one)) for one in self.log_with] and self.state.is_main_process:
+            known = ", ".join(tracker.name for tracker in self.trackers) or "none"
+            raise ValueError(f"{name} is not a tracker that this run has started (there is: {known})")
+        return GeneralTracker(_blank=True)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """`log(values, step=None, log_kwargs={})`: hand a dict of values to every tracker."""
+        self._log(*args, **kwargs)
+
+    def _log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        for tracker in self.trackers:
+            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def end_training(self) -> None:
+        """Finish what runs in the background, close the trackers, leave the process group."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        for tracker in self.trackers:
+            tracker.finish()
+        self.state.destroy_process_group()
+
+    # -- profile
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """A block under torch's profiler; with `output_trace_dir` each process writes its trace there."""
+        options = profile_handler or self.plan.handlers.profile
+        return profile(options, self.state.process_index, self.state.wait_for_everyone)
+
+
+def _register(hooks: OrderedDict[str, Callable[..., None]], hook: Callable[..., None]) -> HookHandle:
+    key = uuid.uuid4().hex
+    hooks[key] = hook
+    return HookHandle(hooks, key)
