@@ -40,7 +40,8 @@ EXPORTS = {
     "launchers": ["debug_launcher", "notebook_launcher"],
     "local_sgd": ["LocalSGD"],
     "parallelism_config": ["ParallelismConfig"],
-    "placement": ["infer_auto_device_map", "load_checkpoint_in_model"],
+    "placement": ["load_checkpoint_in_model"],
+    "placement.device_map": ["infer_auto_device_map"],
     "state": ["PartialState"],
 }
 
@@ -92,7 +93,8 @@ if TYPE_CHECKING:
     from .launchers import debug_launcher, notebook_launcher
     from .local_sgd import LocalSGD
     from .parallelism_config import ParallelismConfig
-    from .placement import infer_auto_device_map, load_checkpoint_in_model
+    from .placement import load_checkpoint_in_model
+    from .placement.device_map import infer_auto_device_map
     from .state import PartialState
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS, SUBMODULES)

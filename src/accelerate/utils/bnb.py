@@ -4,10 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "placement": [
-        "has_4bit_bnb_layers",
-        "load_and_quantize_model",
-    ],
+    "placement": ["has_4bit_bnb_layers", "load_and_quantize_model"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -4,6 +4,29 @@
 from ..core.lazy import attach
 
 EXPORTS = {
+    "collectives.structure": ["TensorInformation"],
+    "config.base": ["KwargsHandler"],
+    "config.deepspeed": ["DeepSpeedPlugin"],
+    "config.fp8": ["AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"],
+    "config.fsdp": ["FullyShardedDataParallelPlugin"],
+    "config.megatron": ["MegatronLMPlugin"],
+    "config.parallel": [
+        "DeepSpeedSequenceParallelConfig",
+        "TorchContextParallelConfig",
+        "TorchTensorParallelConfig",
+        "TorchTensorParallelPlugin",
+    ],
+    "config.precision": ["AutocastKwargs", "GradScalerKwargs"],
+    "config.quantization": ["BnbQuantizationConfig"],
+    "config.training": [
+        "DataLoaderConfiguration",
+        "DistributedDataParallelKwargs",
+        "GradientAccumulationPlugin",
+        "InitProcessGroupKwargs",
+        "ProfileKwargs",
+        "ProjectConfiguration",
+        "TorchDynamoPlugin",
+    ],
     "core.enums": [
         "BaseEnum",
         "ComputeEnvironment",
@@ -18,55 +41,8 @@ EXPORTS = {
         "RNGType",
         "SageMakerDistributedType",
     ],
-    "config.base": [
-        "KwargsHandler",
-    ],
-    "config.precision": [
-        "AutocastKwargs",
-        "GradScalerKwargs",
-    ],
-    "config.fp8": [
-        "AORecipeKwargs",
-        "FP8RecipeKwargs",
-        "MSAMPRecipeKwargs",
-        "TERecipeKwargs",
-    ],
-    "config.training": [
-        "DataLoaderConfiguration",
-        "DistributedDataParallelKwargs",
-        "GradientAccumulationPlugin",
-        "InitProcessGroupKwargs",
-        "ProfileKwargs",
-        "ProjectConfiguration",
-        "TorchDynamoPlugin",
-    ],
-    "config.fsdp": [
-        "FullyShardedDataParallelPlugin",
-    ],
-    "config.deepspeed": [
-        "DeepSpeedPlugin",
-    ],
-    "config.megatron": [
-        "MegatronLMPlugin",
-    ],
-    "config.parallel": [
-        "DeepSpeedSequenceParallelConfig",
-        "TorchContextParallelConfig",
-        "TorchTensorParallelConfig",
-        "TorchTensorParallelPlugin",
-    ],
-    "config.quantization": [
-        "BnbQuantizationConfig",
-    ],
-    "parallelism_config": [
-        "ParallelismConfig",
-    ],
-    "collectives": [
-        "TensorInformation",
-    ],
-    "core.modules": [
-        "get_module_class_from_name",
-    ],
+    "core.modules": ["get_module_class_from_name"],
+    "parallelism_config": ["ParallelismConfig"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -4,16 +4,13 @@
 from ..core.lazy import attach
 
 EXPORTS = {
+    "config.deepspeed": ["HfDeepSpeedConfig", "get_active_deepspeed_plugin"],
     "parallel.deepspeed": [
         "DeepSpeedEngineWrapper",
         "DeepSpeedOptimizerWrapper",
         "DeepSpeedSchedulerWrapper",
         "DummyOptim",
         "DummyScheduler",
-        "get_active_deepspeed_plugin",
-    ],
-    "config.deepspeed": [
-        "HfDeepSpeedConfig",
     ],
 }
 

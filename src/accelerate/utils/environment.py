@@ -4,6 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
+    "core.availability": ["check_cuda_fp8_capability"],
     "core.env": [
         "are_libraries_initialized",
         "clear_environment",
@@ -14,9 +15,6 @@ EXPORTS = {
         "patch_environment",
         "purge_accelerate_environment",
         "str_to_bool",
-    ],
-    "core.availability": [
-        "check_cuda_fp8_capability",
     ],
     "runtime.hardware": [
         "CPUInformation",

@@ -4,6 +4,16 @@
 from ..core.lazy import attach
 
 EXPORTS = {
+    "collectives.objects": ["broadcast_object_list", "gather_object"],
+    "collectives.padding": ["CannotPadNestedTensorWarning", "pad_across_processes", "pad_input_tensors"],
+    "collectives.structure": [
+        "TensorInformation",
+        "get_data_structure",
+        "initialize_tensors",
+        "is_tensor_information",
+    ],
+    "collectives.tensors": ["broadcast", "copy_tensor_to_devices", "gather", "reduce"],
+    "core.errors": ["DistributedOperationException"],
     "core.trees": [
         "concatenate",
         "convert_to_fp32",
@@ -18,30 +28,8 @@ EXPORTS = {
         "send_to_device",
         "slice_tensors",
     ],
-    "collectives": [
-        "CannotPadNestedTensorWarning",
-        "TensorInformation",
-        "broadcast",
-        "broadcast_object_list",
-        "copy_tensor_to_devices",
-        "gather",
-        "gather_object",
-        "get_data_structure",
-        "initialize_tensors",
-        "is_tensor_information",
-        "pad_across_processes",
-        "pad_input_tensors",
-        "reduce",
-    ],
-    "core.errors": [
-        "DistributedOperationException",
-    ],
-    "precision": [
-        "convert_outputs_to_fp32",
-    ],
-    "parallel.gathered": [
-        "GatheredParameters",
-    ],
+    "parallel.gathered": ["GatheredParameters"],
+    "precision.outputs": ["convert_outputs_to_fp32"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -4,12 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "core.objects": [
-        "convert_bytes",
-        "get_pretty_name",
-        "merge_dicts",
-        "recursive_getattr",
-    ],
+    "checkpointing": ["load", "save"],
     "core.modules": [
         "get_model_tp_size",
         "get_module_children_bottom_up",
@@ -17,28 +12,13 @@ EXPORTS = {
         "is_compiled_module",
         "model_has_dtensor",
     ],
-    "runtime.hardware": [
-        "check_os_kernel",
-    ],
-    "checkpointing": [
-        "clean_state_dict_for_safetensors",
-        "load",
-        "save",
-    ],
-    "parallel.compile": [
-        "compile_regions",
-        "compile_regions_deepspeed",
-        "compile_regions_fsdp2",
-    ],
-    "parallel": [
-        "extract_model_from_parallel",
-    ],
-    "launchers": [
-        "is_port_in_use",
-    ],
-    "state": [
-        "wait_for_everyone",
-    ],
+    "core.objects": ["convert_bytes", "get_pretty_name", "merge_dicts", "recursive_getattr"],
+    "launchers.ports": ["is_port_in_use"],
+    "parallel.compile": ["compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2"],
+    "parallel.unwrap": ["extract_model_from_parallel"],
+    "placement.tied": ["clean_state_dict_for_safetensors"],
+    "runtime.hardware": ["check_os_kernel"],
+    "state": ["wait_for_everyone"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

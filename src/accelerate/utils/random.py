@@ -4,11 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "collectives.rng": [
-        "set_seed",
-        "synchronize_rng_state",
-        "synchronize_rng_states",
-    ],
+    "collectives.rng": ["set_seed", "synchronize_rng_state", "synchronize_rng_states"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -4,9 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "core.availability": [
-        "is_rich_available",
-    ],
+    "core.availability": ["is_rich_available"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -4,9 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "telemetry.progress": [
-        "tqdm",
-    ],
+    "telemetry.progress": ["tqdm"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -4,10 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "core.imports": [
-        "compare_versions",
-        "is_torch_version",
-    ],
+    "core.imports": ["compare_versions", "is_torch_version"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)
