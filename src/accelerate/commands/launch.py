@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate launch`: settings from flags, variables and file; then the launcher that they need."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from ..config import launch_file
+from ..config.launch import GROUPS, options
+from ..config.launch_settings import Settings, resolve
+from ..core import env
+from ..core.errors import ConfigurationError
+from ..launchers.plan import plan, summary
+from ..launchers.registry import choose
+from ..launchers.script import is_entered
+from ..launchers.spec import Program
+from .parser import Parser, add_options, given
+
+DESCRIPTION = (
+    "Start a training script on this machine's accelerators, on several processes, or on several machines. "
+    "What is not given here is taken from variables, then from the configuration file, then from the machine."
+)
+
+
+def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of `accelerate launch`; as a sub-command where `subparsers` is given."""
+    usage = "accelerate launch [options] script.py [arguments of the script]"
+    if subparsers is not None:
+        parser = subparsers.add_parser("launch", description=DESCRIPTION, usage=usage)
+        parser.set_defaults(func=launch_command)
+    else:
+        parser = Parser(prog="accelerate launch", description=DESCRIPTION, usage=usage)
+    add_options(parser, GROUPS)
+    parser.add_argument(
+        "--no_tpu_cluster",
+        "--no-tpu-cluster",
+        dest="tpu_use_cluster",
+        action="store_const",
+        const=False,
+        help=argparse.SUPPRESS,
+    )
+    parser.add_argument("training_script", help="The script to start (or module, or program), then its own arguments.")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Every option of a launch with its origin. ConfigurationError for what cannot be."""
+    flags = given(args, {option.name: option.default for option in options().values()})
+    return resolve(flags, find_file(flags.get("config_file")))
+
+
+def find_file(named: str | None = None) -> launch_file.LaunchFile | None:
+    """The configuration file in effect: the named one, the variable's, or the default one where it exists."""
+    named = named or env.get("config_file")
+    if named:
+        return launch_file.read(named)
+    default = launch_file.default_file()
+    return launch_file.read(default) if default.is_file() else None
+
+
+def program_of(args: argparse.Namespace, settings: Settings) -> Program:
+    kind = "module" if settings["module"] else "program" if settings["no_python"] else "script"
+    return Program(args.training_script, tuple(args.training_script_args), kind)
+
+
+def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
+    """Launch what the arguments say and wait for it. SystemExit with the first failing process's exit code.
+
+    `in_place`: a lone script may run as this very process; only for a caller that has nothing left to do.
+    """
+    settings = settings_of(args)
+    spec = plan(settings, program_of(args, settings))
+    launcher = choose(spec, in_place)
+    if settings["dry_run"]:
+        print(launcher.dry_run())
+        return
+    if not settings["quiet"]:
+        print(summary(settings, spec), file=sys.stderr)
+    code = launcher.run()
+    if code:
+        sys.exit(code)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = launch_command_parser().parse_args(argv)
+    try:
+        launch_command(args, in_place=True)
+    except ConfigurationError as error:
+        # A script that ran as this very process raised it: its own traceback is the right thing to show.
+        if is_entered():
+            raise
+        print(f"accelerate launch: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `accelerate` command: finds the sub-command and imports only that one."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+# name -> module of this package with a `main(arguments)`, and what it is for
+COMMANDS = {
+    "launch": ("launch", "start a script: one process, several, or several machines"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    return (
+        "usage: accelerate <command> [arguments]\n\ncommands:\n"
+        + "\n".join(lines)
+        + ("\n\n`accelerate <command> -h` shows a command's own arguments.")
+    )
+
+
+def main() -> None:
+    """Entry point of the `accelerate` command."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        sys.exit(0 if arguments else 2)
+    name, rest = arguments[0], arguments[1:]
+    if name in ("-v", "--version"):
+        from .. import __version__
+
+        print(f"accelerate {__version__}")
+        return
+    if name not in COMMANDS:
+        from ..core.errors import nearest
+
+        near = nearest(name, list(COMMANDS))
+        meant = f" (did you mean {near}?)" if near else ""
+        print(f"accelerate: error: unknown command {name!r}{meant}\n\n{usage()}", file=sys.stderr)
+        sys.exit(2)
+    importlib.import_module(f"{__package__}.{COMMANDS[name][0]}").main(rest)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Argument parsers of the commands: built from option tables, readable help, the nearest flag for an unknown one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from ..config.launch_option import Group, Option
+from ..core.errors import ConfigurationError, nearest
+
+GIVEN = "given_options"
+
+
+class Formatter(argparse.HelpFormatter):
+    """One spelling of each flag, its value's name short, defaults shown where there is one worth it."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = [
+            name for name in action.option_strings if "-" not in name[2:] or "_" not in "".join(action.option_strings)
+        ]
+        value = "" if action.nargs == 0 else " " + self._format_args(action, _value_name(action))
+        return ", ".join(names) + value
+
+
+def _value_name(action: argparse.Action) -> str:
+    if action.choices is not None:
+        shown = [str(choice) for choice in action.choices]
+        return "{" + ",".join(shown) + "}" if len(shown) <= 5 else "NAME"
+    return str(action.metavar or "VALUE")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser with our help and errors: what is wrong, the nearest flag, exit code 2."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", Formatter)
+        super().__init__(*args, **kwargs)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        found, extra = self.parse_known_args(args, namespace)
+        if extra:
+            self.error(self._unknown(extra[0]))
+        return found
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"unexpected argument {word!r}"
+        flag = word.split("=", 1)[0]
+        near = nearest(flag, list(self._option_string_actions))
+        return f"unknown option {flag}" + (f" (did you mean {near}?)" if near else f"; see {self.prog} -h")
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+class Store(argparse.Action):
+    """Stores a value and notes that it was given, so that it can be told from a default."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if self.nargs == 0:
+            values = self.const
+        elif self.metavar == "ITEM":
+            values = [*(getattr(namespace, self.dest) or []), values]
+        setattr(namespace, self.dest, values)
+        setattr(namespace, GIVEN, getattr(namespace, GIVEN, frozenset()) | {self.dest})
+
+
+def add_options(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> None:
+    """Add the flags of option tables, group by group."""
+    for group in groups:
+        section = parser.add_argument_group(group.title, group.help)
+        for option in group.options:
+            _add(section, option)
+
+
+def _add(section: Any, option: Option) -> None:
+    arguments: dict[str, Any] = {
+        "dest": option.name,
+        "action": Store,
+        "default": option.default,
+        "help": _help(option),
+    }
+    if option.kind == "switch":
+        arguments.update(nargs=0, const=True)
+    else:
+        arguments.update(type=_reader(option), metavar="ITEM" if option.kind == "list" else _metavar(option))
+        if option.choices:
+            arguments["choices"] = option.choices
+    section.add_argument(*option.spellings, **arguments)
+
+
+def _metavar(option: Option) -> str:
+    return {"int": "N", "count": "N", "float": "X", "truth": "{true,false}"}.get(option.kind, "TEXT")
+
+
+def _help(option: Option) -> str:
+    text = option.help.replace("%", "%%")
+    if option.default in (None, False, ""):
+        return text
+    return f"{text} Default: {option.default}."
+
+
+def _reader(option: Option) -> Callable[[str], Any]:
+    """Turns a flag's text into the option's type, with its own words where it does not fit."""
+
+    def read(text: str) -> Any:
+        if option.kind == "list":
+            return text
+        try:
+            value = option.convert(text, where="value")
+        except ConfigurationError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        # The API's parser hands truth values on as words.
+        return ("true" if value else "false") if option.kind == "truth" else value
+
+    return read
+
+
+def given(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given on the command line: by name, with their values.
+
+    A namespace that no parser of ours made counts as given what differs from the defaults.
+    """
+    values = vars(args)
+    noted = values.get(GIVEN)
+    if noted is None:
+        return {name: values[name] for name in defaults if name in values and values[name] != defaults[name]}
+    return {name: values[name] for name in noted if name in defaults}

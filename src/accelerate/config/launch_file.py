@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch configuration files: where they are, what is read from them, each value with its line; writing them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..core import env
+from ..core.errors import ConfigurationError, nearest
+from ..core.files import atomic_write
+from .launch_option import Option, Setting
+from .launch_schema import FORMER_VALUES, canonical, cluster_keys, sagemaker_keys, sections
+
+SAGEMAKER = "AMAZON_SAGEMAKER"
+# distributed_type -> the switch of `accelerate launch` that says the same
+SWITCHES = {
+    "FSDP": "use_fsdp",
+    "DEEPSPEED": "use_deepspeed",
+    "MEGATRON_LM": "use_megatron_lm",
+    "XLA": "tpu",
+    "MULTI_GPU": "multi_gpu",
+}
+
+
+def default_folder() -> Path:
+    """Where configuration files live: HF_HOME, else XDG_CACHE_HOME, else ~/.cache, and the API's subfolders."""
+    home = env.get("HF_HOME")
+    if home:
+        return Path(home).expanduser() / "accelerate"
+    return Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface" / "accelerate"
+
+
+def default_file() -> Path:
+    """The configuration file used when none is named; it need not exist."""
+    folder = default_folder()
+    yaml, plain = folder / "default_config.yaml", folder / "default_config.json"
+    return plain if plain.is_file() and not yaml.is_file() else yaml
+
+
+@dataclass
+class LaunchFile:
+    """A file that was read and found right.
+
+    data: its content with today's keys. values: option name -> value with its origin. notes: what was read
+    under an older spelling.
+    """
+
+    path: Path
+    data: dict[str, Any]
+    values: dict[str, Setting]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_sagemaker(self) -> bool:
+        return self.data.get("compute_environment") == SAGEMAKER
+
+
+def read(path: str | Path) -> LaunchFile:
+    """Read and check a YAML or JSON file. ConfigurationError says file, line, key and the nearest valid one."""
+    path = Path(path).expanduser()
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"the configuration file {path} does not exist; `accelerate config` writes one"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the configuration file {path} cannot be read: {error}") from None
+    data, lines = _parse(text, path)
+    return _Reader(path, lines).read(data)
+
+
+def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The mapping a file holds, and the line of each dotted key."""
+    import yaml
+
+    if path.suffix == ".json":
+        try:
+            json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ConfigurationError(f"{path}: not JSON: {error}") from None
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text.replace("\t", " ") if path.suffix == ".json" else text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            raise ConfigurationError(f"{path}: the file is empty; `accelerate config` writes one")
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigurationError(f"{path}:{node.start_mark.line + 1}: expected `key: value` lines")
+        lines = _lines(node, path)
+        data = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise ConfigurationError(f"{path}{where}: not YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"{path}: not YAML: {error}") from None
+    except ConfigurationError:
+        raise
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise ConfigurationError(f"{path}: a value cannot be read: {error}") from None
+    return data, lines
+
+
+def _lines(node: Any, path: Path) -> dict[str, int]:
+    """Dotted key -> line, two levels deep. A key that stands twice is an error."""
+    found: dict[str, int] = {}
+    for key, value in node.value:
+        name = str(key.value)
+        _note_line(found, name, key, path)
+        if isinstance(value.value, list) and all(isinstance(item, tuple) for item in value.value):
+            for inner, _ in value.value:
+                _note_line(found, f"{name}.{inner.value}", inner, path)
+    return found
+
+
+def _note_line(found: dict[str, int], name: str, node: Any, path: Path) -> None:
+    line = node.start_mark.line + 1
+    if name in found:
+        raise ConfigurationError(f"{path}:{line}: the key {name} stands a second time; first in line {found[name]}")
+    found[name] = line
+
+
+class _Reader:
+    """One pass over a file's mapping: each key found in the table, each value in its type."""
+
+    def __init__(self, path: Path, lines: dict[str, int]) -> None:
+        self.path = path
+        self.lines = lines
+        self.notes: list[str] = []
+        self.values: dict[str, Setting] = {}
+        self.data: dict[str, Any] = {}
+        self.table: dict[str, Option] = {}
+
+    def at(self, key: str) -> str:
+        line = self.lines.get(key)
+        return f"{self.path}:{line}" if line else str(self.path)
+
+    def read(self, data: dict[str, Any]) -> LaunchFile:
+        sagemaker = data.get("compute_environment") == SAGEMAKER
+        self.table = sagemaker_keys() if sagemaker else cluster_keys()
+        inside = sections(self.table)
+        for key, value in data.items():
+            if key in inside:
+                self._section(str(key), value)
+            elif sagemaker and key == "additional_args":
+                self.data["additional_args"] = value
+            elif key == "fp16" and "mixed_precision" not in data:
+                self.notes.append(f"{self.at('fp16')}: fp16 is now mixed_precision")
+                self._one("mixed_precision", "fp16" if value in (True, "true", "yes") else "no", "fp16")
+            elif key != "fp16":
+                self._one(str(key), value, str(key))
+        if not sagemaker:
+            self._derive()
+        return LaunchFile(self.path, self.data, self.values, self.notes)
+
+    def _section(self, section: str, value: Any) -> None:
+        if value is None:
+            return
+        if not isinstance(value, dict):
+            raise ConfigurationError(f"{self.at(section)}: {section} must hold `key: value` lines, not {value!r}")
+        self.data.setdefault(section, {})
+        for key, inner in value.items():
+            self._one(f"{section}.{key}", inner, f"{section}.{key}")
+
+    def _one(self, key: str, value: Any, written: str) -> None:
+        name = canonical(key, self.table)
+        if name is None:
+            raise ConfigurationError(f"{self.at(written)}: unknown key {key}{self._near(key)}")
+        if name == "":
+            self.notes.append(f"{self.at(written)}: {key} has no effect any more and was left out")
+            return
+        if name != key and not name.endswith(key.rpartition(".")[2]):
+            self.notes.append(f"{self.at(written)}: {key} is now {name}")
+        former = FORMER_VALUES.get(name, {})
+        if isinstance(value, (str, int)) and not isinstance(value, bool) and value in former:
+            self.notes.append(f"{self.at(written)}: {key} {value} is now {former[value]}")
+            value = former[value]
+        option = self.table[name]
+        try:
+            value = option.convert(None if value == "" else value, where=name)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{self.at(written)}: {error}") from None
+        self._store(name, value)
+        if value is not None:
+            self.values[option.name] = Setting(value, self.at(written))
+
+    def _store(self, name: str, value: Any) -> None:
+        section, dot, inner = name.partition(".")
+        if dot:
+            self.data.setdefault(section, {})[inner] = value
+        else:
+            self.data[name] = value
+
+    def _near(self, key: str) -> str:
+        section, dot, name = key.partition(".")
+        if dot:
+            known = [other.partition(".")[2] for other in self.table if other.startswith(f"{section}.")]
+        else:
+            known = sorted({other.partition(".")[0] for other in self.table})
+        near = nearest(name if dot else key, known)
+        return f" (did you mean {near}?)" if near else f"; known keys: {', '.join(sorted(known))}"
+
+    def _derive(self) -> None:
+        """Switches that the API's files say through distributed_type and through sections."""
+        kind = self.values.get("distributed_type")
+        if kind is not None and kind.value in SWITCHES:
+            self.values.setdefault(SWITCHES[kind.value], Setting(True, kind.origin))
+        if self.data.get("parallelism_config"):
+            self.values.setdefault("use_parallelism_config", Setting(True, self.at("parallelism_config")))
+        accumulation = self.values.pop("deepspeed_accumulation", None)
+        if accumulation is not None:
+            self.values.setdefault("gradient_accumulation_steps", accumulation)
+
+
+def write(path: str | Path, data: dict[str, Any]) -> Path:
+    """Write a configuration, whole or not at all: JSON where the name says so, YAML else."""
+    path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = {key: value for key, value in sorted(data.items()) if value is not None and value != {}}
+    if path.suffix == ".json":
+        text = json.dumps(kept, indent=2, sort_keys=True) + "\n"
+    else:
+        import yaml
+
+        text = yaml.safe_dump(kept)
+        # Readers of YAML 1.1 take a bare no, yes, on, off for a truth value; words that mean themselves are quoted.
+        assert re.search(r"^mixed_precision: no$", text, re.MULTILINE) is None
+    with atomic_write(path, "w") as file:
+        file.write(text)
+    return path

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One option of a launch: flag, type, default, place in a configuration file, variable of the started processes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.env import parse_bool
+from ..core.errors import ConfigurationError, nearest
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a launch.
+
+    kind: text, int, float, count (a number or "all"), truth ("true"/"false" given as a word), switch (a flag without
+    a value) or list (may be given several times). key: where a configuration file holds it, dotted. variable: what
+    the started processes read. when: the switch that must be on for the variable to be published.
+    """
+
+    name: str
+    kind: str
+    help: str
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    key: str | None = None
+    variable: str | None = None
+    when: str | None = None
+    flags: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def spellings(self) -> tuple[str, ...]:
+        if self.flags:
+            return self.flags
+        under = f"--{self.name}"
+        return (under, under.replace("_", "-")) if "_" in self.name else (under,)
+
+    def convert(self, value: Any, where: str) -> Any:
+        """The value in the option's type. ConfigurationError, naming `where`, for one that cannot be it."""
+        if value is None:
+            return None
+        if self.kind in ("switch", "truth"):
+            return value if isinstance(value, bool) else parse_bool(str(value), where=where)
+        if self.kind == "list":
+            return [str(item) for item in (value if isinstance(value, (list, tuple)) else [value])]
+        if self.kind == "count" and str(value).strip().lower() == "all":
+            return "all"
+        if self.kind in ("int", "float", "count"):
+            return _number(value, self.kind, where)
+        return self._text(value, where)
+
+    def _text(self, value: Any, where: str) -> str:
+        # YAML reads a bare `no` as False; the options that have a "no" mean that word.
+        text = "no" if value is False and "no" in self.choices else str(value)
+        if isinstance(value, (dict, list)):
+            raise ConfigurationError(f"{where} must be a single value, not {value!r}")
+        if not self.choices or text in self.choices:
+            return text
+        for choice in self.choices:
+            if text.lower() == choice.lower():
+                return choice
+        near = nearest(text, list(self.choices))
+        meant = f" (did you mean {near}?)" if near else ""
+        raise ConfigurationError(f"{where}={text!r} is not one of {', '.join(self.choices)}{meant}")
+
+
+def _number(value: Any, kind: str, where: str) -> int | float:
+    what, convert = ("a whole number", int) if kind != "float" else ("a number", float)
+    if not isinstance(value, bool):
+        try:
+            number = convert(str(value).strip())
+        except ValueError:
+            pass
+        else:
+            return number
+    raise ConfigurationError(f"{where}={value!r} is not {what}")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and where it came from: a flag, a variable, a file's line, or the default."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Group:
+    title: str
+    help: str
+    options: tuple[Option, ...]

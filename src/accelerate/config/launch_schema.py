@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys a launch configuration file may hold, with their types, older spellings and where each one belongs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ..core.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from .launch import options
+from .launch_option import Option
+
+_KINDS = tuple(kind.value for kind in DistributedType)
+
+# Keys that no flag of `accelerate launch` stands for.
+CLUSTER_ONLY = (
+    Option("compute_environment", "text", "", choices=tuple(kind.value for kind in ComputeEnvironment)),
+    Option("distributed_type", "text", "", choices=_KINDS),
+    Option("tpu_name", "text", ""),
+    Option("tpu_zone", "text", ""),
+    Option("command_file", "text", ""),
+    Option("commands", "list", ""),
+    Option("mpirun_ccl", "int", "", key="mpirun_config.mpirun_ccl"),
+    # The API's files hold it with DeepSpeed's options; our own may hold it for every strategy.
+    Option("deepspeed_accumulation", "int", "", key="deepspeed_config.gradient_accumulation_steps"),
+)
+
+SAGEMAKER = (
+    Option("compute_environment", "text", "", choices=tuple(kind.value for kind in ComputeEnvironment)),
+    Option("distributed_type", "text", "", choices=tuple(kind.value for kind in SageMakerDistributedType)),
+    Option("mixed_precision", "text", "", choices=options()["mixed_precision"].choices),
+    Option("use_cpu", "switch", ""),
+    Option("debug", "switch", ""),
+    Option("ec2_instance_type", "text", ""),
+    Option("iam_role_name", "text", ""),
+    Option("image_uri", "text", ""),
+    Option("profile", "text", ""),
+    Option("region", "text", ""),
+    Option("num_machines", "int", ""),
+    Option("gpu_ids", "text", ""),
+    Option("base_job_name", "text", ""),
+    Option("pytorch_version", "text", ""),
+    Option("transformers_version", "text", ""),
+    Option("py_version", "text", ""),
+    Option("sagemaker_inputs_file", "text", ""),
+    Option("sagemaker_metrics_file", "text", ""),
+    Option("enable_cpu_affinity", "switch", ""),
+)
+
+# Spellings of older files. None: the key is gone and has no effect any more.
+FORMER: dict[str, str | None] = {
+    "dynamo_backend": "dynamo_config.dynamo_backend",
+    "fsdp_config.fsdp_backward_prefetch_policy": "fsdp_config.fsdp_backward_prefetch",
+    "fsdp_config.min_num_params": "fsdp_config.fsdp_min_num_params",
+    "fsdp_config.fsdp_sync_module_state": "fsdp_config.fsdp_sync_module_states",
+    "use_mps_device": None,
+    "mpirun_config.num_processes": None,
+}
+FORMER_VALUES: dict[str, dict[Any, str]] = {
+    "fsdp_config.fsdp_sharding_strategy": {
+        1: "FULL_SHARD",
+        2: "SHARD_GRAD_OP",
+        3: "NO_SHARD",
+        4: "HYBRID_SHARD",
+        5: "HYBRID_SHARD_ZERO2",
+    },
+    "distributed_type": {"TPU": "XLA", "MPS": "NO"},
+    "fp8_config.backend": {"FP8": "te"},
+}
+
+SECTION_PREFIXES = {
+    "dynamo_config": "dynamo_",
+    "fsdp_config": "fsdp_",
+    "megatron_lm_config": "megatron_lm_",
+    "parallelism_config": "parallelism_config_",
+    "fp8_config": "fp8_",
+    "mpirun_config": "mpirun_",
+    "deepspeed_config": "deepspeed_",
+}
+
+
+@functools.cache
+def cluster_keys() -> dict[str, Option]:
+    """Dotted key -> what it holds, for files of LOCAL_MACHINE."""
+    table = {option.key: option for option in options().values() if option.key}
+    table.update({option.key or option.name: option for option in CLUSTER_ONLY})
+    return table
+
+
+@functools.cache
+def sagemaker_keys() -> dict[str, Option]:
+    """Dotted key -> what it holds, for files of AMAZON_SAGEMAKER."""
+    table = {option.name: option for option in SAGEMAKER}
+    table.update({key: option for key, option in cluster_keys().items() if key.startswith("dynamo_config.")})
+    return table
+
+
+def canonical(key: str, table: dict[str, Option]) -> str | None:
+    """The key under which the table has it: itself, an older spelling, or with or without its section's prefix.
+
+    The empty string for a key that is gone, None for one that never was.
+    """
+    if key in table:
+        return key
+    if key in FORMER:
+        return FORMER[key] or ""
+    section, dot, name = key.partition(".")
+    prefix = SECTION_PREFIXES.get(section)
+    if dot and prefix:
+        for other in (f"{section}.{prefix}{name}", f"{section}.{name.removeprefix(prefix)}"):
+            if other in table:
+                return other
+    return None
+
+
+def sections(table: dict[str, Option]) -> set[str]:
+    return {key.partition(".")[0] for key in table if "." in key}

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values of a launch, each decided once: flag, then variable, then file, then default, with its origin kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..core import env
+from ..core.errors import ConfigurationError
+from .launch import options
+from .launch_file import LaunchFile
+from .launch_option import Option, Setting
+
+DEFAULT = "default"
+
+
+class Settings(Mapping[str, Any]):
+    """Option name -> value; `settings.origin(name)` says where the value came from."""
+
+    def __init__(self, values: Mapping[str, Setting], file: LaunchFile | None = None) -> None:
+        self._values = dict(values)
+        self.file = file
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name].value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def origin(self, name: str) -> str:
+        return self._values[name].origin
+
+    def chosen(self, name: str) -> bool:
+        """Whether somebody asked for the value: it is not the default."""
+        return self._values[name].origin != DEFAULT
+
+    def shown(self, name: str) -> str:
+        """The value and its origin, for messages."""
+        return f"{name}={self[name]!r} ({self.origin(name)})"
+
+
+def resolve(flags: Mapping[str, Any], file: LaunchFile | None = None) -> Settings:
+    """Decide every option. `flags` holds only what was given on the command line.
+
+    ConfigurationError where a variable or flag does not fit its type, or where two settings contradict each other.
+    """
+    values = {option.name: _decide(option, flags, file) for option in options().values()}
+    _settle_contradictions(values)
+    return Settings(values, file)
+
+
+def _decide(option: Option, flags: Mapping[str, Any], file: LaunchFile | None) -> Setting:
+    if option.name in flags:
+        flag = next(name for name in option.spellings if name.startswith("--"))
+        return Setting(option.convert(flags[option.name], where=flag), f"flag {flag}")
+    text = env.get(option.variable) if option.variable else None
+    if text is not None:
+        return Setting(_from_variable(option, text), f"variable {option.variable}")
+    if file is not None and option.name in file.values:
+        return file.values[option.name]
+    default = option.convert(option.default, where=option.name)
+    return Setting(default, DEFAULT)
+
+
+def _from_variable(option: Option, text: str) -> Any:
+    # OMP_NUM_THREADS may name a number for each nesting level; the first one is this process's.
+    if option.variable == "OMP_NUM_THREADS":
+        text = text.split(",")[0]
+    return option.convert(text, where=str(option.variable))
+
+
+# Two settings that cannot both be on.
+CONTRADICTIONS = (
+    ("module", "no_python"),
+    ("cpu", "multi_gpu"),
+    ("cpu", "tpu"),
+    ("multi_gpu", "tpu"),
+    ("use_fsdp", "use_deepspeed"),
+    ("use_fsdp", "use_megatron_lm"),
+    ("use_deepspeed", "use_megatron_lm"),
+)
+
+
+def _settle_contradictions(values: dict[str, Setting]) -> None:
+    """Of two settings that cannot both be on, the one asked for more directly stays; equals are an error."""
+    for first, second in CONTRADICTIONS:
+        one, other = values[first], values[second]
+        if not (one.value and other.value):
+            continue
+        if _directness(one) == _directness(other):
+            raise ConfigurationError(
+                f"{first} ({one.origin}) and {second} ({other.origin}) contradict each other: give only one of them"
+            )
+        loser, winner = (second, one) if _directness(one) > _directness(other) else (first, other)
+        values[loser] = Setting(False, f"switched off by {winner.origin}")
+
+
+def _directness(setting: Setting) -> int:
+    """2 for a flag, 1 for a variable, 0 for a file."""
+    return {"flag": 2, "variable": 1}.get(setting.origin.partition(" ")[0], 0)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank failed first, why, and who was only its victim: told once, in words, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ..core.files import atomic_write
+from .process import Rank
+
+# What a rank says whose partner is gone. Such a rank is a victim where another one failed of itself.
+_PARTNER_LOST = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|remote process exited|connection.*closed|DistBackendError|"
+    r"DistStoreError|DistNetworkError|recvValue|Socket (Timeout|closed)|has been aborted|NCCL (error|communicator)|"
+    r"Connection refused|gloo::"
+)
+_SIGNAL_WORDS = {
+    signal.SIGSEGV: "it touched memory that is not its own: a defect in native code, an extension or the driver",
+    signal.SIGABRT: "native code gave up (abort)",
+    signal.SIGBUS: "a memory-mapped file or shared memory (/dev/shm) is exhausted or was cut short",
+    signal.SIGILL: "an instruction that this processor does not have",
+    signal.SIGFPE: "an arithmetic error in native code",
+    signal.SIGTERM: "somebody asked it to end",
+    signal.SIGINT: "interrupted",
+}
+
+
+@dataclass
+class Failure:
+    """The first failing rank of a run. code: its exit code, negative for a signal."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    code: int
+    cause: str
+    host: str = field(default_factory=socket.gethostname)
+    traceback: str = ""
+    log: str | None = None
+    time: float = field(default_factory=time.time)
+    others: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """What the launcher returns: the rank's own code, or 128 and the signal's number as shells do."""
+        return self.code if self.code > 0 else 128 - self.code
+
+    def lines(self) -> list[str]:
+        told = [f"accelerate launch: rank {self.rank} failed: {self.cause}"]
+        told.append(f"  host {self.host}, pid {self.pid}, exit code {self.exit_code}")
+        if self.log:
+            told.append(f"  log  {self.log}")
+        if self.others:
+            told.append("  the other ranks are its victims:" if len(self.others) > 1 else "  the other is its victim:")
+            told += [f"    rank {rank}: {what}" for rank, what in sorted(self.others.items())[:16]]
+            if len(self.others) > 16:
+                told.append(f"    and {len(self.others) - 16} more")
+        return told
+
+    def write(self, path: str) -> None:
+        """The same as JSON, for programs."""
+        told = {**asdict(self), "exit_code": self.exit_code, "signal": -self.code if self.code < 0 else None}
+        Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(Path(path).expanduser(), "w") as file:
+            json.dump(told, file, indent=2)
+
+
+def is_partner_lost(rank: Rank) -> bool:
+    """Whether a failed rank only says that another one is gone."""
+    return bool(rank.code and rank.code > 0 and _PARTNER_LOST.search(_last_words(rank)))
+
+
+def find_first(ranks: Sequence[Rank]) -> Rank | None:
+    """The rank that failed first of itself, or None where no rank did."""
+    failed = [rank for rank in ranks if rank.code and rank.trouble_at is not None]
+    # A killed rank is noticed at its very end, its victims write their tracebacks a moment later.
+    return min(failed, key=lambda rank: (is_partner_lost(rank), rank.trouble_at), default=None)
+
+
+def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
+    """Everything about the first failure. Takes the traceback that was held back."""
+    traceback = first.error.drop().decode(errors="replace")
+    failure = Failure(
+        rank=first.rank,
+        local_rank=first.spec.local_rank,
+        pid=first.popen.pid,
+        code=first.code or 0,
+        cause=_cause(first.code or 0, traceback or first.error.tail.decode(errors="replace"), oom_kills),
+        traceback=traceback,
+        log=str(first.log_folder / "stderr.log") if first.log_folder else None,
+    )
+    for rank in ranks:
+        if rank is not first and (rank.code or rank.stopped):
+            failure.others[rank.rank] = _fate(rank, failure)
+    return failure
+
+
+def _fate(rank: Rank, failure: Failure) -> str:
+    words = rank.error.drop().decode(errors="replace")
+    if rank.trouble_at is None:
+        return "stopped by the launcher"
+    line = _error_line(words) or _error_line(rank.error.tail.decode(errors="replace"))
+    if line and failure.traceback and line == _error_line(failure.traceback):
+        return "failed in the same way"
+    if rank.code and rank.code < 0:
+        return f"killed by {_signal_name(-rank.code)}"
+    return line or f"exit code {rank.code}"
+
+
+def _last_words(rank: Rank) -> str:
+    return (rank.error.held or rank.error.tail).decode(errors="replace")
+
+
+def _error_line(text: str) -> str:
+    """The line of a traceback that names the exception; empty where there is no traceback."""
+    if "Traceback (most recent call last)" not in text:
+        return ""
+    for line in reversed(text.rsplit("Traceback (most recent call last)", 1)[1].splitlines()):
+        if re.match(r"[A-Za-z_][\w.]*(:|$)", line):
+            return line[:300]
+    return ""
+
+
+def _cause(code: int, words: str, oom_kills: int) -> str:
+    if code >= 0:
+        return _error_line(words) or f"it ended with exit code {code}"
+    number = -code
+    name = _signal_name(number)
+    if number == signal.SIGKILL:
+        if oom_kills:
+            return f"killed by {name}: out of memory (the kernel's record of this control group says so)"
+        return f"killed by {name}: by the kernel when memory runs out, by a job scheduler, or by hand (see dmesg)"
+    meaning = _SIGNAL_WORDS.get(signal.Signals(number)) if number in iter(signal.Signals) else None
+    return f"killed by {name}" + (f": {meaning}" if meaning else "")
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"
+
+
+def oom_kills() -> int:
+    """How often the kernel has killed for lack of memory in this control group."""
+    try:
+        events = Path("/sys/fs/cgroup/memory.events").read_text()
+    except OSError:
+        return 0
+    found = re.search(r"^oom_kill (\d+)", events, re.MULTILINE)
+    return int(found.group(1)) if found else 0

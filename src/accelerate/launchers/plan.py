@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the settings of a launch and what the machine has to a LaunchSpec; sensible values where none was given."""
+
+from __future__ import annotations
+
+from ..config.launch_settings import Settings
+from ..core import system
+from ..core.errors import ConfigurationError
+from .spec import LaunchSpec, Program
+from .variables import variables
+
+
+def plan(settings: Settings, program: Program) -> LaunchSpec:
+    """The launch that the settings ask for. ConfigurationError for one that this machine cannot give."""
+    present = system.accelerators()
+    device, count = _device(settings, present)
+    machines = settings["num_machines"] or 1
+    processes = _processes(settings, device, count, machines)
+    shared = variables(settings)
+    if device != "cpu" and _gpu_ids(settings) and present.visible:
+        shared[present.visible] = settings["gpu_ids"]
+    spec = LaunchSpec(
+        program=program,
+        num_processes=processes,
+        num_machines=machines,
+        machine_rank=settings["machine_rank"] or 0,
+        main_process_ip=settings["main_process_ip"] or "127.0.0.1",
+        main_process_port=settings["main_process_port"] or 0,
+        device=device,
+        threads=_threads(settings, processes // machines),
+        variables=shared,
+        role=settings["role"],
+        tee=settings["tee"],
+        log_dir=settings["log_dir"],
+        error_file=settings["error_file"],
+        stop_timeout=settings["stop_timeout"],
+        quiet=bool(settings["quiet"]),
+        max_restarts=settings["max_restarts"],
+        monitor_interval=settings["monitor_interval"],
+        rdzv_backend=settings["rdzv_backend"],
+        rdzv_conf=settings["rdzv_conf"],
+    )
+    spec.check()
+    _check_devices(settings, spec, count)
+    return spec
+
+
+def _device(settings: Settings, present: system.Accelerators) -> tuple[str, int]:
+    """The device type to run on, and how many of it may be used."""
+    if settings["cpu"]:
+        return "cpu", 0
+    if settings["multi_gpu"] and not present.count:
+        raise ConfigurationError(
+            f"{settings.shown('multi_gpu')}: this machine has no accelerator that the installed torch "
+            f"({system.torch_build().get('version', 'none')}) can use. Give --cpu to run on the CPU."
+        )
+    ids = _gpu_ids(settings)
+    if not ids or not present.count:
+        return present.kind, present.count
+    absent = [item for item in ids if item.isdigit() and int(item) >= present.count]
+    if absent:
+        raise ConfigurationError(
+            f"{settings.shown('gpu_ids')}: there is no device {', '.join(absent)}; this machine has {present.count} "
+            f"({present.kind} 0 to {present.count - 1})"
+        )
+    return present.kind, len(ids)
+
+
+def _gpu_ids(settings: Settings) -> list[str]:
+    text = settings["gpu_ids"]
+    if text is None or text.strip().lower() == "all":
+        return []
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _processes(settings: Settings, device: str, count: int, machines: int) -> int:
+    asked = settings["num_processes"]
+    if asked == "all":
+        if not count:
+            raise ConfigurationError(
+                f"{settings.shown('num_processes')}: it means one process for each accelerator, and there is none "
+                f"to use ({'--cpu is on' if settings['cpu'] else 'this machine has only its CPU'}). Give a number."
+            )
+        return count * machines
+    # Files of the API hold -1 for "not chosen".
+    if asked is None or (asked == -1 and not settings.origin("num_processes").startswith("flag")):
+        return max(1, count) * machines
+    return int(asked)
+
+
+def _threads(settings: Settings, local_processes: int) -> int | None:
+    """CPU threads of a process. A lone process keeps torch's own choice: all cores."""
+    asked = settings["num_cpu_threads_per_process"]
+    if asked is not None:
+        if asked < 1:
+            raise ConfigurationError(f"{settings.shown('num_cpu_threads_per_process')}: at least 1 thread is needed")
+        return int(asked)
+    if local_processes <= 1:
+        return None
+    return max(1, system.physical_cores() // local_processes)
+
+
+def _check_devices(settings: Settings, spec: LaunchSpec, count: int) -> None:
+    if spec.device == "cpu" or spec.local_processes <= max(count, 1):
+        return
+    raise ConfigurationError(
+        f"{settings.shown('num_processes')} asks for {spec.local_processes} processes on this machine, which has "
+        f"{count} {spec.device} device{'s' if count != 1 else ''} to use: each process needs one. Ask for fewer, or "
+        "give --cpu."
+    )
+
+
+def summary(settings: Settings, spec: LaunchSpec) -> str:
+    """The launch in one line: what it will be, and which of it nobody asked for."""
+    plural = "es" if spec.num_processes > 1 else ""
+    told = [f"{spec.num_processes} process{plural} on {spec.device}"]
+    if spec.num_machines > 1:
+        told.append(f"machine {spec.machine_rank} of {spec.num_machines}")
+    told.append(f"mixed precision {settings['mixed_precision'] or 'no'}")
+    if spec.threads is not None and spec.num_processes > 1:
+        told.append(f"{spec.threads} CPU thread{'s' if spec.threads > 1 else ''} each")
+    source = str(settings.file.path) if settings.file else "no configuration file"
+    return f"accelerate launch: {', '.join(told)} ({source}; `accelerate config explain` shows each value's origin)"

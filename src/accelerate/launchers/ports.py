@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The port that the processes of a run meet at: chosen and held, so that nobody else gets it before rank 0 listens."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from ..core.errors import ConfigurationError
+
+
+class HeldPort:
+    """A port bound by the launcher for as long as the run lasts, on which it never listens.
+
+    Rank 0's store binds the same port a second later. Linux allows that between sockets that both reuse addresses
+    while neither listens, and gives the port to nobody else who asks for any free one. For a number that the user
+    chose, a named lock keeps a second launch of ours away as well.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        dual = socket.has_dualstack_ipv6()
+        self._lock: socket.socket | None = None
+        self._socket = socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            if dual:
+                self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(("::" if dual else "0.0.0.0", port))
+            if port:
+                self._lock = _lock(port)
+        except OSError as error:
+            self.release()
+            raise ConfigurationError(
+                f"port {port} is in use on this machine ({error.strerror}): give another one with "
+                "--main_process_port, or leave the option out and a free one is chosen"
+            ) from None
+        self.number: int = self._socket.getsockname()[1]
+
+    def release(self) -> None:
+        for held in (self._socket, self._lock):
+            if held is not None:
+                held.close()
+
+    def __enter__(self) -> HeldPort:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _lock(port: int) -> socket.socket | None:
+    """A lock on a port number among our launchers, freed by the kernel when its holder ends. Linux only."""
+    if sys.platform != "linux":
+        return None
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        lock.bind(f"\0accelerate-launch-port-{port}")
+    except OSError:
+        lock.close()
+        raise
+    return lock
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Whether a server on this machine answers at `port` (29500 where None)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", int(port) if port is not None else 29500)) == 0

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One started rank: its process group, its streams, its end. It dies with its launcher, whatever happens to that."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ..core import env
+from .spec import LaunchSpec, ProcessSpec
+from .streams import Stream
+
+PR_SET_PDEATHSIG = 1
+
+
+class Rank:
+    """A running process of the launch. `code` is None until it has ended; negative for a signal, as in subprocess."""
+
+    def __init__(self, spec: LaunchSpec, process: ProcessSpec, log_folder: Path | None) -> None:
+        self.spec = process
+        self.code: int | None = None
+        self.ended_at: float | None = None
+        self.trouble_at: float | None = None
+        self.stopped = False
+        self.log_folder = log_folder / f"rank_{process.rank}" if log_folder else None
+        self.streams: list[Stream] = []
+        output, error = self._open_streams(spec)
+        try:
+            self.popen = subprocess.Popen(
+                process.argv,
+                env=env.child_environment(process.variables),
+                stdin=_stdin(process.local_rank),
+                stdout=output,
+                stderr=error,
+                process_group=0 if os.name == "posix" else None,
+                preexec_fn=_die_with(os.getpid()),
+            )
+        finally:
+            for descriptor in (output, error):
+                if descriptor is not None:
+                    os.close(descriptor)
+
+    @property
+    def rank(self) -> int:
+        return self.spec.rank
+
+    @property
+    def error(self) -> Stream:
+        return self.streams[0]
+
+    def _open_streams(self, spec: LaunchSpec) -> tuple[int | None, int]:
+        """The descriptors the process writes to: standard output (None: the launcher's own) and standard error."""
+        tee = spec.tee_of(self.rank)
+        if self.log_folder is not None:
+            self.log_folder.mkdir(parents=True, exist_ok=True)
+        error = self._open_stream(spec, 2, bool(tee & 2))
+        output = self._open_stream(spec, 1, bool(tee & 1)) if self.log_folder or tee & 1 else None
+        return output, error
+
+    def _open_stream(self, spec: LaunchSpec, number: int, marked: bool) -> int:
+        source, end = _channel(number)
+        os.set_blocking(source, False)
+        name = {1: "stdout.log", 2: "stderr.log"}[number]
+        log = open(self.log_folder / name, "wb") if self.log_folder else None  # noqa: SIM115
+        mark = f"[{spec.role}{self.rank}]:" if marked else None
+        self.streams.append(Stream(source, number, mark, log, holding=number == 2))
+        return end
+
+    def poll(self) -> bool:
+        """Whether the process has ended by now; its code is known then."""
+        if self.code is None:
+            self.code = self.popen.poll()
+            if self.code is not None:
+                self.ended_at = time.monotonic()
+                self._note_trouble()
+        return self.code is not None
+
+    def _note_trouble(self) -> None:
+        """When it went wrong: a traceback tells the time, a kill is noticed at once."""
+        if self.code and not self.stopped:
+            self.drain()
+            self.trouble_at = self.error.held_since or self.ended_at
+
+    def drain(self) -> None:
+        """Read what an ended process left in its streams; what its own children still hold open is not waited for."""
+        for stream in self.streams:
+            while stream.open:
+                before = stream.tail
+                stream.read()
+                if stream.tail == before:
+                    break
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and all that it started."""
+        if self.code is not None:
+            return
+        self.stopped = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.name == "posix":
+                os.killpg(self.popen.pid, number)
+            else:
+                self.popen.terminate()
+
+    def kill_remains(self) -> None:
+        """End what a stopped process left behind in its process group."""
+        if os.name == "posix":
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+
+
+def _stdin(local_rank: int) -> int | None:
+    """Input that is piped in goes to the first process. A terminal goes to none: it cannot serve several."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if local_rank == 0 and not sys.stdin.isatty():
+            sys.stdin.fileno()
+            return None
+    return subprocess.DEVNULL
+
+
+def _channel(number: int) -> tuple[int, int]:
+    """Both ends of a stream: a pseudo terminal where the console is one, which keeps colours; a pipe else."""
+    if os.name == "posix" and os.isatty(number):
+        import fcntl
+        import pty
+        import termios
+        import tty
+
+        source, end = pty.openpty()
+        tty.setraw(end)
+        size = fcntl.ioctl(number, termios.TIOCGWINSZ, b"\0" * 8)
+        fcntl.ioctl(end, termios.TIOCSWINSZ, size)
+        return source, end
+    return os.pipe()
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """What the new process does first: ask the kernel to be killed when its launcher dies (Linux)."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def prepare() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return prepare

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of launchers, one line each, and which of them a launch needs."""
+
+from __future__ import annotations
+
+from ..core.errors import ConfigurationError
+from .base import Launcher
+from .local import LocalLauncher
+from .spec import LaunchSpec
+
+
+def choose(spec: LaunchSpec, in_place: bool = False) -> Launcher:
+    """The launcher for a spec, checked. `in_place`: a lone process may take over this one."""
+    if spec.num_machines > 1:
+        raise ConfigurationError(f"num_machines={spec.num_machines}: only one machine can be launched on yet")
+    launcher = LocalLauncher(spec, in_place)
+    launcher.check()
+    return launcher

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is launched, where, how many times and with which variables: pure data, from which each process follows."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..core.errors import ConfigurationError
+
+# Variables of a process that another starter may have left in this environment, and that would mislead ours.
+FOREIGN = (
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE",
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each process runs: a script, a module (`python -m`) or a program of its own."""
+
+    name: str
+    args: tuple[str, ...] = ()
+    kind: str = "script"
+
+    def argv(self, python: str | None = None) -> list[str]:
+        python = python or sys.executable
+        # Lines of several processes come out whole and in time only without a buffer.
+        before = {"script": [python, "-u"], "module": [python, "-u", "-m"], "program": []}[self.kind]
+        return [*before, self.name, *self.args]
+
+    def check(self) -> None:
+        """ConfigurationError where there is no such script, module or program."""
+        if self.kind == "script" and not Path(self.name).exists():
+            hint = "; a module is started with -m" if "." in self.name and not self.name.endswith(".py") else ""
+            raise ConfigurationError(f"there is no script {self.name!r} (from {Path.cwd()}){hint}")
+        if self.kind == "program" and shutil.which(self.name) is None:
+            raise ConfigurationError(f"there is no program {self.name!r} on the PATH")
+        if self.kind == "module":
+            self._check_module()
+
+    def _check_module(self) -> None:
+        top = self.name.partition(".")[0]
+        if (Path.cwd() / top).exists() or (Path.cwd() / f"{top}.py").exists():
+            return
+        try:
+            found = importlib.util.find_spec(top)
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            raise ConfigurationError(f"there is no module {self.name!r}; a script file is started without -m")
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One process to be: its place in the run, what it runs, and the variables set for it (None removes one)."""
+
+    rank: int
+    local_rank: int
+    argv: tuple[str, ...]
+    variables: Mapping[str, str | None]
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """A whole launch.
+
+    num_processes counts all machines. variables are those every process gets. device is torch's device type.
+    threads: CPU threads of each process, None leaves the environment's. stop_timeout: seconds that processes get
+    between the request to stop and being killed.
+    """
+
+    program: Program
+    num_processes: int = 1
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str = "127.0.0.1"
+    main_process_port: int = 0
+    device: str = "cpu"
+    threads: int | None = None
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    role: str = "default"
+    tee: str = "0"
+    log_dir: str | None = None
+    error_file: str | None = None
+    stop_timeout: float = 4.0
+    quiet: bool = False
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    rdzv_backend: str = "static"
+    rdzv_conf: str = ""
+
+    @property
+    def local_processes(self) -> int:
+        return self.num_processes // self.num_machines
+
+    def process(self, local_rank: int, port: int, address: str | None = None) -> ProcessSpec:
+        """The process of a local rank on this machine, where rank 0 listens at `address` and `port`."""
+        rank = self.machine_rank * self.local_processes + local_rank
+        variables: dict[str, str | None] = dict.fromkeys(FOREIGN)
+        variables.update(self.variables)
+        if self.threads is not None:
+            variables["OMP_NUM_THREADS"] = str(self.threads)
+        variables.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(self.num_processes),
+            LOCAL_RANK=str(local_rank),
+            LOCAL_WORLD_SIZE=str(self.local_processes),
+            GROUP_RANK=str(self.machine_rank),
+            GROUP_WORLD_SIZE=str(self.num_machines),
+            MASTER_ADDR=address or self.main_process_ip,
+            MASTER_PORT=str(port),
+        )
+        return ProcessSpec(rank, local_rank, tuple(self.program.argv()), variables)
+
+    def tee_of(self, rank: int) -> int:
+        """Which streams of a rank are marked on the console: 1 standard output, 2 standard error, 3 both."""
+        if ":" not in self.tee:
+            return int(self.tee)
+        chosen = dict(part.split(":", 1) for part in self.tee.split(","))
+        return int(chosen.get(str(rank), "0"))
+
+    def check(self) -> None:
+        """ConfigurationError for a launch that cannot be."""
+        self.program.check()
+        if self.num_processes < 1:
+            raise ConfigurationError(f"num_processes={self.num_processes}: at least 1 process is needed")
+        if self.num_machines < 1:
+            raise ConfigurationError(f"num_machines={self.num_machines}: at least 1 machine is needed")
+        if not 0 <= self.machine_rank < self.num_machines:
+            raise ConfigurationError(
+                f"machine_rank={self.machine_rank} is out of range: with num_machines={self.num_machines} it is "
+                f"0 to {self.num_machines - 1}"
+            )
+        if self.num_processes % self.num_machines:
+            raise ConfigurationError(
+                f"num_processes={self.num_processes} counts the processes of all machines together and must divide "
+                f"by num_machines={self.num_machines}"
+            )
+        if not 0 <= self.main_process_port < 65536:
+            raise ConfigurationError(f"main_process_port={self.main_process_port} is no port: ports are 1 to 65535")
+        try:
+            fine = all(self.tee_of(rank) in (0, 1, 2, 3) for rank in range(self.num_processes))
+        except ValueError:
+            fine = False
+        if not fine:
+            raise ConfigurationError(f"tee={self.tee!r}: give 0, 1, 2 or 3, or one a rank as '0:3,1:2'")

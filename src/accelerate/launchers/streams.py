@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's output on its way to the console: kept in a log file, marked with the rank, tracebacks held back."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import IO
+
+TRACEBACK = b"Traceback (most recent call last):"
+# Seconds a traceback is held back: whether it ended the process, and whose fault it was, is known by then.
+HOLD = 1.0
+TAIL = 16384
+
+
+class Stream:
+    """One stream of one rank.
+
+    source: descriptor to read from. sink: descriptor to write to. mark: what stands before each line, or None.
+    holding: tracebacks wait until it is known whether the process survives them.
+    """
+
+    def __init__(self, source: int, sink: int, mark: str | None, log: IO[bytes] | None, holding: bool) -> None:
+        self.source = source
+        self.sink = sink
+        self.mark = mark.encode() if mark else None
+        self.log = log
+        self.holding = holding
+        self.held = b""
+        self.held_since: float | None = None
+        self.tail = b""
+        self.open = True
+        self._at_line_start = True
+        self._partial = b""
+
+    def read(self) -> None:
+        """Take what there is. At the end of the stream `open` is False."""
+        try:
+            data = os.read(self.source, 65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            # A pseudo terminal whose other side is closed ends with an error, not with an empty read.
+            data = b""
+        if not data:
+            self.close()
+            return
+        if self.log is not None:
+            self.log.write(data)
+            self.log.flush()
+        self.tail = (self.tail + data)[-TAIL:]
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        if not self.holding:
+            self._emit(data)
+        elif self.held_since is not None:
+            self.held += data
+        else:
+            self._look_for_traceback(self._partial + data)
+
+    def _look_for_traceback(self, data: bytes) -> None:
+        self._partial = b""
+        found = data.find(TRACEBACK)
+        if found >= 0:
+            start = data.rfind(b"\n", 0, found) + 1
+            self._emit(data[:start])
+            self.held, self.held_since = data[start:], time.monotonic()
+            return
+        # The end of what came may be the beginning of a traceback's first line.
+        start = data.rfind(b"\n") + 1
+        rest = data[start:]
+        if rest and TRACEBACK.startswith(rest):
+            self._partial, data = rest, data[:start]
+        self._emit(data)
+
+    def release_if_old(self) -> None:
+        """A process that goes on after its traceback only reported it: show what was held."""
+        if self.held_since is not None and time.monotonic() - self.held_since > HOLD:
+            self.release()
+
+    def release(self) -> None:
+        data, self.held, self.held_since = self.held + self._partial, b"", None
+        self._partial = b""
+        self._emit(data)
+
+    def drop(self) -> bytes:
+        """What was held, no longer to be shown."""
+        data, self.held, self.held_since = self.held + self._partial, b"", None
+        self._partial = b""
+        return data
+
+    def close(self) -> None:
+        if self.open:
+            self.open = False
+            os.close(self.source)
+            if self.log is not None:
+                self.log.close()
+
+    def _emit(self, data: bytes) -> None:
+        if not data:
+            return
+        if self.mark is not None:
+            data = self._marked(data)
+        try:
+            while data:
+                data = data[os.write(self.sink, data) :]
+        except OSError:
+            # Nobody reads the console any more; the rank itself goes on, and its log file is complete.
+            return
+
+    def _marked(self, data: bytes) -> bytes:
+        lines = data.splitlines(keepends=True)
+        starts = [self._at_line_start] + [line.endswith(b"\n") for line in lines[:-1]]
+        self._at_line_start = lines[-1].endswith(b"\n")
+        return b"".join(
+            (self.mark or b"") + line if start else line for line, start in zip(lines, starts, strict=True)
+        )

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of this machine from start to end: output passed on, failures noticed at once, nobody left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from . import failure as failures
+from .failure import Failure
+from .process import Rank
+from .spec import LaunchSpec, ProcessSpec
+
+# Seconds that a rank gets to show whether another one's failure is its own doing.
+SETTLE = 0.05
+SETTLE_VICTIM = 2.0
+SETTLE_ENDING = 1.0
+FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+ENDING = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"})
+
+
+class Link(Protocol):
+    """The other machines of a run."""
+
+    def fileno(self) -> int: ...
+    def read(self) -> str | None:
+        """Why this machine must stop, or None."""
+
+    def tell(self, failure: Failure) -> None: ...
+
+
+class Supervisor:
+    """Starts processes, waits for all, and returns the run's exit code."""
+
+    def __init__(self, spec: LaunchSpec, link: Link | None = None) -> None:
+        self.spec = spec
+        self.link = link
+        self.ranks: list[Rank] = []
+        self.failure: Failure | None = None
+        self._selector = selectors.DefaultSelector()
+        self._signals: list[int] = []
+        self._interrupted: int | None = None
+        self._stop_reason: str | None = None
+        self._settle_until: float | None = None
+        self._kill_at: float | None = None
+        self._oom_kills = failures.oom_kills()
+
+    def run(self, processes: Sequence[ProcessSpec]) -> int:
+        with self._catching_signals():
+            try:
+                self._start(processes)
+                while not all(rank.poll() for rank in self.ranks):
+                    self._wait()
+                    self._act()
+            except BaseException:
+                self._kill_all()
+                raise
+            finally:
+                self._clean_up()
+            return self._finish()
+
+    def _start(self, processes: Sequence[ProcessSpec]) -> None:
+        folder = Path(self.spec.log_dir).expanduser() / _run_name() if self.spec.log_dir else None
+        for process in processes:
+            rank = Rank(self.spec, process, folder)
+            self.ranks.append(rank)
+            for stream in rank.streams:
+                self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
+        if self.link is not None:
+            self._selector.register(self.link, selectors.EVENT_READ, self._heed_link)
+
+    def _wait(self) -> None:
+        """Until something happens: output, an end, a signal, or a time that was set."""
+        # An ended process wakes us through SIGCHLD; outside the main thread there is no such call.
+        patience = 0.5 if threading.current_thread() is threading.main_thread() else 0.05
+        now = time.monotonic()
+        for moment in (self._settle_until, self._kill_at):
+            if moment is not None:
+                patience = min(patience, max(0.0, moment - now))
+        for key, _ in self._selector.select(patience):
+            key.data()
+        for rank in self.ranks:
+            for stream in rank.streams:
+                if not stream.open and stream.source in self._selector.get_map():
+                    self._selector.unregister(stream.source)
+                if rank.code is None and not rank.stopped:
+                    stream.release_if_old()
+
+    def _act(self) -> None:
+        for number in self._take_signals():
+            self._heed_signal(number)
+        now = time.monotonic()
+        ended = [rank for rank in self.ranks if rank.poll()]
+        if self._kill_at is None and self._settle_until is None and any(rank.code for rank in ended):
+            self._settle_until = now + self._settling_time()
+        if self._settle_until is not None and now >= self._settle_until and self._kill_at is None:
+            self._stop(signal.SIGTERM)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_all()
+
+    def _settling_time(self) -> float:
+        first = failures.find_first(self.ranks)
+        if first is None:
+            return SETTLE
+        if failures.is_partner_lost(first):
+            return SETTLE_VICTIM
+        earlier = [rank for rank in self.ranks if rank.code is None and rank.error.held_since is not None]
+        return SETTLE_ENDING if earlier else SETTLE
+
+    def _stop(self, number: int) -> None:
+        self._kill_at = time.monotonic() + self.spec.stop_timeout
+        for rank in self.ranks:
+            rank.signal(number)
+
+    def _kill_all(self) -> None:
+        self._kill_at = time.monotonic() + 1.0
+        for rank in self.ranks:
+            rank.signal(signal.SIGKILL if os.name == "posix" else signal.SIGTERM)
+
+    def _heed_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if name not in ENDING:
+            for rank in self.ranks:
+                if rank.code is None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(rank.popen.pid, number)
+        elif self._interrupted is None:
+            self._interrupted = number
+            self._stop(number)
+        else:
+            self._kill_all()
+
+    def _heed_link(self) -> None:
+        assert self.link is not None
+        reason = self.link.read()
+        if reason is not None:
+            self._selector.unregister(self.link)
+            self._stop_reason = self._stop_reason or reason
+            if self._kill_at is None:
+                self._stop(signal.SIGTERM)
+
+    def _clean_up(self) -> None:
+        for rank in self.ranks:
+            if rank.stopped:
+                rank.kill_remains()
+            rank.popen.wait()
+            rank.poll()
+            rank.drain()
+        self._selector.close()
+
+    def _finish(self) -> int:
+        """Show what is left to show, once, and say how it ended."""
+        if self._interrupted is not None:
+            return self._finish_interrupted(self._interrupted)
+        first = failures.find_first(self.ranks)
+        if first is None:
+            self._release_all()
+            if self._stop_reason is not None:
+                self._say([f"accelerate launch: stopped: {self._stop_reason}"])
+                return 1
+            return 0
+        self.failure = failures.describe(self.ranks, first, failures.oom_kills() - self._oom_kills)
+        self._release_all()
+        if self.failure.traceback:
+            sys.stderr.flush()
+            sys.stderr.write(self.failure.traceback.rstrip("\n") + "\n")
+        self._say(self.failure.lines())
+        if self._stop_reason is not None:
+            self._say([f"  {self._stop_reason}"])
+        if self.spec.error_file:
+            self.failure.write(self.spec.error_file)
+        if self.link is not None:
+            self.link.tell(self.failure)
+        return self.failure.exit_code
+
+    def _finish_interrupted(self, number: int) -> int:
+        for rank in self.ranks:
+            rank.error.drop()
+        if all(rank.code == 0 for rank in self.ranks):
+            return 0
+        self._say([f"accelerate launch: ended by {signal.Signals(number).name}; all processes are gone"])
+        return 128 + number
+
+    def _release_all(self) -> None:
+        for rank in self.ranks:
+            for stream in rank.streams:
+                stream.release()
+                stream.close()
+
+    def _say(self, lines: list[str]) -> None:
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def _take_signals(self) -> list[int]:
+        taken, self._signals = self._signals, []
+        return taken
+
+    @contextlib.contextmanager
+    def _catching_signals(self) -> Iterator[None]:
+        """Signals to the launcher become signals to the ranks; the end of a rank wakes the loop."""
+        if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+            yield
+            return
+        wake, alarm = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC) if hasattr(os, "pipe2") else os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(alarm, False)
+        self._selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        numbers = [signal.Signals[name] for name in FORWARDED if hasattr(signal, name)]
+        former = {number: signal.signal(number, note) for number in numbers}
+        former[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        former_wakeup = signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(former_wakeup)
+            for number, handler in former.items():
+                signal.signal(number, handler)
+            os.close(wake)
+            os.close(alarm)
+
+
+def _run_name() -> str:
+    """The folder of a run's logs: time of the start and the launcher's process id, so that runs never mix."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
