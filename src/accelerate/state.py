@@ -532,3 +532,8 @@ class GradientState:
     def _reset_state() -> None:
         """Forget the shared state."""
         GradientState._shared_state.clear()
+
+
+def wait_for_everyone() -> None:
+    """Return when every process has called this."""
+    PartialState().wait_for_everyone()

@@ -4,7 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "checkpointing": ["load", "save"],
+    "checkpointing.weights": ["load", "save"],
     "core.modules": [
         "get_model_tp_size",
         "get_module_children_bottom_up",
