@@ -199,9 +199,9 @@ class ParallelismConfig:
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """The mesh of this layout over all ranks (None where no dimension is in use).
 
-        Its dimensions are the active ones in the order of MESH_ORDER. Flattened ones are added where their parts exist:
-        `dp` (its ranks see different samples), `dp_shard_cp` (FSDP shards over it), `dp_cp` (losses are averaged over
-        it).
+        Its dimensions are the active ones in the order of MESH_ORDER. Flattened ones are added where their parts
+        exist: `dp` (its ranks see different samples), `dp_shard_cp` (FSDP shards over it), `dp_cp` (losses are
+        averaged over it).
         """
         names = [name for name in MESH_ORDER if self.sizes[name] > 1]
         if self.dp_replicate_enabled and not self.dp_shard_cp_dim_names and self.non_dp_dim_names:

@@ -64,6 +64,7 @@ def test_words_of_version_1_mean_something_to_version_2(word, expected):
         ({"fsdp_version": 3}, "fsdp_version=3"),
         ({"fsdp_version": 2, "reshard_after_forward": "sometimes"}, "reshard_after_forward"),
         ({"fsdp_version": 2, "sharding_strategy": "NO_SHARD"}, "NO_SHARD"),
+        ({"fsdp_version": 2, "reshard_after_forward": "HYBRID_SHARD"}, "dp_replicate_size"),
         ({"fsdp_version": 1, "reshard_after_forward": True}, "fsdp_version=2"),
         ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT"),
         ({"fsdp_version": 2, "forward_prefetch": True}, "forward_prefetch"),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
 
 # What the words of FSDP1's sharding strategies mean to FSDP2, which knows one switch: reshard after the forward.
-_RESHARD_WORDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
+_RESHARD_WORDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 _EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
@@ -127,6 +127,11 @@ class FullyShardedDataParallelPlugin:
             if word.upper() == "NO_SHARD":
                 raise ConfigurationError(
                     f"{origin}={word}: FSDP2 always shards. For whole parameters on each rank (DDP) leave FSDP out."
+                )
+            if word.upper().startswith("HYBRID_SHARD"):
+                raise ConfigurationError(
+                    f"{origin}={word}: FSDP2 takes hybrid sharding from the layout. Give the Accelerator "
+                    "parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
                 )
             found = _RESHARD_WORDS.get(word.upper())
             asked = env.parse_bool(word, where=origin) if found is None else found

@@ -60,6 +60,14 @@ def start(
     return str(dist.get_backend())
 
 
+def start_alone(backend: str) -> None:
+    """Be a group of one, where nothing is joined yet: pieces of torch such as `fully_shard` want a group always."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend=backend, store=dist.HashStore(), rank=0, world_size=1)
+        _Exit.owner = True
+    _arm()
+
+
 def _check_address(topology: Topology, init_method: str | None) -> None:
     if init_method is not None:
         return
