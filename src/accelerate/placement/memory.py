@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes each device may hold: what is free now, and shares that spread a model over the accelerators."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core import devices
+from ..core.errors import ConfigurationError
+from .names import normalized_classes
+from .sizes import Dtype, compute_module_sizes, convert_file_size_to_int
+
+logger = logging.getLogger(__name__)
+
+MaxMemory = dict[Any, Any]
+
+# In this order a plan fills them, after the accelerators that have an index.
+_NAMED = ("mps", "cpu", "disk")
+# Of a lone accelerator's free memory, the part that a plan may fill unasked: the rest is for activations.
+_SHARE_OF_ONE = 0.9
+# How far a share exceeds the mean, in sizes of the largest block: whole blocks never fill a device to the byte.
+_SLACK = 1.25
+
+
+def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> MaxMemory:
+    """The bytes that each device may hold, accelerators by index first, then `mps`, `cpu` and `disk`.
+
+    Without an argument: what is free on every accelerator of this machine and in its main memory. Sizes may be text
+    (`"10GiB"`). Raises ConfigurationError for a device that is none of these. The argument is left as it is.
+    """
+    if max_memory is None:
+        return _free_memory()
+    sizes = {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
+    for device in sizes:
+        if not (device in _NAMED or (isinstance(device, int) and not isinstance(device, bool))):
+            raise ConfigurationError(
+                f"Device {device} is not recognized, available devices are integers(for GPU/XPU), 'mps', 'cpu' and "
+                "'disk'"
+            )
+    indices = sorted(device for device in sizes if isinstance(device, int))
+    present = range(devices.device_count())
+    for index in indices:
+        if index not in present:
+            logger.warning(f"Device {index} is not available, available devices are {list(present)}")
+    return {device: sizes[device] for device in (*indices, *_NAMED) if device in sizes}
+
+
+def _free_memory() -> MaxMemory:
+    import psutil
+
+    kind = devices.accelerator_type()
+    main = psutil.virtual_memory().available
+    if kind == "mps":
+        # One memory for both: a part that is offloaded from it to the CPU gains nothing.
+        return {"mps": main}
+    free: MaxMemory = {}
+    for index in range(devices.device_count(kind)):
+        try:
+            # The first tensor on a device takes the memory of its context, which is not the model's to fill.
+            torch.zeros(1, device=torch.device(kind, index))  # type: ignore[arg-type]
+            free[index] = torch.accelerator.get_memory_info(index)[0]
+        except RuntimeError as error:
+            logger.info(f"Device {kind}:{index} is left out, as it cannot be used: {error}")
+    return {**free, "cpu": main}
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    low_zero: bool = False,
+) -> MaxMemory:
+    """`get_max_memory`, with the accelerators limited so that `infer_auto_device_map` spreads the model evenly.
+
+    The last accelerator keeps all it has, in case the shares come out short. `low_zero` leaves device 0 only what the
+    others cannot hold. `dtype` and `special_dtypes` are those of `compute_module_sizes`.
+    """
+    limits = get_max_memory(max_memory)
+    shared = [device for device in limits if device not in ("cpu", "disk") and limits[device] > 0]
+    if not shared:
+        return limits
+    if len(shared) == 1:
+        low_zero = False
+        if max_memory is None:
+            limits[shared[0]] *= _SHARE_OF_ONE
+            logger.info(
+                f"The plan may fill {_SHARE_OF_ONE:.0%} of the memory that is free on device {shared[0]}; the rest is "
+                "left for what a forward pass needs. Give `max_memory` to fill more, at your own risk."
+            )
+    sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
+    total = sizes[""]
+    share = total // (len(shared) - 1 if low_zero else len(shared))
+    share += int(_SLACK * max(_largest_block(model, sizes, no_split_module_classes), _mean_layer(sizes)))
+    indices = sorted(device for device in shared if isinstance(device, int))
+    for index in indices[:-1]:
+        limits[index] = min(limits[0] if low_zero and index == 0 else share, limits[index])
+    if low_zero:
+        limits[0] = min(max(0, total - sum(limits[index] for index in range(1, len(shared)))), limits[0])
+    return limits
+
+
+def _largest_block(model: nn.Module, sizes: Mapping[str, int], classes: str | Iterable[str] | None) -> int:
+    """The largest block of the classes that are not to be split; 0 where there is none.
+
+    All of them count, not the first of each class: in a mixture of experts a dense first block is much the smallest.
+    """
+    whole = set(normalized_classes(classes))
+    return max((sizes[name] for name, module in model.named_modules() if type(module).__name__ in whole), default=0)
+
+
+def _mean_layer(sizes: Mapping[str, int]) -> int:
+    """The mean size of the modules that hold tensors and no other module that does."""
+    parents = {name.rpartition(".")[0] for name in sizes if name}
+    modules = {name for name in sizes if name in parents and name}
+    above = {name.rpartition(".")[0] for name in modules}
+    layers = [sizes[name] for name in modules if name not in above]
+    return int(sum(layers) / max(len(layers), 1))

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory a model takes: bytes by tensor and module, the largest layer, and sizes written as text."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.enums import CustomDtype
+from .names import normalized_classes
+
+Dtype = str | torch.dtype | CustomDtype
+NamedPart = tuple[str, nn.Module | torch.Tensor]
+
+_CUSTOM_BYTES: dict[CustomDtype, int | float] = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def as_dtype(dtype: Dtype | None) -> Any:
+    """A torch dtype from its name (`"float16"`, `"torch.float16"`); dtypes and None are returned as they are.
+
+    Raises ValueError for a name that torch does not know.
+    """
+    if not isinstance(dtype, str):
+        return dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{dtype!r} is not a dtype of torch: give one such as 'float16' or torch.float16")
+    return found
+
+
+def dtype_byte_size(dtype: Dtype) -> int | float:
+    """Bytes that one value of `dtype` takes; a bool counts as one bit, as does a 4-bit type as half a byte."""
+    dtype = as_dtype(dtype)
+    if isinstance(dtype, CustomDtype):
+        return _CUSTOM_BYTES[dtype]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"`dtype` is not a valid dtype: {dtype}.")
+    if dtype == torch.bool:
+        return 1 / 8
+    narrow = re.fullmatch(r"torch\.u?int([1-7])", str(dtype))
+    return int(narrow[1]) / 8 if narrow else dtype.itemsize
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Bytes of a size written as text: `"5GB"` (10^9), `"5GiB"` (2^30), `"5Gb"` (bits, with a small b); numbers pass.
+
+    Raises ValueError for any other text and for a negative size.
+    """
+    if isinstance(size, (int, float)) and not isinstance(size, bool) and size >= 0:
+        return int(size)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmg]i?b)\s*", str(size), re.IGNORECASE)
+    if found is None:
+        raise ValueError(
+            f"`size` {size} is not in a valid format. Use an integer for bytes, or a string with an unit "
+            "(like '5.0GB')."
+        )
+    unit = found[2]
+    count = int(float(found[1]) * _UNITS[unit.upper()])
+    return count // 8 if unit.endswith("b") and "i" not in unit.lower() else count
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The names and tensors of `module`: parameters, then buffers; with `recurse` those of its submodules too.
+
+    `remove_non_persistent` leaves out buffers that are not part of the state dict.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if not include_buffers:
+        return
+    hidden = non_persistent_buffers(module, recurse=recurse) if remove_non_persistent else frozenset()
+    for name, buffer in module.named_buffers(recurse=recurse):
+        if name not in hidden:
+            yield name, buffer
+
+
+def non_persistent_buffers(module: nn.Module, recurse: bool = False) -> frozenset[str]:
+    """The dotted names of the buffers that are not part of the state dict of `module`."""
+    parts = module.named_modules() if recurse else [("", module)]
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name for prefix, part in parts for name in part._non_persistent_buffers_set
+    )
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Bytes of every tensor and module of `model` by name, the whole under `""`. A tied tensor counts once.
+
+    `dtype` is what floating point tensors will be stored in (integers, and anything narrower, keep their own type);
+    `special_dtypes` names tensors that are stored in another one. The tensors may be on the meta device.
+    """
+    sizes: dict[str, Any] = defaultdict(int)
+    wanted = None if dtype is None else dtype_byte_size(dtype)
+    special = {name: dtype_byte_size(kind) for name, kind in (special_dtypes or {}).items()}
+    named = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    for name, tensor in named:
+        width = dtype_byte_size(tensor.dtype)
+        if name in special:
+            width = special[name]
+        elif wanted is not None and not _is_whole(tensor.dtype):
+            width = min(wanted, width)
+        size = tensor.numel() * width
+        sizes[""] += size
+        at = name.find(".")
+        while at >= 0:
+            sizes[name[:at]] += size
+            at = name.find(".", at + 1)
+        sizes[name] += size
+    return sizes
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def children_of(name: str, part: nn.Module | torch.Tensor, unsplittable: Sequence[str]) -> list[NamedPart]:
+    """The submodules into which a part may be split, by full name: none for a tensor or a class not to be split."""
+    if not isinstance(part, nn.Module) or type(part).__name__ in unsplittable:
+        return []
+    return [(f"{name}.{child}" if name else child, module) for child, module in part.named_children()]
+
+
+def get_max_layer_size(
+    modules: Sequence[NamedPart],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: str | Sequence[str] | None,
+) -> tuple[int, list[str]]:
+    """The bytes of the largest layer in `modules`, (name, module or tensor) pairs, and the names of all that large.
+
+    A layer is what is not split further: a tensor, a module without children, or one of a class not to be split.
+    """
+    unsplittable = normalized_classes(no_split_module_classes)
+    largest: int = 0
+    names: list[str] = []
+    ahead = list(reversed(modules))
+    while ahead:
+        name, part = ahead.pop()
+        children = children_of(name, part, unsplittable)
+        if children:
+            ahead.extend(reversed(children))
+            continue
+        size = module_sizes[name]
+        if size > largest:
+            largest, names = size, [name]
+        elif size == largest:
+            names.append(name)
+    return largest, names
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """The bytes of the whole model, and of its largest layer with the names of all layers that large.
+
+    The model's own `_no_split_modules` (class names) stay whole.
+    """
+    sizes = compute_module_sizes(model)
+    parts: list[NamedPart] = [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
+    return sizes[""], get_max_layer_size(parts, sizes, getattr(model, "_no_split_modules", None))

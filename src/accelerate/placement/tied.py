@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are one under several names: found, tied again after a move, kept on one device, saved once."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .names import DeviceMap, device_for, owner_of, tensor_at
+
+logger = logging.getLogger(__name__)
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Groups of names under which one parameter of `model` is known, each sorted; none for a parameter of one name.
+
+    Works on the meta device too, as it asks whether two names hold the same object. Tie first, move later: parameters
+    that were moved one by one are no longer the same. Takes no further arguments: a TypeError names any.
+    """
+    if kwargs:
+        raise TypeError(f"find_tied_parameters takes a model alone, not {', '.join(kwargs)}")
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
+    """Make each group of names in `tied_params` one parameter again: the first of it that holds data."""
+    for group in tied_params:
+        tensors = [tensor_at(model, name) for name in group]
+        if not tensors:
+            continue
+        kept = next((tensor for tensor in tensors if tensor.device.type != "meta"), tensors[0])
+        for name in group:
+            owner, leaf = owner_of(model, name)
+            setattr(owner, leaf, kept)
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Whether a transformers model says that some of its weights are tied; False for any other model."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return False
+    if any(hasattr(module, "_tie_weights") for module in model.modules()):
+        return True
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False):
+        return True
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    tied = getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)
+    output: Any = getattr(model, "get_output_embeddings", None)
+    return bool(tied and output is not None and output() is not None)
+
+
+def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: DeviceMap) -> None:
+    """Warn, in the log, of each group of tied parameters that `device_map` spreads over several devices.
+
+    Raises ValueError for a parameter that the map says nothing about.
+    """
+    for group in tied_params:
+        devices = {name: device_for(name, device_map) for name in group}
+        if len(set(devices.values())) > 1:
+            logger.warning(
+                f"Tied parameters are on different devices: {devices}. "
+                "Please modify your custom device map or set `device_map='auto'`. "
+            )
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """What identifies the memory of a tensor while it lives: device, address and bytes of its storage.
+
+    Tensors that share memory share it, also where they are different views of it.
+    """
+    local = getattr(tensor, "_local_tensor", tensor)
+    if local.device.type == "xla":
+        import torch_xla
+
+        return local.device, torch_xla._XLAC._xla_get_tensor_id(local), local.nelement() * local.element_size()
+    storage = local.untyped_storage()
+    # Nothing on the meta device has an address; the storage object itself tells its tensors from others there.
+    where = storage._cdata if local.device.type == "meta" else storage.data_ptr()
+    return local.device, where, storage.nbytes()
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict as safetensors can write it: every tensor contiguous, in memory of its own, and once.
+
+    Of several names for one tensor the first stays, and a warning in the log names the others: they come back where
+    the model ties them. Views that only share memory (rows of one matrix, say) are all kept, as copies.
+    """
+    names: dict[Any, list[str]] = defaultdict(list)
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor):
+            names[id_tensor_storage(value)].append(name)
+    cleaned = dict(state_dict)
+    dropped: list[str] = []
+    for group in names.values():
+        # An empty storage has no address: two of them are not one tensor.
+        if len(group) > 1 and cleaned[group[0]].untyped_storage().nbytes():
+            dropped += _separate(cleaned, group)
+    if dropped:
+        logger.warning(
+            f"Removed shared tensor {set(dropped)} while saving. This should be OK, but check by verifying that you "
+            "don't receive any warning while reloading"
+        )
+    return {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in cleaned.items()}
+
+
+def _separate(state: dict[str, Any], group: list[str]) -> list[str]:
+    """Drop the repeated names of one view from `state`, copy its distinct views apart; the names that were dropped."""
+    views: dict[Any, str] = {}
+    dropped = []
+    for name in group:
+        value = state[name]
+        view = (value.storage_offset(), value.shape, value.stride(), value.dtype)
+        if views.setdefault(view, name) != name:
+            dropped.append(name)
+            del state[name]
+    if len(views) > 1:
+        for name in views.values():
+            state[name] = state[name].clone(memory_format=torch.contiguous_format)
+    return dropped
