@@ -1,2 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout, contents and commit of a run's saved state."""
+"""Layout, contents and commit of a run's saved state.
+
+    save_run(run: RunState, folder, *, process, options=Options(), writer=None) -> Path
+    load_run(run, folder, *, process, strict=True, allow_pickle=False, weights_only=False) -> LoadReport
+    load_newest(run, directory, *, process, ...) -> LoadReport      # passes over what is damaged, and says so
+    resume(run, directory, *, process, ...) -> LoadReport | None    # None where there is no checkpoint yet
+    verify(folder) -> Manifest                                      # raises CorruptCheckpoint with the files' names
+
+Functions take what they need (a `RunState` of references, a process that knows its rank), never the facade. Every rank
+calls them; they agree through the process group's store, so a rank that does not call is named within seconds.
+"""
+
+from ..core.lazy import attach
+
+EXPORTS = {
+    "checkpointing.layout": [
+        "checkpoint_folder",
+        "checkpoints_dir",
+        "list_checkpoints",
+        "newest_valid",
+        "rotate",
+    ],
+    "checkpointing.load": ["LoadReport", "load_newest", "load_run", "resume"],
+    "checkpointing.manifest": ["CorruptCheckpoint", "Manifest", "read_manifest", "verify"],
+    "checkpointing.matching": ["CheckpointMismatch"],
+    "checkpointing.preemption": ["PreemptionWatch"],
+    "checkpointing.save": ["Options", "save_run"],
+    "checkpointing.session": [
+        "ModelPart",
+        "OptimizerPart",
+        "RunState",
+        "ShardedPart",
+        "check_custom",
+        "rng_state",
+        "set_rng_state",
+    ],
+    "checkpointing.sharded": ["FullyShardedState"],
+    "checkpointing.sharded_api": [
+        "load_fsdp_model",
+        "load_fsdp_optimizer",
+        "merge_fsdp_weights",
+        "save_fsdp_model",
+        "save_fsdp_optimizer",
+    ],
+    "checkpointing.weights": ["clean_state_dict_for_safetensors", "load", "save", "save_model"],
+    "checkpointing.writer": ["Writer"],
+}
+
+__getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes to and from files in large blocks, several at a time, with a CRC-32 of each block computed on the way."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BLOCK = 16 << 20  # bytes; a power of two, large enough that Python's part of the work vanishes
+_IOV_MAX = 1000  # most systems take 1024 pieces in one call
+_WINDOW = 256 << 20  # bytes of host memory used to carry tensors from an accelerator to the disk
+
+# A piece of a file: bytes in host memory, or a tensor (any device, any strides).
+Segment = memoryview | bytes | torch.Tensor
+
+
+class CorruptFile(Exception):
+    """A file that is not what its record says. The text says how it differs, without the file's name."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file's size in bytes and the CRC-32 of each of its blocks, as eight hexadecimal digits each."""
+
+    size: int
+    crc32: tuple[str, ...]
+    block: int = BLOCK
+
+    def to_json(self) -> dict[str, Any]:
+        return {"size": self.size, "block": self.block, "crc32": list(self.crc32)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> FileRecord:
+        return cls(int(data["size"]), tuple(data["crc32"]), int(data["block"]))
+
+
+def host_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, not copied. Any dtype, any shape, writable."""
+    flat = tensor.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def is_host(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes can be read or written where they are."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def nbytes(segment: Segment) -> int:
+    if isinstance(segment, torch.Tensor):
+        return segment.numel() * segment.element_size()
+    return memoryview(segment).nbytes
+
+
+class BlockIO:
+    """A few threads that write, read and check files block by block. Use it as a context manager.
+
+    CRC-32 and the system calls release the interpreter lock, so that two threads are enough to keep a disk busy.
+    """
+
+    def __init__(self, threads: int = 0) -> None:
+        count = threads or max(2, min(4, (os.cpu_count() or 2) // 2))
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="checkpoint-io")
+
+    def __enter__(self) -> BlockIO:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def write(self, path: Path, segments: Sequence[Segment]) -> FileRecord:
+        """Write a new file of these segments and sync it to the disk; its record. System errors pass through."""
+        return self.write_all([(path, segments)])[0]
+
+    def write_all(self, files: Sequence[tuple[Path, Sequence[Segment]]]) -> list[FileRecord]:
+        """Write several new files side by side; their records in order.
+
+        Tensors elsewhere than in contiguous host memory pass through at most 256 MiB of host memory (or one tensor).
+        """
+        records = []
+        syncing: list[Future[None]] = []
+        for path, segments in files:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                records.append(self._write_segments(descriptor, segments))
+            except BaseException:
+                os.close(descriptor)
+                raise
+            # The sync of one file goes on while the next is written.
+            syncing.append(self._pool.submit(_sync_and_close, descriptor))
+        for job in syncing:
+            job.result()
+        return records
+
+    def _write_segments(self, descriptor: int, segments: Sequence[Segment]) -> FileRecord:
+        jobs: list[Future[int]] = []
+        offset = 0
+        open_block: list[memoryview] = []
+        used = 0
+        try:
+            for window in _windows(segments):
+                for view in _host_views(window):
+                    start = 0
+                    while start < len(view):
+                        piece = view[start : start + BLOCK - used]
+                        open_block.append(piece)
+                        start += len(piece)
+                        used += len(piece)
+                        if used == BLOCK:
+                            jobs.append(self._pool.submit(_write_block, descriptor, offset, open_block))
+                            offset, open_block, used = offset + used, [], 0
+                _keep_bounded(jobs, window)
+            if open_block:
+                jobs.append(self._pool.submit(_write_block, descriptor, offset, open_block))
+                offset += used
+            return FileRecord(offset, tuple(f"{job.result():08x}" for job in jobs))
+        except BaseException:
+            _settle(jobs)
+            raise
+
+    def read(self, path: Path, targets: Sequence[memoryview], record: FileRecord | None = None) -> None:
+        """Fill `targets`, one after the other, with the whole content of a file; check it against its record.
+
+        Raises CorruptFile when the size or a checksum differs. What was read stays in the targets: hand in memory that
+        nothing depends on yet, or check the file first.
+        """
+        total = sum(len(view) for view in targets)
+        block = record.block if record else BLOCK
+        with _opened(path, total, record) as descriptor:
+            jobs = []
+            for index, (offset, pieces) in enumerate(_cut(targets, block)):
+                want = record.crc32[index] if record else None
+                jobs.append(self._pool.submit(_read_block, descriptor, offset, pieces, want))
+            _finish(jobs)
+
+    def check(self, path: Path, record: FileRecord) -> None:
+        """Read a file and compare it with its record. Raises CorruptFile, or OSError when it cannot be read."""
+        with _opened(path, record.size, record) as descriptor:
+            jobs = [
+                self._pool.submit(_check_block, descriptor, index * record.block, record.block, want)
+                for index, want in enumerate(record.crc32)
+            ]
+            _finish(jobs)
+
+    def record(self, path: Path) -> FileRecord:
+        """The record of a file that somebody else wrote; the file is synced to the disk."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            size = os.fstat(descriptor).st_size
+            jobs = [self._pool.submit(_check_block, descriptor, at, BLOCK, None) for at in range(0, size, BLOCK)]
+            os.fsync(descriptor)
+            return FileRecord(size, tuple(f"{job.result():08x}" for job in jobs))
+        finally:
+            os.close(descriptor)
+
+
+def _windows(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
+    """Runs of segments whose tensors that must be copied to the host fit the window together."""
+    window: list[Segment] = []
+    copied = 0
+    for segment in segments:
+        extra = 0 if not isinstance(segment, torch.Tensor) or is_host(segment) else nbytes(segment)
+        if window and extra and copied + extra > _WINDOW:
+            yield window
+            window, copied = [], 0
+        window.append(segment)
+        copied += extra
+    if window:
+        yield window
+
+
+def _host_views(window: Sequence[Segment]) -> Iterator[memoryview]:
+    for segment in window:
+        if not isinstance(segment, torch.Tensor):
+            yield memoryview(segment).cast("B")
+        elif segment.numel():
+            here = segment.detach()
+            if not is_host(here):
+                here = here.to("cpu").resolve_conj().resolve_neg().contiguous()
+            yield host_view(here)
+
+
+def _keep_bounded(jobs: Sequence[Future[int]], window: Sequence[Segment]) -> None:
+    """Wait for what is queued when this window was copied, so that two windows at most are alive."""
+    if any(isinstance(segment, torch.Tensor) and not is_host(segment) for segment in window):
+        for job in jobs:
+            job.result()
+
+
+def _cut(views: Iterable[memoryview], block: int) -> Iterator[tuple[int, list[memoryview]]]:
+    """(offset, pieces) of each block of the file that these views make up."""
+    offset, used = 0, 0
+    pieces: list[memoryview] = []
+    for view in views:
+        start = 0
+        while start < len(view):
+            piece = view[start : start + block - used]
+            pieces.append(piece)
+            start += len(piece)
+            used += len(piece)
+            if used == block:
+                yield offset, pieces
+                offset, used, pieces = offset + used, 0, []
+    if pieces:
+        yield offset, pieces
+
+
+def _write_block(descriptor: int, offset: int, pieces: list[memoryview]) -> int:
+    value = 0
+    for piece in pieces:
+        value = zlib.crc32(piece, value)
+    for chunk in _chunks(pieces):
+        offset = _write_whole(descriptor, chunk, offset)
+    return value
+
+
+def _write_whole(descriptor: int, pieces: list[memoryview], offset: int) -> int:
+    """Write all of the pieces, however many calls the system makes of it; the offset behind them."""
+    while pieces:
+        done = os.pwritev(descriptor, pieces, offset)
+        offset += done
+        while pieces and done >= len(pieces[0]):
+            done -= len(pieces[0])
+            pieces = pieces[1:]
+        if pieces and done:
+            pieces = [pieces[0][done:], *pieces[1:]]
+    return offset
+
+
+def _read_block(descriptor: int, offset: int, pieces: list[memoryview], want: str | None) -> None:
+    at = offset
+    for chunk in _chunks(pieces):
+        while chunk:
+            done = os.preadv(descriptor, chunk, at)
+            if done == 0:
+                raise CorruptFile(f"it ends at byte {at}")
+            at += done
+            while chunk and done >= len(chunk[0]):
+                done -= len(chunk[0])
+                chunk = chunk[1:]
+            if chunk and done:
+                chunk = [chunk[0][done:], *chunk[1:]]
+    if want is not None:
+        value = 0
+        for piece in pieces:
+            value = zlib.crc32(piece, value)
+        _compare(value, want, offset, at)
+
+
+def _check_block(descriptor: int, offset: int, block: int, want: str | None) -> int:
+    """The CRC-32 of a block of the file, compared with `want` where there is one."""
+    value, at, end = 0, offset, offset + block
+    buffer = memoryview(bytearray(min(block, 1 << 20)))
+    while at < end:
+        done = os.preadv(descriptor, [buffer[: end - at]], at)
+        if done == 0:
+            break
+        value = zlib.crc32(buffer[:done], value)
+        at += done
+    if want is not None:
+        _compare(value, want, offset, at)
+    return value
+
+
+def _compare(value: int, want: str, start: int, end: int) -> None:
+    if value != int(want, 16):
+        raise CorruptFile(f"bytes {start} to {end} have checksum {value:08x} where {want} was written")
+
+
+def _chunks(pieces: list[memoryview]) -> Iterator[list[memoryview]]:
+    for first in range(0, len(pieces), _IOV_MAX):
+        yield pieces[first : first + _IOV_MAX]
+
+
+def _finish(jobs: Sequence[Future[Any]]) -> None:
+    try:
+        for job in jobs:
+            job.result()
+    except BaseException:
+        _settle(jobs)
+        raise
+
+
+def _settle(jobs: Sequence[Future[Any]]) -> None:
+    """No job is left running on a descriptor that is about to be closed."""
+    for job in jobs:
+        if not job.cancel():
+            job.exception()
+
+
+def _sync_and_close(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _opened:
+    """A descriptor for reading a file whose size is as expected."""
+
+    def __init__(self, path: Path, size: int, record: FileRecord | None) -> None:
+        self.path, self.size, self.record = path, size, record
+
+    def __enter__(self) -> int:
+        self.descriptor = os.open(self.path, os.O_RDONLY)
+        found = os.fstat(self.descriptor).st_size
+        want = self.record.size if self.record else self.size
+        if found != want or self.size != want:
+            os.close(self.descriptor)
+            raise CorruptFile(f"it has {found} bytes where {want} were written")
+        return self.descriptor
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self.descriptor)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API's own checkpoint format (`optimizer.bin`, `random_states_0.pkl`, ...): written on demand, read with care.
+
+Its files are pickles. They are read as plain data first (`weights_only`); a file that needs more is refused unless the
+caller trusts it and says so.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
+from ..core.errors import CheckpointError
+from .layout import numbered
+from .session import RunState, rng_state
+
+_LOADER_NAME = "dl_state_dict"
+
+# What a pickled numpy array names. These build arrays and nothing else.
+_NUMPY_GLOBALS: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    (np._core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),  # type: ignore[attr-defined]
+    *{type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdFD"},
+]
+
+
+def load_pickled(path: Any, allow_pickle: bool = False, map_location: Any = "cpu", **options: Any) -> Any:
+    """The content of a file that torch.save wrote (a path or a file object), read as plain data.
+
+    Raises CheckpointError, and runs nothing from the file, when it holds more than that and `allow_pickle` is False.
+    """
+    try:
+        with torch.serialization.safe_globals(_NUMPY_GLOBALS):
+            return torch.load(path, map_location=map_location, weights_only=True, **options)
+    except pickle.UnpicklingError as error:
+        if allow_pickle:
+            return torch.load(path, map_location=map_location, weights_only=False, **options)
+        reason = str(error).strip().splitlines()[-1] if "GLOBAL" not in str(error) else _named_global(error)
+        raise CheckpointError(
+            f"{path} holds more than plain data ({reason}). Reading it would run code from the file. If you trust who "
+            "wrote it, pass allow_pickle=True."
+        ) from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _named_global(error: Exception) -> str:
+    words = [word.rstrip(".,") for word in str(error).split() if "." in word and "http" not in word]
+    after = str(error).split("GLOBAL", 1)[1].split()
+    return f"it names {after[0]}" if after else " ".join(words[:1])
+
+
+def rank_files(run: RunState, rank: int) -> dict[str, Any]:
+    """{file name: value} of what each rank saves for itself."""
+    state = rng_state()
+    values: dict[str, Any] = {
+        "step": run.progress.get("step", 0),
+        "random_state": state["python"],
+        "numpy_random_seed": state["numpy"],
+        "torch_manual_seed": state["torch"],
+    }
+    for kind in set(state) - {"python", "numpy", "torch"}:
+        values[f"torch_{kind}_manual_seed"] = state[kind]
+    return {f"{RNG_STATE_NAME}_{rank}.pkl": values}
+
+
+def shared_files(run: RunState, optimizers: Sequence[Any]) -> dict[str, Any]:
+    """{file name: value} of what is the same on all ranks, but for the weights."""
+    files: dict[str, Any] = {}
+    for index, state in enumerate(optimizers):
+        files[numbered(OPTIMIZER_NAME, index, ".bin")] = state
+    for index, scheduler in enumerate(run.schedulers):
+        files[numbered(SCHEDULER_NAME, index, ".bin")] = scheduler.state_dict()
+    for index, loader in enumerate(run.dataloaders):
+        if callable(getattr(loader, "state_dict", None)):
+            files[numbered(_LOADER_NAME, index, ".bin")] = loader.state_dict()
+    if run.scaler is not None:
+        files[SCALER_NAME] = run.scaler.state_dict()
+    for index, item in enumerate(run.custom):
+        files[f"custom_checkpoint_{index}.pkl"] = item.state_dict()
+    return files
+
+
+def read_rank(folder: Path, rank: int, allow_pickle: bool) -> dict[str, Any] | None:
+    """A rank's generators in our names, and the step; None where the folder has no file of this rank."""
+    path = folder / f"{RNG_STATE_NAME}_{rank}.pkl"
+    if not path.exists():
+        return None
+    saved = load_pickled(path, allow_pickle)
+    state = {
+        "python": saved["random_state"],
+        "numpy": saved["numpy_random_seed"],
+        "torch": saved["torch_manual_seed"],
+    }
+    for key, value in saved.items():
+        if key.startswith("torch_") and key.endswith("_manual_seed") and key != "torch_manual_seed":
+            state[key.removeprefix("torch_").removesuffix("_manual_seed")] = (
+                value if isinstance(value, list) else [value]
+            )
+    return {"rng": state, "step": saved.get("step", 0)}
+
+
+def read_optimizer(folder: Path, index: int, allow_pickle: bool) -> Any:
+    return load_pickled(folder / numbered(OPTIMIZER_NAME, index, ".bin"), allow_pickle)
+
+
+def read_loader(folder: Path, index: int, allow_pickle: bool) -> Any:
+    """The state of a loader, or None where none was saved."""
+    path = folder / numbered(_LOADER_NAME, index, ".bin")
+    return load_pickled(path, allow_pickle) if path.exists() else None
+
+
+def read_shared(folder: Path, run: RunState, allow_pickle: bool) -> dict[str, Any]:
+    """Schedulers, scaler and custom objects of a folder, in the shape of our own session document."""
+    schedulers = [
+        load_pickled(folder / numbered(SCHEDULER_NAME, index, ".bin"), allow_pickle)
+        for index in range(len(run.schedulers))
+    ]
+    scaler_path = folder / SCALER_NAME
+    return {
+        "schedulers": schedulers,
+        "scaler": load_pickled(scaler_path, allow_pickle) if run.scaler is not None and scaler_path.exists() else None,
+        "custom": [
+            load_pickled(folder / f"custom_checkpoint_{index}.pkl", allow_pickle) for index in range(len(run.custom))
+        ],
+    }

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of checkpoints and their files: numbered folders of a project, the newest valid one, rotation."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..core.constants import (
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
+    SAMPLER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+)
+from ..core.errors import CheckpointError
+from .manifest import MANIFEST, check_sizes, read_manifest
+
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+
+SESSION_NAME = "session.json"
+
+
+def numbered(name: str, index: int, ending: str) -> str:
+    """`model.safetensors`, `model_1.safetensors`, ...: the API's way of counting files of a kind."""
+    return f"{name}{ending}" if index == 0 else f"{name}_{index}{ending}"
+
+
+# Names of the API's own format; what matches is part of a checkpoint when a folder has no manifest.
+_API_FILES = re.compile(
+    rf"({MODEL_NAME}(_\d+)?\.bin|{SAFE_MODEL_NAME}(_\d+)?\.safetensors|{OPTIMIZER_NAME}(_\d+)?\.bin"
+    rf"|{SCHEDULER_NAME}(_\d+)?\.bin|{SAMPLER_NAME}(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin"
+    rf"|{RNG_STATE_NAME}_\d+\.pkl|{re.escape(SCALER_NAME)}|custom_checkpoint_\d+\.pkl"
+    rf"|{MODEL_NAME}_fsdp_\d+|{OPTIMIZER_NAME}_\d+)"
+)
+
+
+def is_api_file(name: str) -> bool:
+    """Whether the API's own format has a file (or folder of shards) of this name."""
+    return _API_FILES.fullmatch(name) is not None
+
+
+def checkpoints_dir(project_dir: str | Path) -> Path:
+    return Path(project_dir) / "checkpoints"
+
+
+def checkpoint_folder(project_dir: str | Path, iteration: int) -> Path:
+    """The folder that automatic naming gives save number `iteration`."""
+    return checkpoints_dir(project_dir) / f"checkpoint_{iteration}"
+
+
+def list_checkpoints(directory: str | Path) -> list[tuple[int, Path]]:
+    """(number, folder) of each `checkpoint_N` in a directory, oldest first, whether valid or not."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        return []
+    found = []
+    for entry in directory.iterdir():
+        match = _NUMBERED.fullmatch(entry.name)
+        if match and entry.is_dir():
+            found.append((int(match[1]), entry))
+    return sorted(found)
+
+
+@dataclass
+class Candidates:
+    """Checkpoints to try, newest first, and those passed over: (folder, why)."""
+
+    folders: list[Path]
+    skipped: list[tuple[Path, str]] = field(default_factory=list)
+
+
+def candidates(directory: str | Path) -> Candidates:
+    """The checkpoints of a directory that look whole: their manifest can be read and every file has its size."""
+    found = Candidates([])
+    for _, folder in reversed(list_checkpoints(directory)):
+        reason = unfit(folder)
+        if reason is None:
+            found.folders.append(folder)
+        else:
+            found.skipped.append((folder, reason))
+    return found
+
+
+def unfit(folder: Path) -> str | None:
+    """Why a folder cannot be a valid checkpoint, found without reading its files; None where nothing does."""
+    try:
+        check_sizes(folder, read_manifest(folder))
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def newest_valid(directory: str | Path) -> Path | None:
+    """The newest `checkpoint_N` that looks whole (sizes, not checksums), or None."""
+    found = candidates(directory)
+    return found.folders[0] if found.folders else None
+
+
+def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:
+    """Remove the oldest checkpoints beyond `total_limit` and return them; the newest valid one is never removed.
+
+    Each is renamed before its files go, so that a kill in between leaves no half checkpoint under its name.
+    """
+    removed: list[Path] = []
+    if total_limit is None:
+        return removed
+    sweep(Path(directory))
+    present = [folder for _, folder in list_checkpoints(directory)]
+    last = newest_valid(directory)
+    for folder in present[: max(0, len(present) - total_limit)]:
+        if folder != last:
+            discard(folder)
+            removed.append(folder)
+    return removed
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder: gone under its name at once, its files after that."""
+    trash = folder.with_name(f".{folder.name}.trash-{uuid.uuid4().hex[:8]}")
+    folder.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def sweep(directory: Path) -> None:
+    """Finish removals that a kill has interrupted."""
+    for trash in siblings(directory / "checkpoint_*", "trash"):
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def siblings(folder: Path, kind: str) -> Iterator[Path]:
+    """The hidden folders beside `folder` that a save (`tmp`, `swap`) or a removal (`trash`) of it has left."""
+    if folder.parent.is_dir():
+        yield from sorted(folder.parent.glob(f".{folder.name}.{kind}-*"))
+
+
+def owned_entries(folder: Path) -> set[str]:
+    """Names in a folder that belong to the checkpoint in it: those of its manifest, or of the API's own format."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError:
+        names = {entry.name for entry in folder.iterdir() if is_api_file(entry.name)}
+        return names | ({MANIFEST} if (folder / MANIFEST).exists() else set())
+    return {MANIFEST, *(name.split("/")[0] for name in manifest.files)}

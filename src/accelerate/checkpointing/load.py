@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading a run: read and check everything first, agree with the other ranks, then change the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import CheckpointError
+from .commit import settle
+from .council import Council, Process
+from .layout import candidates, list_checkpoints
+from .manifest import CorruptCheckpoint, Manifest
+from .matching import CheckpointMismatch, check_counts, check_optimizer
+from .session import ModelPart, RunState, set_rng_state
+from .source import CompatSource, ModelSource, NativeSource, Source, open_source
+
+logger = logging.getLogger(__name__)
+
+ARRIVAL = 30.0  # seconds in which every rank must have called
+COMPLETION = 1800.0  # seconds in which every rank must have read and checked its part
+_ABSENT = "Every process must call it, at the same place: not under `if accelerator.is_main_process`."
+
+
+@dataclass
+class LoadReport:
+    """What a load has done.
+
+    Fields:
+        folder: the checkpoint. progress: the run's position at its save. world_size: how many processes saved it (0
+            when the folder does not say). skipped: newer checkpoints passed over, and why. notes: what could not be
+            put back as it was, one line each.
+    """
+
+    folder: Path
+    progress: dict[str, Any]
+    world_size: int
+    skipped: list[tuple[Path, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    manifest: Manifest | None = None
+
+
+@dataclass
+class _Plan:
+    """Everything of a checkpoint but the weights, read and checked; applying it needs no file but theirs."""
+
+    models: list[tuple[ModelPart, ModelSource]]
+    optimizers: list[Any]
+    shared: dict[str, Any]
+    rank: dict[str, Any]
+    notes: list[str]
+
+
+def load_run(
+    run: RunState,
+    folder: str | Path,
+    *,
+    process: Process,
+    strict: bool = True,
+    allow_pickle: bool = False,
+    weights_only: bool = False,
+    arrival_timeout: float = ARRIVAL,
+    timeout: float = COMPLETION,
+) -> LoadReport:
+    """Load a checkpoint into a run; every rank calls it. Any number of processes may have saved it.
+
+    Every file is compared with its checksum, and models and optimizers with what was saved, before anything of the run
+    changes. With `strict=False` models take what fits, and the report's notes list what does not. `weights_only` loads
+    the models alone. Folders in the API's own format (without a manifest) have no checksums; `allow_pickle` lets them
+    hold pickled objects, which can run any code.
+
+    Raises on every rank: CorruptCheckpoint with the bad files' names, CheckpointMismatch with the lists of missing,
+    unexpected and differently shaped entries, CheckpointError for anything else.
+    """
+    folder = Path(folder)
+    council = Council(process)
+    rows = council.exchange("load_state", str(folder), arrival_timeout, _ABSENT)
+    if len(set(rows)) > 1:
+        told = "; ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
+        raise CheckpointError(f"load_state was called with another folder on other ranks: {told}. Use one on all.")
+    source: Source | None = None
+    try:
+        if process.local_process_index == 0 and not folder.exists():
+            settle(folder)
+        council.exchange("load_state: open", None, timeout)
+        plan: _Plan | None = None
+        error: Exception | None = None
+        try:
+            source = open_source(folder, run, allow_pickle)
+            plan = _read(run, source, process, strict, weights_only)
+        except Exception as caught:
+            error = caught
+        _agree(council, error, folder, timeout)
+        assert source is not None and plan is not None
+        _apply(run, source, plan, strict, weights_only)
+        for note in plan.notes if process.process_index == 0 else ():
+            logger.warning("%s: %s", folder, note)
+        progress = plan.shared.get("progress") or plan.rank.get("progress") or {}
+        return LoadReport(folder, progress, source.world_size, notes=plan.notes, manifest=source.manifest)
+    finally:
+        if source is not None:
+            source.close()
+
+
+def _agree(council: Council, error: Exception | None, folder: Path, timeout: float) -> None:
+    """Raise on every rank when one could not read its part; the kind of the error is that of the first."""
+    mine = None if error is None else {"kind": _kind(error), "text": f"{error}" or type(error).__name__}
+    told = council.exchange("load_state: read", mine, timeout)
+    failed = [(rank, row) for rank, row in enumerate(told) if row is not None]
+    if not failed:
+        return
+    if error is not None and isinstance(error, CheckpointError):
+        raise error
+    rank, row = failed[0]
+    kinds: dict[str, type[CheckpointError]] = {"corrupt": CorruptCheckpoint, "mismatch": CheckpointMismatch}
+    raise kinds.get(row["kind"], CheckpointError)(
+        f"{folder} was not loaded: rank {rank}: {row['text']}. Nothing was changed."
+    ) from error
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, CorruptCheckpoint):
+        return "corrupt"
+    return "mismatch" if isinstance(error, CheckpointMismatch) else "error"
+
+
+def _read(run: RunState, source: Source, process: Process, strict: bool, weights_only: bool) -> _Plan:
+    """Read and check everything, changing nothing."""
+    notes: list[str] = []
+    source.check_sizes()
+    if not weights_only:
+        check_counts(run, source)
+    models: list[tuple[ModelPart, ModelSource]] = []
+    if not run.load_hooks:
+        models = _match(run.models, source, strict, notes)
+    if process.local_process_index == 0:
+        # One rank a machine reads what is not read into fresh memory below; the others share its file cache.
+        source.check_weights()
+    if weights_only:
+        return _Plan(models, [], {"progress": source.progress}, {}, notes)
+    optimizers: list[Any] = []
+    for index, part in enumerate(_held_whole(run.optimizers, source)):
+        state = source.optimizer(index)
+        check_optimizer(index, part, state, source.about_optimizer(index), source.folder)
+        optimizers.append(state)
+    rank = source.rank(process.process_index, process.num_processes, notes)
+    return _Plan(models, optimizers, source.shared(), rank, notes)
+
+
+def _match(parts: Sequence[ModelPart], source: Source, strict: bool, notes: list[str]) -> list[Any]:
+    matched = [(part, source.model(index, part)) for index, part in enumerate(_held_whole(parts, source))]
+    for index, (part, weights) in enumerate(matched):
+        notes.extend(weights.compare(index, part, strict))
+    return matched
+
+
+def _held_whole(parts: Sequence[Any], source: Source) -> list[Any]:
+    """The parts that are loaded from their whole state: all of them, but where shards meet a sharded run."""
+    return [part for part in parts if not part.sharded or source.is_whole]
+
+
+def _apply(run: RunState, source: Source, plan: _Plan, strict: bool, weights_only: bool) -> None:
+    if run.load_hooks:
+        # As in the API: a hook takes the models it has loaded itself out of the list.
+        left = [part.module for part in run.models]
+        for hook in run.load_hooks:
+            hook(left, str(source.folder))
+        kept = {id(module) for module in left}
+        remaining = [part for part in run.models if id(part.module) in kept]
+        plan.models = _match(remaining, source, strict, plan.notes)
+    for part, weights in plan.models:
+        weights.load(part, strict)
+    if run.sharded is not None and not source.is_whole:
+        run.sharded.load(source.folder, strict)
+    if weights_only:
+        return
+    for part, state in zip(_held_whole(run.optimizers, source), plan.optimizers, strict=True):
+        part.load(state)
+    for scheduler, state in zip(run.schedulers, plan.shared["schedulers"], strict=True):
+        scheduler.load_state_dict(state)
+    _load_ours(run, plan)
+
+
+def _load_ours(run: RunState, plan: _Plan) -> None:
+    for loader, state in zip(run.dataloaders, plan.rank["dataloaders"], strict=True):
+        if state is not None and callable(getattr(loader, "load_state_dict", None)):
+            loader.load_state_dict(state)
+    if run.scaler is not None and plan.shared.get("scaler") is not None:
+        run.scaler.load_state_dict(plan.shared["scaler"])
+    if run.rank_state is not None and plan.rank.get("rank_state") is not None:
+        run.rank_state.load_state_dict(plan.rank["rank_state"])
+    for item, state in zip(run.custom, plan.shared["custom"], strict=True):
+        item.load_state_dict(state)
+    # Last, so that nothing loaded above draws from the generators afterwards.
+    if plan.rank.get("rng") is not None:
+        plan.notes.extend(set_rng_state(plan.rank["rng"]))
+
+
+def load_newest(
+    run: RunState,
+    directory: str | Path,
+    *,
+    process: Process,
+    arrival_timeout: float = ARRIVAL,
+    timeout: float = COMPLETION,
+    **options: Any,
+) -> LoadReport:
+    """Load the newest valid `checkpoint_N` of a directory; every rank calls it. `options` as in `load_run`.
+
+    Checkpoints that are not whole are passed over; the report says which and why.
+    Raises CheckpointError when none is left.
+    """
+    directory = Path(directory)
+    council = Council(process)
+    found = candidates(directory) if process.process_index == 0 else None
+    mine = None
+    if found is not None:
+        mine = [[str(folder) for folder in found.folders], [[str(folder), why] for folder, why in found.skipped]]
+    names, skipped = council.exchange("load_state", mine, arrival_timeout, _ABSENT)[0]
+    passed = [(Path(name), why) for name, why in skipped]
+    for name in names:
+        try:
+            report = load_run(run, name, process=process, arrival_timeout=arrival_timeout, timeout=timeout, **options)
+        except CorruptCheckpoint as error:
+            passed.append((Path(name), str(error)))
+            continue
+        newest = int(name.rpartition("_")[2])
+        report.skipped = [(path, why) for path, why in passed if int(path.name.rpartition("_")[2]) > newest]
+        for path, why in report.skipped if process.process_index == 0 else ():
+            logger.warning("checkpoint %s was passed over: %s", path, why)
+        return report
+    raise CheckpointError(_none_left(directory, passed))
+
+
+def _none_left(directory: Path, passed: list[tuple[Path, str]]) -> str:
+    if not passed:
+        return f"there is no checkpoint in {directory}: it has no folder named checkpoint_N"
+    told = "; ".join(f"{path.name}: {why}" for path, why in passed)
+    return f"no valid checkpoint is left in {directory}: {told}"
+
+
+def resume(
+    run: RunState,
+    directory: str | Path,
+    *,
+    process: Process,
+    load: Callable[..., LoadReport] = load_newest,
+    **options: Any,
+) -> LoadReport | None:
+    """Go on from the newest valid checkpoint of a directory, or None where there is none at all.
+
+    Raises CheckpointError where there are checkpoints and none is valid: starting anew would hide the loss.
+    """
+    council = Council(process)
+    here = bool(list_checkpoints(directory)) if process.process_index == 0 else None
+    present = council.exchange("resume", here, options.get("arrival_timeout", ARRIVAL), _ABSENT)[0]
+    return load(run, directory, process=process, **options) if present else None
+
+
+__all__ = ["CompatSource", "LoadReport", "NativeSource", "load_newest", "load_run", "resume"]

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest of a checkpoint: what was saved, by how many processes, and each file's size and checksums."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ..core.errors import CheckpointError
+from .blocks import BlockIO, CorruptFile, FileRecord
+
+MANIFEST = "checkpoint_manifest.json"
+FORMAT = "accelerate-checkpoint"
+VERSION = 1
+
+
+class CorruptCheckpoint(CheckpointError):
+    """A folder that is no valid checkpoint: its manifest is missing or unreadable, or a file is not what it says."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint's folder holds. `progress` is the run's position at the save (step, epoch, iteration, ...)."""
+
+    layout: str
+    world_size: int
+    progress: dict[str, Any]
+    models: list[dict[str, Any]]
+    optimizers: list[dict[str, Any]]
+    files: dict[str, FileRecord]
+    mesh: dict[str, int] = field(default_factory=dict)
+    created: str = ""
+    libraries: dict[str, str] = field(default_factory=dict)
+    version: int = VERSION
+
+    def to_bytes(self) -> bytes:
+        body = {**asdict(self), "files": {name: record.to_json() for name, record in self.files.items()}}
+        return json.dumps({"format": FORMAT, "crc32": _checksum(body), "manifest": body}, indent=1).encode()
+
+
+def stamp() -> dict[str, Any]:
+    """The fields of a manifest that say when and with what it was written."""
+    libraries = {"python": platform.python_version()}
+    for name in ("accelerate", "torch", "numpy", "safetensors"):
+        try:
+            libraries[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "libraries": libraries}
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises CorruptCheckpoint when there is none or it cannot be trusted."""
+    path = folder / MANIFEST
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if not folder.is_dir():
+            raise CorruptCheckpoint(f"{folder}: no such folder") from None
+        raise CorruptCheckpoint(
+            f"{folder} has no {MANIFEST}: it is not a finished checkpoint, or another library wrote it"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CorruptCheckpoint(f"{path} cannot be read: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("manifest"), dict):
+        raise CorruptCheckpoint(f"{path} is not the manifest of a checkpoint")
+    body = data["manifest"]
+    if int(body.get("version", 0)) > VERSION:
+        raise CheckpointError(
+            f"{path} has format version {body['version']}; this accelerate reads up to {VERSION}. Update accelerate."
+        )
+    if data.get("crc32") != _checksum(body):
+        raise CorruptCheckpoint(f"{path} was changed after it was written: its checksum does not match")
+    try:
+        files = {_inside(name, path): FileRecord.from_json(record) for name, record in body.pop("files").items()}
+        return Manifest(files=files, **body)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpoint(f"{path} cannot be understood: {error!r}") from error
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise CorruptCheckpoint unless each file is there in its size. Reads no content."""
+    problems = []
+    for name, record in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            problems.append(f"{name} is missing ({error.strerror})")
+            continue
+        if size != record.size:
+            problems.append(f"{name} has {size} bytes where {record.size} were written")
+    if problems:
+        raise CorruptCheckpoint(f"{folder} is damaged: {'; '.join(problems)}")
+
+
+def check_files(io: BlockIO, folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raise CorruptCheckpoint, with every bad file's name, unless the checksums of these files match."""
+    problems = []
+    for name in names:
+        try:
+            io.check(folder / name, manifest.files[name])
+        except KeyError:
+            problems.append(f"{name} is not in the manifest")
+        except CorruptFile as error:
+            problems.append(f"{name}: {error}")
+        except OSError as error:
+            problems.append(f"{name} cannot be read ({error.strerror})")
+    if problems:
+        raise CorruptCheckpoint(f"{folder} is damaged: {'; '.join(problems)}")
+
+
+def verify(folder: str | Path) -> Manifest:
+    """Read a whole checkpoint and compare it with its manifest, which is returned.
+
+    Raises CorruptCheckpoint with the name of each file that is missing, cut short or changed.
+
+    Example:
+        manifest = verify("run/checkpoints/checkpoint_3")
+        print(manifest.progress["step"], sum(file.size for file in manifest.files.values()))
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    with BlockIO() as io:
+        check_files(io, folder, manifest, manifest.files)
+    return manifest
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _inside(name: str, path: Path) -> str:
+    parts = PurePosixPath(name).parts
+    if not parts or name.startswith("/") or ".." in parts:
+        raise CorruptCheckpoint(f"{path} names a file outside of its folder: {name}")
+    return name

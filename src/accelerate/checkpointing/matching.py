@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a checkpoint fit the run that loads it? Every difference is found before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.errors import CheckpointError
+from .codec import memory_of
+from .session import ModelPart, OptimizerPart, RunState
+
+if TYPE_CHECKING:
+    from .source import Source
+
+_SHOWN = 20  # entries of a list in a message
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is whole but belongs to another model, optimizer or set of objects. The message lists how."""
+
+
+@dataclass
+class Differences:
+    """How the entries of a file differ from those of a model."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.shapes)
+
+    def __str__(self) -> str:
+        told = []
+        if self.missing:
+            told.append(f"missing in the checkpoint: {_shown(self.missing)}")
+        if self.unexpected:
+            told.append(f"not in the model: {_shown(self.unexpected)}")
+        if self.shapes:
+            rows = [f"{name} (saved {list(saved)}, here {list(here)})" for name, (saved, here) in self.shapes.items()]
+            told.append(f"of another shape: {_shown(rows)}")
+        return "; ".join(told)
+
+
+def _shown(names: list[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f", and {rest} more" if rest > 0 else "")
+
+
+def compare_names(saved: Mapping[str, tuple[int, ...] | None], module: torch.nn.Module) -> Differences:
+    """How saved entries ({name: shape}, None for an entry that is no tensor) differ from a module's own.
+
+    An entry that the file lacks is no difference when the module ties it to one that the file has.
+    """
+    found = Differences()
+    state = module.state_dict()
+    present = {memory_of(value) for name, value in state.items() if name in saved and isinstance(value, torch.Tensor)}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            if name not in saved:
+                found.missing.append(name)
+        elif name not in saved:
+            if memory_of(value) not in present:
+                found.missing.append(name)
+        elif saved[name] is not None and tuple(value.shape) != saved[name]:
+            found.shapes[name] = (saved[name] or (), tuple(value.shape))
+    found.unexpected = [name for name in saved if name not in state]
+    return found
+
+
+def compare_model(
+    index: int, part: ModelPart, saved: Mapping[str, tuple[int, ...] | None], path: Path, strict: bool
+) -> Differences:
+    """The differences between a model's file and the model. Raises CheckpointMismatch for any when `strict`."""
+    found = compare_names(saved, part.target)
+    if found and strict:
+        name = type(part.target).__qualname__
+        raise CheckpointMismatch(
+            f"{path} does not fit model {index} ({name}): {found}. Nothing was loaded. Build the model as it was "
+            "saved, or pass strict=False to load what fits."
+        )
+    return found
+
+
+def check_counts(run: RunState, source: Source) -> None:
+    """Raise CheckpointMismatch when the run has more or fewer objects of a kind than were saved."""
+    saved = source.counts()
+    here = {
+        "models": len(run.models),
+        "optimizers": len(run.optimizers),
+        "schedulers": len(run.schedulers),
+        "registered objects": len(run.custom),
+    }
+    if run.load_hooks:
+        # A hook may have taken models out when they were saved.
+        saved.pop("models", None)
+    rows = [
+        f"{saved[name]} {name} saved, {here[name]} here"
+        for name in here
+        if name in saved and saved[name] is not None and saved[name] != here[name]
+    ]
+    if rows:
+        raise CheckpointMismatch(
+            f"{source.folder} was saved by another run: {'; '.join(rows)}. Nothing was loaded. Prepare and register "
+            "the same objects in the same order before loading."
+        )
+
+
+def check_optimizer(
+    index: int, part: OptimizerPart, state: Any, about: Mapping[str, Any] | None, folder: Path
+) -> None:
+    """Raise CheckpointMismatch when an optimizer's state belongs to other parameters or another kind of optimizer."""
+    here = part.describe()
+    rows: list[str] = []
+    if about is not None:
+        rows = list(_group_differences(about["shapes"], here["shapes"]))
+        lacking = sorted(set(here["options"]) - set(about["options"]))
+        if about["class"] != here["class"] and lacking:
+            rows.append(f"saved by {about['class']}, which has no {', '.join(lacking)}; this is {here['class']}")
+    elif isinstance(state, Mapping) and "param_groups" in state:
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        counts = [len(group) for group in here["shapes"]]
+        if counts and saved != counts:
+            rows.append(f"parameters in each group: {saved} saved, {counts} here")
+    if rows:
+        raise CheckpointMismatch(
+            f"{folder} does not fit optimizer {index} ({here['class']}): {_shown(rows)}. Nothing was loaded."
+        )
+
+
+def _group_differences(saved: list[list[list[int]]], here: list[list[list[int]]]) -> Iterable[str]:
+    if len(saved) != len(here):
+        yield f"{len(saved)} parameter groups saved, {len(here)} here"
+        return
+    for group, (old, new) in enumerate(zip(saved, here, strict=True)):
+        if len(old) != len(new):
+            yield f"group {group}: {len(old)} parameters saved, {len(new)} here"
+            continue
+        for position, (was, now) in enumerate(zip(old, new, strict=True)):
+            if was != now:
+                yield f"group {group}, parameter {position}: shape {was} saved, {now} here"

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A signal that asks the run to save and leave: noted at once, acted on at a step that all ranks share."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from ..core.errors import ConfigurationError
+from .council import Council, Process
+
+DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
+
+
+class PreemptionWatch:
+    """Notes signals, and tells all ranks at the same step that one of them was asked to stop.
+
+    Call `requested` once a step on every rank. The ranks compare notes every `interval` calls (one small message
+    through the store, some 0.2 ms), so a signal to any of them is acted on at most that many steps later. What else
+    listened to the signal before is put back by `close`; it is not called while the watch is on.
+
+    Example:
+        watch = PreemptionWatch(state)
+        for batch in loader:
+            ...
+            if watch.requested():
+                accelerator.save_state()
+                sys.exit(0)
+    """
+
+    def __init__(self, process: Process, signals: Sequence[str] = DEFAULT_SIGNALS, interval: int = 8) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigurationError("signals can be listened to from the main thread only: make the watch there")
+        if interval < 1:
+            raise ConfigurationError(f"interval={interval}: the ranks compare notes every so many steps, from 1 up")
+        self.process = process
+        self.interval = interval
+        self.received: str | None = None
+        self._calls = 0
+        self._decided = False
+        self._council: Council | None = None
+        self._former: dict[signal.Signals, Any] = {}
+        for name in signals:
+            number = getattr(signal, name, None)
+            if not isinstance(number, signal.Signals):
+                raise ConfigurationError(f"there is no signal {name!r} on this system")
+            self._former[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+
+    def requested(self, timeout: float = 1800.0) -> bool:
+        """Whether a rank was asked to stop; the same answer on all ranks, and True from then on."""
+        if self.process.num_processes == 1:
+            return self.received is not None
+        self._calls += 1
+        if self._decided or self._calls % self.interval:
+            return self._decided
+        if self._council is None:
+            self._council = Council(self.process, "preemption")
+        notes = self._council.exchange("preemption check", self.received, timeout)
+        self._decided = any(notes)
+        return self._decided
+
+    def close(self) -> None:
+        """Put the former handlers back."""
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._former.clear()

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving a run: gather what each rank must write, write it beside its place, agree, commit."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.errors import CheckpointError, ConfigurationError
+from . import compat
+from .blocks import BlockIO, FileRecord, Segment
+from .commit import commit, drop_temporary, open_temporary
+from .council import Council, Process
+from .layout import SESSION_NAME, numbered, rotate
+from .manifest import Manifest, stamp
+from .session import RunState, documents, rank_documents, shared_state
+from .tensorfile import ALIASES, segments, without_aliases
+
+if TYPE_CHECKING:
+    from .writer import Writer
+
+logger = logging.getLogger(__name__)
+
+ARRIVAL = 30.0  # seconds in which every rank must have called
+COMPLETION = 1800.0  # seconds in which every rank must have written its part
+_VISIBLE = 10.0  # seconds until a folder made on another machine must be seen here
+_ABSENT = (
+    "Every process must call it, at the same place of the loop: not under `if accelerator.is_main_process`. If a rank "
+    "may come later than that, call `accelerator.wait_for_everyone()` before."
+)
+
+
+@dataclass
+class Options:
+    """How a run is saved. `checkpoints` is the directory to rotate in after the commit, None for no rotation."""
+
+    layout: str = "native"
+    safe_serialization: bool = True
+    save_on_each_node: bool = False
+    arrival_timeout: float = ARRIVAL
+    timeout: float = COMPLETION
+    checkpoints: Path | None = None
+    total_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("native", "compat"):
+            raise ConfigurationError(f"layout={self.layout!r}: a checkpoint's layout is 'native' or 'compat'")
+
+
+@dataclass
+class Draft:
+    """One save between its first and its last step: what this rank writes, and where."""
+
+    folder: Path
+    temporary: Path
+    home: int  # the rank that commits the folder this rank writes to
+    files: dict[str, list[Segment]] = field(default_factory=dict)
+    pickled: dict[str, Any] = field(default_factory=dict)
+    sharded: Any = None
+    extras: bool = False  # others than this room have written into the folder
+    error: BaseException | None = None
+    told: str | None = None  # the error as the other ranks are told it
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+def save_run(
+    run: RunState,
+    folder: str | Path,
+    *,
+    process: Process,
+    options: Options | None = None,
+    writer: Writer | None = None,
+) -> Path:
+    """Save a run into `folder`, which then is a whole checkpoint; every rank calls it. Returns the folder.
+
+    With a `writer` the call returns when the state is copied to host memory; the rest goes on in the background and an
+    error of it is raised by the writer's next call. Without one the checkpoint is on the disk when this returns.
+
+    Raises CheckpointError on every rank when one of them fails, or does not call within `options.arrival_timeout`
+    seconds: nothing of the run is changed, and what `folder` held before is still there.
+    """
+    options = options or Options()
+    folder = Path(folder)
+    if writer is not None:
+        writer.wait()
+    draft = _open(folder, process, options)
+    try:
+        _collect(draft, run, process, options, writer is None)
+    except BaseException as error:
+        draft.error = error
+    if writer is not None:
+        writer.submit(draft, process, options)
+        if draft.error is not None:
+            writer.drop_error()
+            raise _own(draft.error, process)
+        return folder
+    complete(draft, process, options, Council(process))
+    return folder
+
+
+def complete(draft: Draft, process: Process, options: Options, council: Council) -> None:
+    """Write a draft, agree with the other ranks, commit. Raises CheckpointError on every rank when one fails."""
+    records: dict[str, FileRecord] = {}
+    with BlockIO() as io:
+        if draft.error is None:
+            try:
+                records = _write(draft, io)
+            except BaseException as error:
+                draft.error = error
+        try:
+            files = _agree(draft, process, council, records, io, options.timeout)
+        except BaseException:
+            if draft.home == process.process_index:
+                drop_temporary(draft.temporary)
+            raise
+    failure: BaseException | None = None
+    if draft.home == process.process_index:
+        failure = _finish(draft, process, options, files)
+    told = council.exchange("save_state: commit", None if failure is None else _tell(failure), options.timeout)
+    _raise_told(told, failure, process, draft.folder)
+
+
+def _finish(draft: Draft, process: Process, options: Options, files: dict[str, FileRecord]) -> BaseException | None:
+    """Commit and rotate, on the rank whose folder it is; the error instead of raising it."""
+    try:
+        manifest = Manifest(
+            layout=options.layout, world_size=process.num_processes, files=files, **draft.about, **stamp()
+        )
+        commit(draft.temporary, draft.folder, manifest)
+    except BaseException as error:
+        drop_temporary(draft.temporary)
+        return error
+    if options.checkpoints is not None:
+        try:
+            removed = rotate(options.checkpoints, options.total_limit)
+        except OSError as error:
+            # The checkpoint is there; one too many beside it is no reason to stop a run.
+            logger.warning("old checkpoints in %s could not be removed: %s", options.checkpoints, error)
+        else:
+            if removed:
+                logger.info("removed %s to keep %d", ", ".join(f.name for f in removed), options.total_limit)
+    return None
+
+
+# --- opening -------------------------------------------------------------------------------------------------------
+
+
+def _open(folder: Path, process: Process, options: Options) -> Draft:
+    """The temporary folder this rank writes to. Raises CheckpointError on every rank when the ranks disagree."""
+    council = Council(process)
+    temporary: Path | None = None
+    error: BaseException | None = None
+    if process.process_index == 0:
+        try:
+            temporary = open_temporary(folder)
+        except OSError as caught:
+            error = caught
+    mine = {
+        "folder": str(folder),
+        "layout": options.layout,
+        "temporary": None if temporary is None else temporary.name,
+        "error": None if error is None else _tell(error),
+    }
+    try:
+        rows = council.exchange("save_state", mine, options.arrival_timeout, _ABSENT)
+        _check_same(rows)
+        _raise_told([row["error"] for row in rows], error, process, folder)
+    except BaseException:
+        if temporary is not None:
+            drop_temporary(temporary)
+        raise
+    draft = Draft(folder, folder.with_name(rows[0]["temporary"]), home=0)
+    if process.process_index > 0:
+        try:
+            _find_home(draft, process, options)
+        except (OSError, CheckpointError) as caught:
+            draft.error = caught
+    return draft
+
+
+def _check_same(rows: list[dict[str, Any]]) -> None:
+    for name in ("folder", "layout"):
+        if len({row[name] for row in rows}) > 1:
+            told = "; ".join(f"rank {rank}: {row[name]}" for rank, row in enumerate(rows))
+            raise CheckpointError(f"save_state was called with another {name} on other ranks: {told}. Use one on all.")
+
+
+def _find_home(draft: Draft, process: Process, options: Options) -> None:
+    """Find the folder of rank 0, or, on a machine that does not share it, that of this machine's first rank."""
+    if _appears(draft.temporary, 0.5 if options.save_on_each_node else _VISIBLE):
+        return
+    if not options.save_on_each_node:
+        raise CheckpointError(
+            f"the folder {draft.temporary.parent}, where rank 0 writes, is not shared with this rank's machine. Save "
+            "to a shared file system, or set ProjectConfiguration(save_on_each_node=True)"
+        )
+    draft.home = process.process_index - process.local_process_index
+    if process.local_process_index == 0:
+        name = draft.temporary
+        open_temporary(draft.folder).rename(name)
+    elif not _appears(draft.temporary, _VISIBLE):
+        raise CheckpointError(f"the folder {draft.temporary.parent} is not shared by the ranks of this machine")
+
+
+def _appears(folder: Path, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# --- contents ------------------------------------------------------------------------------------------------------
+
+
+def _collect(draft: Draft, run: RunState, process: Process, options: Options, blocking: bool) -> None:
+    """Fill the draft with what this rank writes. State that takes the ranks' messages is asked for on every rank."""
+    if len({part.sharded for part in run.models} | {part.sharded for part in run.optimizers}) > 1:
+        raise CheckpointError("a run whose models and optimizers are partly sharded and partly not cannot be saved")
+    whole = draft.home == process.process_index
+    models = [part for part in run.models if not part.sharded]
+    optimizers = [part for part in run.optimizers if not part.sharded]
+    weights = [part.full_state() for part in models]
+    states = [part.full_state() for part in optimizers]
+    if draft.error is not None:
+        return
+    modules = [part.module for part in models]
+    for hook in run.save_hooks:
+        # As in the API, a hook may write into the folder and take weights away from what is saved here.
+        hook(modules, weights, str(draft.temporary))
+    draft.about = {
+        "progress": _plain(run.progress),
+        "mesh": dict(run.mesh),
+        "models": [{"class": type(part.target).__qualname__, "sharded": part.sharded} for part in run.models],
+        "optimizers": [{**part.describe(), "sharded": part.sharded} for part in run.optimizers],
+    }
+    if run.sharded is not None:
+        draft.sharded = run.sharded.stage(blocking)
+    draft.extras = bool(run.save_hooks) or run.sharded is not None
+    if options.layout == "compat":
+        draft.pickled.update(compat.rank_files(run, process.process_index))
+        if whole:
+            draft.pickled.update(compat.shared_files(run, states))
+    else:
+        draft.files.update(rank_documents(run, process.process_index))
+        if whole:
+            for index, state in enumerate(states):
+                draft.files.update(documents(numbered("optimizer", index, ""), state, f"optimizer {index}"))
+            draft.files.update(documents(SESSION_NAME.removesuffix(".json"), shared_state(run), "session"))
+    if whole:
+        for index, state in enumerate(weights):
+            _collect_weights(draft, index, state, options.safe_serialization)
+
+
+def _collect_weights(draft: Draft, index: int, state: dict[str, Any], safe: bool) -> None:
+    if not safe:
+        draft.pickled[numbered("pytorch_model", index, ".bin")] = state
+        return
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    kept, aliases = without_aliases(tensors)
+    # The entries `alias: name` are what the format's own tools write for shared tensors.
+    metadata = dict(aliases)
+    if aliases:
+        metadata[ALIASES] = _json(aliases)
+    draft.files[numbered("model", index, ".safetensors")] = segments(kept, metadata)
+    rest = {name: value for name, value in state.items() if name not in tensors}
+    if rest:
+        draft.files.update(documents(numbered("model_extra", index, ""), rest, f"model {index}"))
+
+
+def _json(value: Any) -> str:
+    import json
+
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _plain(progress: dict[str, Any]) -> dict[str, Any]:
+    """The part of the progress that the manifest can show: short values of JSON's own types."""
+    return {
+        key: value
+        for key, value in progress.items()
+        if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value))
+    }
+
+
+# --- writing and agreeing ------------------------------------------------------------------------------------------
+
+
+def _write(draft: Draft, io: BlockIO) -> dict[str, FileRecord]:
+    records: dict[str, FileRecord] = {}
+    if draft.sharded is not None:
+        draft.sharded(draft.temporary)
+    paths = [(draft.temporary / name, content) for name, content in draft.files.items()]
+    for name, record in zip(draft.files, io.write_all(paths), strict=True):
+        records[name] = record
+    for name, value in draft.pickled.items():
+        torch.save(value, draft.temporary / name)
+        records[name] = io.record(draft.temporary / name)
+    return records
+
+
+def _agree(
+    draft: Draft,
+    process: Process,
+    council: Council,
+    records: dict[str, FileRecord],
+    io: BlockIO,
+    timeout: float,
+) -> dict[str, FileRecord]:
+    """The records of all files of this rank's folder, once every rank has written. Raises on every rank otherwise."""
+    told = None if draft.error is None else _tell(draft.error)
+    mine = {"error": told, "home": draft.home, "extras": draft.extras, "files": _to_json(records)}
+    rows = council.exchange("save_state: write", mine, timeout)
+    _raise_told([row["error"] for row in rows], draft.error, process, draft.folder)
+    peers = [rank for rank, row in enumerate(rows) if row["home"] == draft.home]
+    files = _merge(rows[rank]["files"] for rank in peers)
+    if any(row["extras"] for row in rows):
+        # What hooks and sharded writers have left is hashed by the ranks of the folder, each its share.
+        share = sorted(_relative(draft.temporary) - set(files))[peers.index(process.process_index) :: len(peers)]
+        failure: BaseException | None = None
+        found: dict[str, FileRecord] = {}
+        try:
+            found = {name: io.record(draft.temporary / name) for name in share}
+        except OSError as error:
+            failure = error
+        mine = {"error": None if failure is None else _tell(failure), "files": _to_json(found)}
+        rows = council.exchange("save_state: checksums", mine, timeout)
+        _raise_told([row["error"] for row in rows], failure, process, draft.folder)
+        files.update(_merge(rows[rank]["files"] for rank in peers))
+    return dict(sorted(files.items()))
+
+
+def _to_json(records: dict[str, FileRecord]) -> dict[str, Any]:
+    return {name: record.to_json() for name, record in records.items()}
+
+
+def _merge(rows: Iterator[dict[str, Any]]) -> dict[str, FileRecord]:
+    return {name: FileRecord.from_json(record) for row in rows for name, record in row.items()}
+
+
+def _relative(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def _tell(error: BaseException) -> str:
+    text = str(error) or type(error).__name__
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+
+
+def _own(error: BaseException, process: Process) -> BaseException:
+    """The error to raise on the rank where it happened: interrupts as they are, all else as a CheckpointError."""
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        return error
+    wrapped = CheckpointError(f"rank {process.process_index}: the checkpoint was not saved: {_tell(error)}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _raise_told(told: list[str | None], own: BaseException | None, process: Process, folder: Path) -> None:
+    """Raise what any rank has told; on the rank itself its own error is the cause."""
+    if not any(told):
+        return
+    if own is not None and not isinstance(own, Exception):
+        raise own
+    lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+    kept = "What it held before is unchanged." if _exists(folder) else "Earlier checkpoints are unchanged."
+    raise CheckpointError(f"{folder} was not saved: {lines}. {kept}") from own
+
+
+def _exists(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return folder.exists()
+    return False

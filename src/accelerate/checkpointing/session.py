@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's saved state is made of, and the documents that hold everything but the weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..core.devices import accelerator_type, module_of
+from ..core.errors import CheckpointError
+from .blocks import BlockIO, CorruptFile, Segment
+from .codec import TensorSink, decode, encode
+from .manifest import CorruptCheckpoint, Manifest
+from .tensorfile import read_tensors, segments
+
+State = Mapping[str, Any]
+# As in the API: a save hook is called with (models, weights, folder), a load hook with (models, folder).
+SaveHook = Callable[[list[Any], list[dict[str, Any]], str], Any]
+LoadHook = Callable[[list[Any], str], Any]
+
+
+class HasState(Protocol):
+    """Anything whose state goes into a checkpoint."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+@dataclass
+class ModelPart:
+    """A model of a run.
+
+    Fields:
+        module: the model as prepared; what hooks are given.
+        inner: the module whose names the weights have (the unwrapped one); `module` where None.
+        state_dict: gives the full state. Every rank calls it, so it may communicate; rank 0 writes what it gives.
+            None takes `inner.state_dict()`.
+        load_state_dict: takes (full state, strict) on every rank. None reads into the tensors of `inner` in place.
+        sharded: its state is written and read by `RunState.sharded` instead.
+    """
+
+    module: torch.nn.Module
+    inner: torch.nn.Module | None = None
+    state_dict: Callable[[], State] | None = None
+    load_state_dict: Callable[[State, bool], Any] | None = None
+    sharded: bool = False
+
+    @property
+    def target(self) -> torch.nn.Module:
+        return self.inner if self.inner is not None else self.module
+
+    def full_state(self) -> dict[str, Any]:
+        return dict(self.state_dict() if self.state_dict is not None else self.target.state_dict())
+
+
+@dataclass
+class OptimizerPart:
+    """An optimizer of a run (plain or wrapped); the callables as in `ModelPart`."""
+
+    optimizer: Any
+    state_dict: Callable[[], State] | None = None
+    load_state_dict: Callable[[Any], Any] | None = None
+    sharded: bool = False
+
+    def full_state(self) -> Any:
+        return self.state_dict() if self.state_dict is not None else self.optimizer.state_dict()
+
+    def load(self, state: Any) -> None:
+        (self.load_state_dict or self.optimizer.load_state_dict)(state)
+
+    def describe(self) -> dict[str, Any]:
+        """What a state must agree on with the optimizer that takes it."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        groups = getattr(inner, "param_groups", [])
+        return {
+            "class": type(inner).__qualname__,
+            "options": sorted({key for group in groups for key in group if key != "params"} - {"initial_lr"}),
+            "shapes": [[list(parameter.shape) for parameter in group["params"]] for group in groups],
+        }
+
+
+class ShardedPart(Protocol):
+    """How a strategy saves models and optimizers that no rank holds whole. Every rank calls every method."""
+
+    def stage(self, blocking: bool) -> Callable[[Path], None]:
+        """Take what this rank must write now; the callable writes it below a folder.
+
+        Without `blocking` it does so from another thread while training goes on: the state must be a copy, and no
+        message may go through the training's own group.
+        """
+        ...
+
+    def load(self, folder: Path, strict: bool) -> None:
+        """Read this rank's part of what any number of ranks has written below a folder."""
+        ...
+
+
+@dataclass
+class RunState:
+    """All that a checkpoint holds, as references: nothing is copied until it is saved.
+
+    Fields:
+        models, optimizers, schedulers, dataloaders, scaler, custom: in the order in which they were prepared or
+            registered; the order ties them to their files.
+        progress: plain data about where the run is (step, epoch, iteration, accumulation, tracker run ids, ...);
+            it comes back in the report of a load.
+        rank_state: state that differs on every rank (unfinished gradients, say), or None.
+        save_hooks, load_hooks: the user's, called on every rank as the API calls them.
+        sharded: writes and reads the parts that are marked `sharded`.
+        mesh: {dimension: size} of the layout that saves; told in the manifest.
+    """
+
+    models: Sequence[ModelPart] = ()
+    optimizers: Sequence[OptimizerPart] = ()
+    schedulers: Sequence[HasState] = ()
+    dataloaders: Sequence[Any] = ()
+    scaler: HasState | None = None
+    custom: Sequence[HasState] = ()
+    progress: dict[str, Any] = field(default_factory=dict)
+    rank_state: HasState | None = None
+    save_hooks: Sequence[SaveHook] = ()
+    load_hooks: Sequence[LoadHook] = ()
+    sharded: ShardedPart | None = None
+    mesh: dict[str, int] = field(default_factory=dict)
+
+
+def check_custom(objects: Sequence[Any]) -> None:
+    """Raise ValueError, naming the classes, unless each object has `state_dict` and `load_state_dict`."""
+    bad = [
+        f"{type(item).__module__}.{type(item).__qualname__}"
+        for item in objects
+        if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None)))
+    ]
+    if bad:
+        raise ValueError(
+            "register_for_checkpointing takes objects that have both `state_dict` and `load_state_dict`; these have "
+            f"not: {', '.join(bad)}"
+        )
+
+
+# --- random number generators --------------------------------------------------------------------------------------
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of this process's generators: Python's, numpy's, torch's on the CPU and on each accelerator."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    kind = accelerator_type()
+    if kind is not None:
+        module = module_of(kind)
+        if hasattr(module, "get_rng_state_all"):
+            state[kind] = list(module.get_rng_state_all())
+        elif hasattr(module, "get_rng_state"):
+            state[kind] = [module.get_rng_state()]
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> list[str]:
+    """Put generators back; a note for each kind of generator that is not on this machine."""
+    random.setstate(_as_python_state(state["python"]))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"].cpu())
+    kind = accelerator_type()
+    notes = []
+    for name in set(state) - {"python", "numpy", "torch"}:
+        if name != kind:
+            notes.append(f"the state of the {name} generators was not used: this machine has no {name} device")
+            continue
+        module = module_of(name)
+        if hasattr(module, "set_rng_state_all"):
+            # As many as are here: the saving process may have seen more devices than this one.
+            present = int(torch.accelerator.device_count())
+            module.set_rng_state_all(state[name][:present])
+        else:
+            module.set_rng_state(state[name][0])
+    return notes
+
+
+def _as_python_state(state: Sequence[Any]) -> tuple[Any, ...]:
+    return (state[0], tuple(state[1]), state[2])
+
+
+# --- documents -----------------------------------------------------------------------------------------------------
+
+_RANK_INLINE = 1 << 14  # bytes: generator states stay in the one file of a rank
+
+
+def documents(name: str, value: Any, root: str, inline: int = 64) -> dict[str, list[Segment]]:
+    """{file name: segments} of a JSON document, and of a tensor file beside it when the value holds tensors."""
+    sink = TensorSink(inline)
+    text = json.dumps(encode(value, sink, root), separators=(",", ":"), allow_nan=False).encode()
+    files: dict[str, list[Segment]] = {f"{name}.json": [text]}
+    if sink.tensors:
+        files[f"{name}.safetensors"] = segments(sink.tensors)
+    return files
+
+
+def read_document(io: BlockIO, folder: Path, name: str, manifest: Manifest, unshare: bool = False) -> Any:
+    """The value that `documents` wrote, its files checked against the manifest in the same reading."""
+    path = folder / f"{name}.json"
+    try:
+        record = manifest.files[path.name]
+        text = bytearray(record.size)
+        io.read(path, [memoryview(text)], record)
+        tensors: dict[str, torch.Tensor] = {}
+        path = folder / f"{name}.safetensors"
+        if path.name in manifest.files:
+            tensors = read_tensors(io, path, manifest.files[path.name])
+        path = folder / f"{name}.json"
+        return decode(json.loads(text), tensors, str(path), unshare)
+    except KeyError:
+        raise CorruptCheckpoint(f"{folder} holds no {path.name}") from None
+    except (CorruptFile, OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CorruptCheckpoint(f"{path} is damaged: {error}") from error
+
+
+def shared_state(run: RunState) -> dict[str, Any]:
+    """What all ranks have in common, but for models and optimizers."""
+    return {
+        "progress": run.progress,
+        "schedulers": [item.state_dict() for item in run.schedulers],
+        "scaler": None if run.scaler is None else run.scaler.state_dict(),
+        "custom": [item.state_dict() for item in run.custom],
+    }
+
+
+def rank_state(run: RunState) -> dict[str, Any]:
+    """What each rank has for itself: its generators, its place in each loader, its own registered state."""
+    return {
+        "rng": rng_state(),
+        "dataloaders": [
+            item.state_dict() if callable(getattr(item, "state_dict", None)) else None for item in run.dataloaders
+        ],
+        "rank_state": None if run.rank_state is None else run.rank_state.state_dict(),
+    }
+
+
+def rank_documents(run: RunState, rank: int) -> dict[str, list[Segment]]:
+    return documents(f"random_states_{rank}", rank_state(run), f"rank {rank}", _RANK_INLINE)

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State that no rank holds whole: each rank writes and reads its own part, through torch.distributed.checkpoint.
+
+The shards are safetensors files; what is no tensor is a JSON document beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
+from ..core.errors import CheckpointError
+from .codec import TensorSink, decode, encode
+from .dcp_legacy import PlainReader
+
+_OPTIONS = "options.json"
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def model_folder(folder: Path, index: int) -> Path:
+    return folder / f"{MODEL_NAME}_fsdp_{index}"
+
+
+def optimizer_folder(folder: Path, index: int) -> Path:
+    return folder / f"{OPTIMIZER_NAME}_{index}"
+
+
+def has_model(folder: Path, index: int) -> bool:
+    return model_folder(folder, index).is_dir()
+
+
+def has_optimizer(folder: Path, index: int) -> bool:
+    return optimizer_folder(folder, index).is_dir()
+
+
+class FullyShardedState:
+    """The sharded models and optimizers of a run: the `sharded` part of a `RunState`.
+
+    `models` are (index, module); `optimizers` are (index, its module, optimizer). Every rank calls every method.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[tuple[int, torch.nn.Module]],
+        optimizers: Sequence[tuple[int, torch.nn.Module, torch.optim.Optimizer]] = (),
+    ) -> None:
+        self.models = list(models)
+        self.optimizers = list(optimizers)
+        self._group: Any = None
+
+    def stage(self, blocking: bool = True) -> Callable[[Path], None]:
+        """The shards of this rank as they are now. With `blocking=False` they are copied to host memory, and written
+        with messages on a group of their own."""
+        jobs: list[tuple[Path, dict[str, Any], dict[str, Any]]] = [
+            (model_folder(Path(), index), self._model_state(model), {}) for index, model in self.models
+        ]
+        for index, model, optimizer in self.optimizers:
+            flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+            tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+            rest = {name: value for name, value in flat.items() if name not in tensors}
+            jobs.append((optimizer_folder(Path(), index), tensors, rest))
+        group = None
+        if not blocking:
+            if self._group is None and dist.is_initialized():
+                self._group = dist.new_group(backend="gloo")
+            group = self._group
+            jobs = [(path, {name: _copy(value) for name, value in state.items()}, rest) for path, state, rest in jobs]
+
+        def write(folder: Path) -> None:
+            for path, tensors, rest in jobs:
+                write_shards(folder / path, tensors, rest, group)
+
+        return write
+
+    def load(self, folder: Path, strict: bool) -> None:
+        """Read this rank's part of what any number of ranks has written."""
+        for index, model in self.models:
+            state = self._model_state(model)
+            read_shards(model_folder(folder, index), state, strict)
+            set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
+        for index, model, optimizer in self.optimizers:
+            path = optimizer_folder(folder, index)
+            # An optimizer that has not stepped yet gets its state's tensors here, so that there is a place to read to.
+            flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+            tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+            read_shards(path, tensors, strict=True)
+            set_optimizer_state_dict(model, optimizer, {**flat, **read_options(path), **tensors}, options=_FLAT)
+
+    @staticmethod
+    def _model_state(model: torch.nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in get_model_state_dict(model).items() if isinstance(value, torch.Tensor)}
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory; a DTensor keeps its layout (its shard is copied)."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(value, DTensor):
+        return value.detach().to("cpu", copy=True)
+    mesh = value.device_mesh
+    if mesh.device_type != "cpu":
+        mesh = dist.device_mesh.DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    local = value.to_local().detach().to("cpu", copy=True)
+    return DTensor.from_local(local, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any], group: Any = None) -> None:
+    """Write this rank's shards of `tensors` (DTensors, or plain tensors that all ranks have) below `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dcp.save(
+        dict(tensors),
+        storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
+        process_group=group,
+        no_dist=not dist.is_initialized(),
+    )
+    if rest and (not dist.is_initialized() or dist.get_rank() == 0):
+        text = json.dumps(encode(dict(rest), TensorSink(inline=1 << 30), "options"), allow_nan=False)
+        (folder / _OPTIONS).write_text(text)
+
+
+def read_options(folder: Path) -> dict[str, Any]:
+    path = folder / _OPTIONS
+    return dict(decode(json.loads(path.read_text()), {}, str(path))) if path.exists() else {}
+
+
+def _reader(folder: Path) -> Any:
+    if any(folder.glob("*.safetensors")):
+        return dcp.HuggingFaceStorageReader(str(folder))
+    return PlainReader(folder)
+
+
+def shard_entries(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """{name: what is known of it} of all tensors whose shards lie in a folder, with the names that the folder uses."""
+    entries = _reader(folder).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def read_shards(folder: Path, tensors: dict[str, Any], strict: bool) -> None:
+    """Fill `tensors` (DTensors or plain ones) in place from shards of any layout.
+
+    Raises CheckpointError that lists what is missing or of another shape; without `strict` those are left as they are.
+    """
+    prefix = _prefix(folder)
+    saved = {name.removeprefix(prefix): entry for name, entry in shard_entries(folder).items()}
+    missing = [name for name in tensors if name not in saved]
+    shapes = [
+        f"{name} (saved {list(saved[name].size)}, here {list(value.shape)})"
+        for name, value in tensors.items()
+        if name in saved and tuple(saved[name].size) != tuple(value.shape)
+    ]
+    if strict and (missing or shapes):
+        raise CheckpointError(f"{folder} does not fit: missing {missing}; of another shape {shapes}")
+    bad = {row.split(" ", 1)[0] for row in shapes}
+    wanted = {f"{prefix}{name}": value for name, value in tensors.items() if name in saved and name not in bad}
+    _load(wanted, folder)
+
+
+def _load(wanted: dict[str, Any], folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(wanted, storage_reader=_reader(folder), no_dist=True)
+
+
+def _prefix(folder: Path) -> str:
+    """The API's own shards name everything below `model.` or `optimizer.`; ours do not."""
+    if any(folder.glob("*.safetensors")):
+        return ""
+    return "model." if folder.name.startswith(MODEL_NAME) else "optimizer."
+
+
+def _read_full(folder: Path) -> dict[str, torch.Tensor]:
+    entries = shard_entries(folder)
+    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    _load(tensors, folder)
+    prefix = _prefix(folder)
+    return {name.removeprefix(prefix): value for name, value in tensors.items()}
+
+
+def model_shapes(folder: Path) -> dict[str, tuple[int, ...] | None]:
+    prefix = _prefix(folder)
+    return {name.removeprefix(prefix): tuple(entry.size) for name, entry in shard_entries(folder).items()}
+
+
+def read_model(folder: Path) -> dict[str, torch.Tensor]:
+    """The whole state of a model from its shards."""
+    return _read_full(folder)
+
+
+def read_optimizer(
+    folder: Path, optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]
+) -> dict[str, Any]:
+    """The whole state of an optimizer from its shards, as `optimizer.load_state_dict` takes it.
+
+    Shards know parameters by name; `modules` are the models in which `optimizer` finds them.
+    """
+    values: dict[str, Any] = {**read_options(folder), **_read_full(folder)}
+    names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
+    by_name: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    known = sorted(names.values(), key=len, reverse=True)
+    for key, value in values.items():
+        kind, _, rest = key.partition(".")
+        owner = next((name for name in known if rest.startswith(f"{name}.")), None)
+        if owner is None:
+            raise CheckpointError(f"{folder} holds {key}, which belongs to no parameter of the prepared models")
+        (by_name if kind == "state" else options).setdefault(owner, {})[rest[len(owner) + 1 :]] = value
+    state, groups, position = {}, [], 0
+    for group in optimizer.param_groups:
+        members = [names[id(parameter)] for parameter in group["params"]]
+        saved = next((options[name] for name in members if name in options), {})
+        positions = list(range(position, position + len(members)))
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, **saved, "params": positions})
+        state.update({at: by_name[name] for at, name in zip(positions, members, strict=True) if name in by_name})
+        position += len(members)
+    return {"state": state, "param_groups": groups}

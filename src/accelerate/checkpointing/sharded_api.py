@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API's own functions for sharded models: saved and loaded in torch.distributed.checkpoint's format, or merged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
+from ..core.errors import CheckpointError, ConfigurationError
+from ..core.files import atomic_write
+from ..state import PartialState
+from .compat import load_pickled
+from .layout import numbered
+from .sharded import model_folder, model_shapes, optimizer_folder, read_model, read_options, read_shards
+from .weights import save_model
+
+_FSDP_MODEL = f"{MODEL_NAME}_fsdp"
+
+
+def _kind(fsdp_plugin: Any) -> str:
+    """FULL_STATE_DICT, SHARDED_STATE_DICT or LOCAL_STATE_DICT, from torch's enum or its name."""
+    kind = fsdp_plugin.state_dict_type
+    name = kind if isinstance(kind, str) else kind.name
+    if name not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"):
+        raise ConfigurationError(f"state_dict_type={kind!r}: choose FULL_STATE_DICT or SHARDED_STATE_DICT")
+    return name
+
+
+def _full(cpu: bool = True) -> StateDictOptions:
+    return StateDictOptions(full_state_dict=True, cpu_offload=cpu)
+
+
+def _weights(model: torch.nn.Module, options: StateDictOptions | None, adapter_only: bool) -> dict[str, Any]:
+    state = dict(get_model_state_dict(model, options=options))
+    inner = getattr(model, "module", model)
+    if adapter_only and hasattr(inner, "peft_config"):
+        from peft import get_peft_model_state_dict
+
+        state = dict(get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter))
+    return state
+
+
+def _is_main() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: torch.nn.Module,
+    output_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Save a sharded model below `output_dir`; every rank calls it.
+
+    `pytorch_model_fsdp.bin` for a full state, the folder `pytorch_model_fsdp_<index>` for a sharded one; without
+    `use_dcp` a sharded state is one file a rank, as a local one is.
+    """
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = _kind(fsdp_plugin)
+    if kind == "FULL_STATE_DICT":
+        state = _weights(model, _full(), adapter_only)
+        if _is_main():
+            _write(state, folder / numbered(_FSDP_MODEL, model_index, ".bin"))
+    elif kind == "SHARDED_STATE_DICT" and use_dcp:
+        _write_dcp({"model": _weights(model, None, adapter_only)}, model_folder(folder, model_index))
+    else:
+        _write(_local(_weights(model, None, adapter_only)), folder / _rank_file(_FSDP_MODEL, model_index))
+    accelerator.wait_for_everyone()
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: torch.nn.Module,
+    input_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+) -> Any:
+    """Load what `save_fsdp_model` wrote into a sharded model; every rank calls it."""
+    folder = Path(input_dir)
+    options = StateDictOptions(strict=not adapter_only)
+    kind = _kind(fsdp_plugin)
+    accelerator.wait_for_everyone()
+    if kind == "FULL_STATE_DICT":
+        path = folder / numbered(_FSDP_MODEL, model_index, ".bin")
+        full = StateDictOptions(
+            full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=options.strict
+        )
+        return set_model_state_dict(model, load_pickled(path) if _is_main() else {}, options=full)
+    state = _weights(model, None, adapter_only)
+    if model_folder(folder, model_index).is_dir():
+        read_shards(model_folder(folder, model_index), state, strict=not adapter_only)
+    else:
+        _fill_local(state, load_pickled(folder / _rank_file(_FSDP_MODEL, model_index)))
+    return set_model_state_dict(model, state, options=options)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    output_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Save the optimizer of a sharded model: `optimizer.bin` for a full state, else the folder `optimizer_<index>`."""
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if _kind(fsdp_plugin) == "FULL_STATE_DICT" or not use_dcp:
+        state = get_optimizer_state_dict(model, inner, options=_full())
+        if _is_main():
+            _write(state, folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))
+    else:
+        state = get_optimizer_state_dict(model, inner, options=StateDictOptions(flatten_optimizer_state_dict=True))
+        _write_dcp({"optimizer": state}, optimizer_folder(folder, optimizer_index))
+    accelerator.wait_for_everyone()
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
+    input_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Load what `save_fsdp_optimizer` wrote; every rank calls it. With `adapter_only` parameters may be missing."""
+    folder = Path(input_dir)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    accelerator.wait_for_everyone()
+    path = optimizer_folder(folder, optimizer_index)
+    if not path.is_dir():
+        file = folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin")
+        full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
+        set_optimizer_state_dict(model, inner, load_pickled(file) if _is_main() else {}, options=full)
+        return
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(model, inner, options=flat)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    read_shards(path, tensors, strict=not adapter_only)
+    set_optimizer_state_dict(model, inner, {**state, **read_options(path), **tensors}, options=flat)
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Put the shards of a model together: `model.safetensors` (or `pytorch_model.bin`) in the folder `output_path`.
+
+    `checkpoint_dir` is the folder of shards, or a checkpoint that has one. The main process does it; memory for the
+    whole model is needed. Raises CheckpointError when there are no shards.
+    """
+    folder = Path(checkpoint_dir)
+    if model_folder(folder, 0).is_dir():
+        folder = model_folder(folder, 0)
+    state = PartialState()
+    if state.is_main_process:
+        if not any(folder.glob("*.safetensors")) and not (folder / ".metadata").exists():
+            raise CheckpointError(
+                f"{folder} holds no shards of a model: give a checkpoint, or the folder {_FSDP_MODEL}_0 in it"
+            )
+        if not model_shapes(folder):
+            raise CheckpointError(f"{folder} holds no tensors of a model")
+        save_model(read_model(folder), output_path, safe_serialization=safe_serialization, process=state)
+        if remove_checkpoint_dir:
+            shutil.rmtree(folder)
+    state.wait_for_everyone()
+
+
+def _write(value: Any, path: Path) -> None:
+    with atomic_write(path) as file:
+        torch.save(value, file)
+
+
+def _write_dcp(state: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(str(folder)), no_dist=not dist.is_initialized())
+
+
+def _rank_file(name: str, index: int) -> str:
+    middle = "" if index == 0 else f"_{index}"
+    return f"{name}{middle}_rank{_rank()}.bin"
+
+
+def _local(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to_local() if hasattr(value, "to_local") else value for name, value in state.items()}
+
+
+def _fill_local(state: dict[str, Any], saved: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for name, value in _local(state).items():
+            if name not in saved or saved[name].shape != value.shape:
+                raise CheckpointError(
+                    f"rank {_rank()}: the local shards do not hold {name} in the shape of this layout"
+                )
+            value.copy_(saved[name])

@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint as something to read from, whether in our own format or in the API's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.constants import MODEL_NAME, SAFE_MODEL_NAME
+from ..core.errors import CheckpointError
+from . import compat, sharded
+from .blocks import BlockIO, CorruptFile
+from .layout import is_api_file, numbered
+from .manifest import MANIFEST, CorruptCheckpoint, Manifest, check_files, check_sizes, read_manifest
+from .matching import Differences, compare_model
+from .session import ModelPart, RunState, read_document
+from .tensorfile import read_header, read_into, read_tensors
+
+
+class Source:
+    """What loading asks of a checkpoint. Nothing here changes the run but `ModelSource.load`."""
+
+    manifest: Manifest | None = None
+
+    def __init__(self, folder: Path, run: RunState, allow_pickle: bool) -> None:
+        self.folder = folder
+        self.run = run
+        self.allow_pickle = allow_pickle
+        self.io = BlockIO()
+
+    def close(self) -> None:
+        self.io.__exit__()
+
+    @property
+    def world_size(self) -> int:
+        return self.manifest.world_size if self.manifest else 0
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        return dict(self.manifest.progress) if self.manifest else {}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no part of it was saved in shards."""
+        if self.manifest is None:
+            return not any(self.folder.glob(f"{MODEL_NAME}_fsdp_*"))
+        return not any(row["sharded"] for row in (*self.manifest.models, *self.manifest.optimizers))
+
+    def check_sizes(self) -> None:
+        if self.manifest is not None:
+            check_sizes(self.folder, self.manifest)
+
+    def check_weights(self) -> None:
+        """Check the files that are not read into fresh memory: the weights, and what hooks and shards have written."""
+        if self.manifest is not None:
+            names = [name for name in self.manifest.files if not self.read_fresh(name)]
+            check_files(self.io, self.folder, self.manifest, names)
+
+    def read_fresh(self, name: str) -> bool:
+        return False
+
+    def model(self, index: int, part: ModelPart) -> ModelSource:
+        for name in (numbered(SAFE_MODEL_NAME, index, ".safetensors"), numbered(MODEL_NAME, index, ".bin")):
+            path = self.folder / name
+            if path.exists():
+                kind = TensorFile if name.endswith(".safetensors") else PickledFile
+                return kind(self, path, index)
+        if sharded.has_model(self.folder, index):
+            return ShardedFolder(self, sharded.model_folder(self.folder, index), index)
+        raise CheckpointError(f"{self.folder} holds no weights of model {index}")
+
+    def model_extra(self, index: int) -> dict[str, Any]:
+        """The entries of a model's state that are no tensors."""
+        return {}
+
+    def counts(self) -> dict[str, int | None]:
+        raise NotImplementedError
+
+    def optimizer(self, index: int) -> Any:
+        raise NotImplementedError
+
+    def sharded_optimizer(self, index: int) -> Any:
+        optimizer = self.run.optimizers[index].optimizer
+        return sharded.read_optimizer(
+            sharded.optimizer_folder(self.folder, index),
+            getattr(optimizer, "optimizer", optimizer),
+            [part.target for part in self.run.models],
+        )
+
+    def about_optimizer(self, index: int) -> Mapping[str, Any] | None:
+        return self.manifest.optimizers[index] if self.manifest else None
+
+    def shared(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def rank(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+def open_source(folder: Path, run: RunState, allow_pickle: bool) -> Source:
+    """The checkpoint in a folder, by its manifest or else by the API's file names.
+
+    Raises CorruptCheckpoint for a folder that is neither.
+    """
+    if (
+        not (folder / MANIFEST).exists()
+        and folder.is_dir()
+        and any(is_api_file(entry.name) for entry in folder.iterdir())
+    ):
+        return CompatSource(folder, run, allow_pickle)
+    manifest = read_manifest(folder)
+    source = (CompatSource if manifest.layout == "compat" else NativeSource)(folder, run, allow_pickle)
+    source.manifest = manifest
+    return source
+
+
+class NativeSource(Source):
+    """A folder in our own format."""
+
+    manifest: Manifest
+
+    def read_fresh(self, name: str) -> bool:
+        return not (name.startswith((SAFE_MODEL_NAME, MODEL_NAME)) or "/" in name) and name.endswith(
+            (".json", ".safetensors")
+        )
+
+    def counts(self) -> dict[str, int | None]:
+        shared = self.shared()
+        return {
+            "models": len(self.manifest.models),
+            "optimizers": len(self.manifest.optimizers),
+            "schedulers": len(shared["schedulers"]),
+            "registered objects": len(shared["custom"]),
+        }
+
+    def model_extra(self, index: int) -> dict[str, Any]:
+        name = numbered("model_extra", index, "")
+        if f"{name}.json" not in self.manifest.files:
+            return {}
+        return dict(read_document(self.io, self.folder, name, self.manifest))
+
+    def optimizer(self, index: int) -> Any:
+        if self.manifest.optimizers[index]["sharded"]:
+            return self.sharded_optimizer(index)
+        return read_document(self.io, self.folder, numbered("optimizer", index, ""), self.manifest, unshare=True)
+
+    def shared(self) -> dict[str, Any]:
+        if not hasattr(self, "_shared"):
+            self._shared: dict[str, Any] = read_document(self.io, self.folder, "session", self.manifest)
+        return self._shared
+
+    def rank(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
+        """A rank's own state. On another number of processes the loaders' places are rank 0's, which are global."""
+        same = world_size == self.manifest.world_size
+        own = f"random_states_{rank}"
+        if f"{own}.json" in self.manifest.files:
+            state = dict(read_document(self.io, self.folder, own, self.manifest))
+            if same:
+                return state
+            notes.append(
+                f"saved by {self.manifest.world_size} processes, loaded by {world_size}: each of the first ranks "
+                "takes its former random states, and unfinished gradients are dropped"
+            )
+            if rank == 0:
+                return {**state, "rank_state": None}
+        else:
+            state = {"rng": None}
+            notes.append(f"no random states of rank {rank} were saved: its generators stay as they are")
+        first = self._first_rank()
+        return {"rng": state["rng"], "dataloaders": first["dataloaders"], "rank_state": None}
+
+    def _first_rank(self) -> dict[str, Any]:
+        """The state of the lowest rank that this folder has (rank 0 but where each machine keeps its own copy)."""
+        present = [
+            int(name.removeprefix("random_states_").removesuffix(".json"))
+            for name in self.manifest.files
+            if name.startswith("random_states_") and name.endswith(".json")
+        ]
+        if not present:
+            raise CorruptCheckpoint(f"{self.folder} holds the state of no rank")
+        return dict(read_document(self.io, self.folder, f"random_states_{min(present)}", self.manifest))
+
+
+class CompatSource(Source):
+    """A folder in the API's own format, written by another library (without checksums) or by layout='compat'."""
+
+    def counts(self) -> dict[str, int | None]:
+        if self.manifest is None:
+            return {}
+        return {"models": len(self.manifest.models), "optimizers": len(self.manifest.optimizers)}
+
+    def optimizer(self, index: int) -> Any:
+        if sharded.has_optimizer(self.folder, index):
+            return self.sharded_optimizer(index)
+        return compat.read_optimizer(self.folder, index, self.allow_pickle)
+
+    def shared(self) -> dict[str, Any]:
+        return {**compat.read_shared(self.folder, self.run, self.allow_pickle), "progress": self.progress}
+
+    def rank(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
+        found = compat.read_rank(self.folder, rank, self.allow_pickle)
+        if found is None:
+            notes.append(f"no random states of rank {rank} were saved: its generators stay as they are")
+            found = {"rng": None}
+        loaders = [
+            compat.read_loader(self.folder, index, self.allow_pickle) for index in range(len(self.run.dataloaders))
+        ]
+        return {"rng": found["rng"], "progress": {"step": found.get("step", 0)}, "dataloaders": loaders}
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+class ModelSource:
+    """The saved state of one model."""
+
+    def __init__(self, source: Source, path: Path, index: int) -> None:
+        self.source = source
+        self.path = path
+        self.extra = source.model_extra(index)
+        self.differences = Differences()
+
+    def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """The whole state in host memory."""
+        raise NotImplementedError
+
+    def compare(self, index: int, part: ModelPart, strict: bool) -> list[str]:
+        """Notes on what differs from the model; with `strict` any difference is a CheckpointMismatch."""
+        if part.sharded and part.load_state_dict is not None:
+            return []  # its own loader knows its names
+        saved = {**self.shapes(), **dict.fromkeys(self.extra)}
+        self.differences = compare_model(index, part, saved, self.path, strict)
+        return [f"model {index}: {self.differences}"] if self.differences else []
+
+    def load(self, part: ModelPart, strict: bool) -> None:
+        state = {**self.state(), **self.extra}
+        if part.load_state_dict is not None:
+            part.load_state_dict(state, strict)
+            return
+        for name in self.differences.shapes:
+            state.pop(name, None)
+        # What is missing or unexpected was judged before; tied names may be missing rightly.
+        part.target.load_state_dict(state, strict=False)
+
+
+class TensorFile(ModelSource):
+    """A safetensors file."""
+
+    def __init__(self, source: Source, path: Path, index: int) -> None:
+        super().__init__(source, path, index)
+        try:
+            self.header = read_header(path)
+        except CorruptFile as error:
+            raise CorruptCheckpoint(f"{path} is damaged: {error}") from error
+
+    def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        found: dict[str, tuple[int, ...] | None] = {name: entry.shape for name, entry in self.header.entries.items()}
+        found.update({alias: found[name] for alias, name in self.header.aliases.items() if name in found})
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return dict(read_tensors(self.source.io, self.path))
+
+    def load(self, part: ModelPart, strict: bool) -> None:
+        if part.load_state_dict is not None or self.extra or not _loads_plainly(part.target):
+            super().load(part, strict)
+            return
+        saved = self.shapes()
+        targets = {
+            name: tensor
+            for name, tensor in part.target.state_dict().items()
+            if name in saved and name not in self.differences.shapes
+        }
+        read_into(self.source.io, self.path, targets)
+
+
+class PickledFile(ModelSource):
+    """A file of torch.save."""
+
+    def __init__(self, source: Source, path: Path, index: int) -> None:
+        super().__init__(source, path, index)
+        self._state = dict(compat.load_pickled(path, source.allow_pickle))
+
+    def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        return {
+            name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
+            for name, value in self._state.items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        return self._state
+
+
+class ShardedFolder(ModelSource):
+    """A folder of shards, put together for a model that is not sharded."""
+
+    def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        return sharded.model_shapes(self.path)
+
+    def state(self) -> dict[str, Any]:
+        return sharded.read_model(self.path)
+
+
+def _loads_plainly(module: torch.nn.Module) -> bool:
+    """Whether loading a state into the module is nothing but copying into its tensors."""
+    plain = torch.nn.Module
+    for child in module.modules():
+        kind = type(child)
+        if (
+            kind.load_state_dict is not plain.load_state_dict
+            or kind._load_from_state_dict is not plain._load_from_state_dict
+            or kind.set_extra_state is not plain.set_extra_state
+            or child._load_state_dict_pre_hooks
+            or child._load_state_dict_post_hooks
+            or child._state_dict_hooks
+        ):
+            return False
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if tensor is not None and type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                return False
+            if tensor is not None and tensor.device.type == "meta":
+                return False
+    return True

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files written from and read into memory that is there already, with no copy in between.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header, the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.errors import CheckpointError
+from .blocks import BlockIO, CorruptFile, FileRecord, Segment, host_view, is_host
+from .codec import memory_of, require_plain_tensor
+
+_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
+# Metadata key of ours: {alias: name} of tensors that are one memory and are stored once.
+ALIASES = "accelerate.aliases"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor stands in a file: `start` and `end` are bytes from the end of the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    offset: int  # bytes before the first tensor
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """{alias: name of the stored tensor}. Files of other writers say it as plain metadata entries."""
+        if ALIASES in self.metadata:
+            return dict(json.loads(self.metadata[ALIASES]))
+        return {
+            key: value
+            for key, value in self.metadata.items()
+            if value in self.entries and key not in self.entries and key != "format"
+        }
+
+
+def without_aliases(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """(tensors that are memories of their own, {alias: name}) of a state whose tied tensors stand in it twice."""
+    kept: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state.items():
+        first = seen.setdefault(memory_of(tensor), name)
+        if first == name:
+            kept[name] = tensor
+        else:
+            aliases[name] = first
+    return kept, aliases
+
+
+def segments(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> list[Segment]:
+    """The bytes of a safetensors file of these tensors: its header, then the tensors themselves, not copied."""
+    for name, tensor in tensors.items():
+        require_plain_tensor(tensor, name)
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(f"{name}: a tensor of dtype {tensor.dtype} has no place in a safetensors file")
+    # Widest first, as the format's own writer does, so that every tensor starts at a multiple of its element size.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    at = 0
+    for name, tensor in ordered:
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little") + text, *(tensor for _, tensor in ordered)]
+
+
+def read_header(path: Path) -> Header:
+    """What a file holds. Raises CorruptFile for anything that is not a safetensors file."""
+    with open(path, "rb") as file:
+        total = os.fstat(file.fileno()).st_size
+        first = file.read(8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length > min(total - 8, _HEADER_LIMIT):
+            raise CorruptFile("it is not a safetensors file, or it is cut short")
+        text = file.read(length)
+    try:
+        data = json.loads(text)
+        metadata = dict(data.pop("__metadata__", None) or {})
+        entries = {
+            name: Entry(_DTYPES[row["dtype"]], tuple(row["shape"]), *map(int, row["data_offsets"]))
+            for name, row in data.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise CorruptFile(f"its safetensors header cannot be read ({error!r})") from error
+    _check_entries(entries, total - 8 - length)
+    return Header(entries, metadata, 8 + length)
+
+
+def _check_entries(entries: Mapping[str, Entry], size: int) -> None:
+    at = 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+        count = 1
+        for extent in entry.shape:
+            count *= extent
+        if entry.start != at or entry.end - entry.start != count * entry.dtype.itemsize:
+            raise CorruptFile(f"its header places the tensor {name} wrongly")
+        at = entry.end
+    if at != size:
+        raise CorruptFile(f"it holds {size} bytes of tensors where its header names {at}")
+
+
+def read_tensors(io: BlockIO, path: Path, record: FileRecord | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of a file in new host memory of their own, the file checked against its record in the same reading.
+
+    Aliases are tensors of the same memory. Raises CorruptFile.
+    """
+    header = read_header(path)
+    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in header.entries.items()}
+    _read(io, path, header, tensors, record)
+    for alias, name in header.aliases.items():
+        tensors[alias] = tensors[name]
+    return tensors
+
+
+def read_into(io: BlockIO, path: Path, targets: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors that exist from a file that was checked before and that holds each of them in its shape.
+
+    Contiguous host memory of the same dtype is read in place; anything else goes through one tensor of host memory.
+    """
+    header = read_header(path)
+    wanted: dict[str, list[torch.Tensor]] = {}
+    for name, target in targets.items():
+        wanted.setdefault(header.aliases.get(name, name), []).append(target)
+    entries = header.entries
+    direct = {
+        name: group[0] for name, group in wanted.items() if is_host(group[0]) and group[0].dtype == entries[name].dtype
+    }
+    with torch.no_grad():
+        if len(direct) == len(entries):
+            _read(io, path, header, direct, None)
+        else:
+            _read_some(path, header, wanted, direct)
+        for group in wanted.values():
+            for other in group[1:]:
+                if memory_of(other) != memory_of(group[0]):
+                    other.copy_(group[0])
+
+
+def _read_some(
+    path: Path, header: Header, wanted: Mapping[str, list[torch.Tensor]], direct: Mapping[str, torch.Tensor]
+) -> None:
+    with open(path, "rb", buffering=0) as file:
+        for name in sorted(wanted, key=lambda name: header.entries[name].start):
+            if name in direct:
+                _read_one(file, header, name, direct[name])
+                continue
+            entry = header.entries[name]
+            staging = torch.empty(entry.shape, dtype=entry.dtype)
+            _read_one(file, header, name, staging)
+            wanted[name][0].copy_(staging)
+
+
+def _read(
+    io: BlockIO, path: Path, header: Header, tensors: Mapping[str, torch.Tensor], record: FileRecord | None
+) -> None:
+    ordered: Iterable[str] = sorted(header.entries, key=lambda name: header.entries[name].start)
+    views = [host_view(tensors[name]) for name in ordered if tensors[name].numel()]
+    io.read(path, [memoryview(bytearray(header.offset)), *views], record)
+
+
+def _read_one(file: Any, header: Header, name: str, target: torch.Tensor) -> None:
+    if not target.numel():
+        return
+    view = host_view(target)
+    file.seek(header.offset + header.entries[name].start)
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            raise CorruptFile(f"it ends inside the tensor {name}")
+        done += count

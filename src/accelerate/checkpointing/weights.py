@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's weights as files of their own, one or several with an index; and the API's `save` and `load`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ..core.constants import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    WEIGHTS_PATTERN_NAME,
+)
+from ..core.errors import CheckpointError, ConfigurationError
+from ..core.files import atomic_write, fsync_path
+from ..state import PartialState
+from .blocks import BlockIO
+from .compat import load_pickled
+from .tensorfile import segments, without_aliases
+
+logger = logging.getLogger(__name__)
+
+
+class _Writing(Protocol):
+    """Whether this process is the one that writes a file that all processes have."""
+
+    @property
+    def is_main_process(self) -> bool: ...
+    @property
+    def is_local_main_process(self) -> bool: ...
+
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def size_in_bytes(size: int | str) -> int:
+    """`"10GB"` (powers of ten) or `"5GiB"` (powers of two) or a number, in bytes."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B)\s*", str(size), re.IGNORECASE)
+    if match:
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    raise ConfigurationError(
+        f"max_shard_size={size!r}: give a number of bytes, or one with a unit such as '5GB', '200MiB'"
+    )
+
+
+def plan_shards(state: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
+    """Names of the tensors in each shard, in order: a shard is full when the next tensor would pass `limit` bytes."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, tensor in state.items():
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def save_model(
+    state: Mapping[str, Any],
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+    *,
+    process: _Writing,
+    save_on_each_node: bool = False,
+) -> None:
+    """Write a model's full state into a folder: `model.safetensors`, or numbered shards and their index.
+
+    Every rank may call it; the main process (of each machine, with `save_on_each_node`) writes. Of tied weights one is
+    stored. Shards of an earlier save in the folder are removed. Without `safe_serialization`, torch.save writes.
+    Raises ValueError when `save_directory` is a file, CheckpointError naming the entry that cannot be stored.
+    """
+    folder = Path(save_directory)
+    if folder.is_file():
+        raise ConfigurationError(f"save_model: {folder} is a file; give a folder")
+    limit = size_in_bytes(max_shard_size)
+    if not (process.is_local_main_process if save_on_each_node else process.is_main_process):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    kept: dict[str, Any] = dict(state)
+    aliases: dict[str, str] = {}
+    if safe_serialization:
+        kept, aliases = without_aliases(clean_tensors(state))
+    shards = plan_shards({name: value for name, value in kept.items() if isinstance(value, torch.Tensor)}, limit)
+    single, pattern, index = (
+        (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME)
+        if safe_serialization
+        else (WEIGHTS_NAME, WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME)
+    )
+    names = [single] if len(shards) == 1 else _numbered_shards(pattern, len(shards))
+    others = [name for name, value in kept.items() if not isinstance(value, torch.Tensor)]
+    shards[0] = shards[0] + others
+    contents = [{name: kept[name] for name in members} for members in shards]
+    _write_shards(folder, dict(zip(names, contents, strict=True)), aliases, index if len(shards) > 1 else None)
+    _remove_stale(folder, single, pattern, index, set(names), len(shards) > 1)
+    logger.info("model weights saved in %s (%d file(s))", folder, len(names))
+
+
+def _numbered_shards(pattern: str, count: int) -> list[str]:
+    return [pattern.format(suffix=f"-{number:05d}-of-{count:05d}") for number in range(1, count + 1)]
+
+
+def clean_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a state; an entry of another kind cannot stand in a safetensors file and is named in an error."""
+    bad = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if bad:
+        raise CheckpointError(
+            f"these entries are no tensors and have no place in a safetensors file: {', '.join(bad[:20])}. "
+            "Pass safe_serialization=False, or leave them out of the state dict."
+        )
+    return dict(state)
+
+
+def _write_shards(
+    folder: Path, files: Mapping[str, Mapping[str, Any]], aliases: Mapping[str, str], index: str | None
+) -> None:
+    """All files beside their places first, then each renamed to its place, the index last."""
+    token = uuid.uuid4().hex[:8]
+    temporary = {name: folder / f".{name}.{token}.tmp" for name in files}
+    safe = next(iter(files)).endswith(".safetensors")
+    try:
+        with BlockIO() as io:
+            for name, content in files.items():
+                if safe:
+                    here = {alias: kept for alias, kept in aliases.items() if kept in content}
+                    io.write(temporary[name], segments(content, here))
+                else:
+                    torch.save(dict(content), temporary[name])
+                    fsync_path(temporary[name])
+        if index is not None:
+            # Until the new index is there no old one may name half of the new shards.
+            (folder / index).unlink(missing_ok=True)
+        for name, path in temporary.items():
+            os.replace(path, folder / name)
+    except BaseException:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
+        raise
+    if index is not None:
+        _write_index(folder / index, files, aliases)
+    fsync_path(folder)
+
+
+def _write_index(path: Path, files: Mapping[str, Mapping[str, Any]], aliases: Mapping[str, str]) -> None:
+    total = sum(
+        value.numel() * value.element_size()
+        for content in files.values()
+        for value in content.values()
+        if isinstance(value, torch.Tensor)
+    )
+    where = {entry: name for name, content in files.items() for entry in content}
+    where.update({alias: where[kept] for alias, kept in aliases.items() if path.name == WEIGHTS_INDEX_NAME})
+    with atomic_write(path, "w") as file:
+        json.dump({"metadata": {"total_size": total}, "weight_map": where}, file, indent=2, sort_keys=True)
+        file.write("\n")
+
+
+def _remove_stale(folder: Path, single: str, pattern: str, index: str, written: set[str], sharded: bool) -> None:
+    shard = re.compile(re.escape(pattern).replace(re.escape("{suffix}"), r"-\d{5}-of-\d{5}"))
+    for entry in folder.iterdir():
+        stale = shard.fullmatch(entry.name) or entry.name == single or (entry.name == index and not sharded)
+        if stale and entry.name not in written:
+            entry.unlink()
+
+
+# --- the API's utility functions -----------------------------------------------------------------------------------
+
+
+def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A state that a safetensors file can hold: contiguous tensors, of tied ones the first name only."""
+    tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    kept, aliases = without_aliases(tensors)
+    if aliases:
+        logger.info("left out tied tensors %s: their values are stored under another name", sorted(aliases))
+    return {name: value if value.is_contiguous() else value.contiguous() for name, value in kept.items()}
+
+
+def save(
+    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """Write `obj` to the file `f`, whole or not at all, on the main process (of each machine).
+
+    With `safe_serialization` a dict of tensors becomes a safetensors file, else torch.save writes it.
+    Every process may call it.
+    """
+    state = PartialState()
+    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+        return
+    if safe_serialization:
+        kept, aliases = without_aliases(clean_tensors(obj))
+        path = Path(f)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        try:
+            with BlockIO() as io:
+                io.write(temporary, segments(kept, aliases))
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return
+    if not isinstance(f, (str, os.PathLike)):
+        torch.save(obj, f)
+        return
+    with atomic_write(f) as file:
+        torch.save(obj, file)
+
+
+def load(f: str | os.PathLike[str], map_location: Any = None, **kwargs: Any) -> Any:
+    """What torch.save wrote, read as plain data; `weights_only=False` in `kwargs` trusts the file. As torch.load else.
+
+    Raises CheckpointError for a file that holds more than plain data.
+    """
+    weights_only = kwargs.pop("weights_only", None)
+    if weights_only is False:
+        return torch.load(f, map_location=map_location, weights_only=False, **kwargs)
+    return load_pickled(f, map_location=map_location, **kwargs)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving in the background: a copy of the state in reused host memory, one thread, errors told at the next call.
+
+Peak extra memory: one copy of what this rank writes, kept for the next save. A second save waits for the first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..core.devices import kind_of
+from ..core.errors import CheckpointError
+from .blocks import Segment, nbytes
+from .council import Council, Process
+from .save import Draft, Options, complete
+
+_ALIGN = 64  # bytes; the widest vector registers
+
+
+@dataclass
+class _Job:
+    thread: threading.Thread
+    folder: str
+    error: BaseException | None = None
+
+
+class Writer:
+    """Writes one save at a time in a background thread. Hand it to `save_run`; keep it for the next save.
+
+    `wait` returns when nothing is being written; it raises the error of the save that was. `save_run` calls it first,
+    so an error surfaces at the next save; call it at the end of a run. At exit what is being written is finished.
+
+    Example:
+        writer = Writer()
+        save_run(run, "run/checkpoints/checkpoint_3", process=state, writer=writer)  # returns when copied
+        writer.wait()
+    """
+
+    def __init__(self) -> None:
+        self._job: _Job | None = None
+        self._buffer: torch.Tensor | None = None
+        self.copy_seconds = 0.0  # how long the last save held the caller to copy its state
+        _Living.writers.add(self)
+        _Living.arm()
+
+    @property
+    def busy(self) -> bool:
+        return self._job is not None and self._job.thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait for what is being written; raise its error, once."""
+        job = self._job
+        if job is None:
+            return
+        job.thread.join()
+        self._job = None
+        if job.error is not None:
+            raise CheckpointError(f"the background save of {job.folder} failed: {job.error}") from job.error
+
+    def drop_error(self) -> None:
+        """Forget the error of the save that was just handed in: its caller raises it itself."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.thread.join()
+
+    def submit(self, draft: Draft, process: Process, options: Options) -> None:
+        """Copy a draft's tensors to host memory and write it in the background."""
+        started = time.perf_counter()
+        try:
+            self._copy(draft)
+        except Exception as error:
+            draft.error = draft.error or error
+        self.copy_seconds = time.perf_counter() - started
+        # Its own connection and its own rounds: the training's messages and other saves never wait for it.
+        council = Council(process, "checkpoint-writer")
+        job = _Job(threading.Thread(name="checkpoint-writer", target=lambda: _run(job)), str(draft.folder))
+
+        def _run(job: _Job) -> None:
+            try:
+                complete(draft, process, options, council)
+            except BaseException as error:
+                job.error = error
+            finally:
+                draft.files.clear()
+
+        self._job = job
+        job.thread.start()
+
+    def _copy(self, draft: Draft) -> None:
+        tensors = [piece for pieces in draft.files.values() for piece in pieces if isinstance(piece, torch.Tensor)]
+        copies = iter(self._snapshot(tensors))
+        draft.files = {
+            name: [next(copies) if isinstance(piece, torch.Tensor) else piece for piece in pieces]
+            for name, pieces in draft.files.items()
+        }
+        # Pickled files keep their structure; they are an old format, copied the plain way.
+        draft.pickled = {name: _clone(value) for name, value in draft.pickled.items()}
+
+    def _snapshot(self, tensors: Sequence[torch.Tensor]) -> list[Segment]:
+        """Copies of the tensors in one buffer, which is kept: memory that is mapped takes a copy at full speed."""
+        places = []
+        size = 0
+        for tensor in tensors:
+            places.append(size)
+            size += -(-nbytes(tensor) // _ALIGN) * _ALIGN
+        if self._buffer is None or self._buffer.numel() < size:
+            device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+            pin = device is not None and kind_of(device).pin_memory
+            self._buffer = None
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+        copies: list[Segment] = []
+        with torch.no_grad():
+            for tensor, start in zip(tensors, places, strict=True):
+                place = self._buffer[start : start + nbytes(tensor)].view(tensor.dtype).view(tensor.shape)
+                place.copy_(tensor, non_blocking=True)
+                copies.append(place)
+        for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+        return copies
+
+    def release(self) -> None:
+        """Give the host buffer back; the next save takes a new one."""
+        self.wait()
+        self._buffer = None
+
+
+def _clone(value: Any) -> Any:
+    from torch.utils._pytree import tree_map
+
+    return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+class _Living:
+    """Writers whose work an exit must not cut off."""
+
+    writers: ClassVar[weakref.WeakSet[Writer]] = weakref.WeakSet()
+    armed = False
+
+    @classmethod
+    def arm(cls) -> None:
+        # Registered after the process group's own farewell, so run before it: the ranks still reach each other.
+        if not cls.armed:
+            cls.armed = True
+            atexit.register(cls.finish)
+
+    @classmethod
+    def finish(cls) -> None:
+        for writer in list(cls.writers):
+            writer.wait()
