@@ -21,6 +21,8 @@ _PARTNER_LOST = re.compile(
     r"DistStoreError|DistNetworkError|recvValue|Socket (Timeout|closed)|has been aborted|NCCL (error|communicator)|"
     r"Connection refused|gloo::"
 )
+# What torch puts before each line of a traceback when several ranks run.
+_TORCH_MARK = re.compile(r"^\[rank\d+\]: ?")
 _SIGNAL_WORDS = {
     signal.SIGSEGV: "it touched memory that is not its own: a defect in native code, an extension or the driver",
     signal.SIGABRT: "native code gave up (abort)",
@@ -74,12 +76,12 @@ class Failure:
 
 def is_partner_lost(rank: Rank) -> bool:
     """Whether a failed rank only says that another one is gone."""
-    return bool(rank.code and rank.code > 0 and _PARTNER_LOST.search(_last_words(rank)))
+    return bool(rank.exit_code > 0 and _PARTNER_LOST.search(_last_words(rank)))
 
 
 def find_first(ranks: Sequence[Rank]) -> Rank | None:
     """The rank that failed first of itself, or None where no rank did."""
-    failed = [rank for rank in ranks if rank.code and rank.trouble_at is not None]
+    failed = [rank for rank in ranks if rank.exit_code and rank.trouble_at is not None]
     # A killed rank is noticed at its very end, its victims write their tracebacks a moment later.
     return min(failed, key=lambda rank: (is_partner_lost(rank), rank.trouble_at), default=None)
 
@@ -91,8 +93,8 @@ def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
         rank=first.rank,
         local_rank=first.spec.local_rank,
         pid=first.popen.pid,
-        code=first.code or 0,
-        cause=_cause(first.code or 0, traceback or first.error.tail.decode(errors="replace"), oom_kills),
+        code=first.exit_code,
+        cause=_cause(first.exit_code, traceback or first.error.tail.decode(errors="replace"), oom_kills),
         traceback=traceback,
         log=str(first.log_folder / "stderr.log") if first.log_folder else None,
     )
@@ -103,15 +105,15 @@ def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
 
 
 def _fate(rank: Rank, failure: Failure) -> str:
-    words = rank.error.drop().decode(errors="replace")
+    line = _error_line(rank.error.drop().decode(errors="replace"))
     if rank.trouble_at is None:
         return "stopped by the launcher"
-    line = _error_line(words) or _error_line(rank.error.tail.decode(errors="replace"))
-    if line and failure.traceback and line == _error_line(failure.traceback):
+    line = line or _error_line(rank.error.tail.decode(errors="replace"))
+    if line and line == _error_line(failure.traceback):
         return "failed in the same way"
-    if rank.code and rank.code < 0:
-        return f"killed by {_signal_name(-rank.code)}"
-    return line or f"exit code {rank.code}"
+    if rank.exit_code < 0:
+        return f"killed by {_signal_name(-rank.exit_code)}"
+    return line or f"exit code {rank.exit_code}"
 
 
 def _last_words(rank: Rank) -> str:
@@ -123,6 +125,7 @@ def _error_line(text: str) -> str:
     if "Traceback (most recent call last)" not in text:
         return ""
     for line in reversed(text.rsplit("Traceback (most recent call last)", 1)[1].splitlines()):
+        line = _TORCH_MARK.sub("", line)
         if re.match(r"[A-Za-z_][\w.]*(:|$)", line):
             return line[:300]
     return ""

@@ -43,26 +43,29 @@ class Rank:
                 preexec_fn=_die_with(os.getpid()),
             )
         finally:
-            for descriptor in (output, error):
-                if descriptor is not None:
-                    os.close(descriptor)
+            os.close(output)
+            os.close(error)
 
     @property
     def rank(self) -> int:
         return self.spec.rank
 
     @property
+    def exit_code(self) -> int:
+        """The code it ended with, or would have: one that failed and was stopped while cleaning up counts as 1."""
+        return 1 if self.stopped and self.trouble_at is not None else self.code or 0
+
+    @property
     def error(self) -> Stream:
         return self.streams[0]
 
-    def _open_streams(self, spec: LaunchSpec) -> tuple[int | None, int]:
-        """The descriptors the process writes to: standard output (None: the launcher's own) and standard error."""
+    def _open_streams(self, spec: LaunchSpec) -> tuple[int, int]:
+        """The descriptors the process writes to: standard output and standard error."""
         tee = spec.tee_of(self.rank)
         if self.log_folder is not None:
             self.log_folder.mkdir(parents=True, exist_ok=True)
         error = self._open_stream(spec, 2, bool(tee & 2))
-        output = self._open_stream(spec, 1, bool(tee & 1)) if self.log_folder or tee & 1 else None
-        return output, error
+        return self._open_stream(spec, 1, bool(tee & 1)), error
 
     def _open_stream(self, spec: LaunchSpec, number: int, marked: bool) -> int:
         source, end = _channel(number)
@@ -101,6 +104,9 @@ class Rank:
         """Send a signal to the process and all that it started."""
         if self.code is not None:
             return
+        if not self.stopped:
+            # It was about to end by itself: it has written its traceback and is cleaning up.
+            self.trouble_at = self.error.held_since
         self.stopped = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.name == "posix":

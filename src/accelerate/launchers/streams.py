@@ -8,8 +8,12 @@ import time
 from typing import IO
 
 TRACEBACK = b"Traceback (most recent call last):"
-# Seconds a traceback is held back: whether it ended the process, and whose fault it was, is known by then.
-HOLD = 1.0
+# Seconds a traceback is held back: whether it ended the process, and whose fault it was, is known by then. A process
+# that goes on printing after the shorter time has survived it.
+HOLD = 5.0
+HOLD_WHILE_PRINTING = 1.0
+# Seconds a line without its end waits for the rest, so that lines of several ranks do not run into each other.
+LINE_WAIT = 0.1
 TAIL = 16384
 
 
@@ -32,6 +36,8 @@ class Stream:
         self.open = True
         self._at_line_start = True
         self._partial = b""
+        self._line = b""
+        self._line_since = 0.0
 
     def read(self) -> None:
         """Take what there is. At the end of the stream `open` is False."""
@@ -56,6 +62,8 @@ class Stream:
             self._emit(data)
         elif self.held_since is not None:
             self.held += data
+            if time.monotonic() - self.held_since > HOLD_WHILE_PRINTING:
+                self.release()
         else:
             self._look_for_traceback(self._partial + data)
 
@@ -74,15 +82,23 @@ class Stream:
             self._partial, data = rest, data[:start]
         self._emit(data)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether something is kept back that a moment's time will release."""
+        return bool(self.held or self._line or self._partial)
+
     def release_if_old(self) -> None:
-        """A process that goes on after its traceback only reported it: show what was held."""
-        if self.held_since is not None and time.monotonic() - self.held_since > HOLD:
+        """A process that goes on after its traceback only reported it: show what was held. The same for half lines."""
+        now = time.monotonic()
+        if self.held_since is not None and now - self.held_since > HOLD:
             self.release()
+        elif self._line and now - self._line_since > LINE_WAIT:
+            self._flush()
 
     def release(self) -> None:
-        data, self.held, self.held_since = self.held + self._partial, b"", None
-        self._partial = b""
-        self._emit(data)
+        """Show all that is kept back."""
+        self._emit(self.drop())
+        self._flush()
 
     def drop(self) -> bytes:
         """What was held, no longer to be shown."""
@@ -98,9 +114,20 @@ class Stream:
                 self.log.close()
 
     def _emit(self, data: bytes) -> None:
-        if not data:
-            return
-        if self.mark is not None:
+        """Pass whole lines on; a carriage return ends one too, as progress bars need it."""
+        data = self._line + data
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        if not self._line:
+            self._line_since = time.monotonic()
+        whole, self._line = data[:end], data[end:]
+        self._write(whole)
+
+    def _flush(self) -> None:
+        rest, self._line = self._line, b""
+        self._write(rest)
+
+    def _write(self, data: bytes) -> None:
+        if self.mark is not None and data:
             data = self._marked(data)
         try:
             while data:

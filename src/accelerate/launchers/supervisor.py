@@ -19,6 +19,7 @@ from . import failure as failures
 from .failure import Failure
 from .process import Rank
 from .spec import LaunchSpec, ProcessSpec
+from .streams import LINE_WAIT
 
 # Seconds that a rank gets to show whether another one's failure is its own doing.
 SETTLE = 0.05
@@ -81,7 +82,9 @@ class Supervisor:
     def _wait(self) -> None:
         """Until something happens: output, an end, a signal, or a time that was set."""
         # An ended process wakes us through SIGCHLD; outside the main thread there is no such call.
-        patience = 0.5 if threading.current_thread() is threading.main_thread() else 0.05
+        patience = 1.0 if threading.current_thread() is threading.main_thread() else 0.05
+        if any(stream.waiting for rank in self.ranks for stream in rank.streams):
+            patience = min(patience, LINE_WAIT)
         now = time.monotonic()
         for moment in (self._settle_until, self._kill_at):
             if moment is not None:
