@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lazy exports: a name comes from its home at the first use, and from nowhere else."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from accelerate.core import lazy, trees
+
+
+@pytest.fixture
+def wing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = ModuleType("accelerate_wing")
+    monkeypatch.setitem(sys.modules, "accelerate_wing", module)
+    exports = {"core.trees": ["send_to_device"], "core.gone": ["lost"], "core.errors": ["absent"]}
+    module.__getattr__, module.__dir__, module.__all__ = lazy.attach("accelerate_wing", exports, ["child"])
+    return module
+
+
+def test_a_name_is_fetched_once_and_then_is_a_plain_attribute(wing: ModuleType) -> None:
+    assert "send_to_device" not in vars(wing)
+    assert wing.send_to_device is trees.send_to_device
+    assert vars(wing)["send_to_device"] is trees.send_to_device
+
+
+def test_all_and_dir_list_the_names_before_they_are_used(wing: ModuleType) -> None:
+    assert wing.__all__ == ["absent", "child", "lost", "send_to_device"]
+    assert {"absent", "child", "lost", "send_to_device"} <= set(dir(wing))
+
+
+def test_unknown_names_and_broken_homes_fail_as_python_fails(wing: ModuleType) -> None:
+    with pytest.raises(AttributeError, match=r"module 'accelerate_wing' has no attribute 'nothing'"):
+        _ = wing.nothing
+    with pytest.raises(ModuleNotFoundError, match=r"accelerate\.core\.gone"):
+        _ = wing.lost
+    with pytest.raises(AttributeError, match="absent"):
+        _ = wing.absent
+
+
+def test_the_function_tqdm_is_not_hidden_by_its_module() -> None:
+    import accelerate.utils
+    import accelerate.utils.tqdm as module
+    from accelerate.telemetry.progress import tqdm
+
+    assert accelerate.utils.tqdm is tqdm
+    assert sys.modules["accelerate.utils.tqdm"].tqdm is tqdm
+    assert module is tqdm  # `import a.b as c` takes the attribute, as it does for every package of this shape
