@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.fp8 import TERecipeKwargs
 from ..core.availability import is_transformer_engine_mxfp8_available
 from ..core.errors import ConfigurationError
 from ..core.imports import required
@@ -125,34 +126,34 @@ def contextual_fp8_autocast(
 
 
 @_needs_engine
-def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
-    """`model`, with its forward under the engine's fp8 autocast, by the recipe of the handler (TERecipeKwargs)."""
-    options = {} if fp8_recipe_handler is None else dict(fp8_recipe_handler.to_kwargs())
-    options.pop("backend", None)
-    options.pop("interval", None)  # the engine has dropped it
-    during_eval = bool(options.pop("use_autocast_during_eval", False))
-    forward = contextual_fp8_autocast(model.forward, make_recipe(options), during_eval)
+def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
+    """`model`, with its forward under the engine's fp8 autocast by the recipe of the handler; None: the defaults."""
+    handler = fp8_recipe_handler or TERecipeKwargs()
+    forward = contextual_fp8_autocast(model.forward, make_recipe(handler), bool(handler.use_autocast_during_eval))
     model.forward = MethodType(forward, model)
     return model
 
 
-def make_recipe(options: dict[str, Any]) -> Any:
-    """The engine's recipe of a handler's options: delayed scaling, or MXFP8 blocks where `use_mxfp8_block_scaling`."""
+def make_recipe(handler: TERecipeKwargs) -> Any:
+    """The engine's recipe of a handler: delayed scaling, or MXFP8 blocks where `use_mxfp8_block_scaling`.
+
+    The handler's `interval` says nothing any more: the engine computes the scaling at each step.
+    """
     from transformer_engine.common import recipe
 
-    options = dict(options)
-    blocks = bool(options.pop("use_mxfp8_block_scaling", False))
-    if "fp8_format" in options:
-        options["fp8_format"] = getattr(recipe.Format, options["fp8_format"])
-    if not blocks:
-        return recipe.DelayedScaling(**options)
+    both = {"margin": handler.margin, "fp8_format": getattr(recipe.Format, str(handler.fp8_format))}
+    if not handler.use_mxfp8_block_scaling:
+        return recipe.DelayedScaling(
+            **both,
+            amax_history_len=handler.amax_history_len,
+            amax_compute_algo=handler.amax_compute_algo,
+            override_linear_precision=handler.override_linear_precision,
+        )
     if not is_transformer_engine_mxfp8_available():
+        raise ConfigurationError("use_mxfp8_block_scaling needs Transformer Engine 2.1 or later; upgrade the package")
+    meaningless = sorted({"amax_history_len", "amax_compute_algo"} & handler.to_kwargs().keys())
+    if meaningless:
         raise ConfigurationError(
-            "use_mxfp8_block_scaling needs Transformer Engine 2.1 or later; a former one is installed"
+            f"MXFP8 block scaling keeps no history of maxima: leave out {', '.join(meaningless)} of the fp8 recipe"
         )
-    ignored = sorted({"amax_history_len", "amax_compute_algo"} & options.keys())
-    if ignored:
-        raise ConfigurationError(
-            f"MXFP8 block scaling keeps no history of maxima: leave out {', '.join(ignored)} of the fp8 recipe"
-        )
-    return recipe.MXFP8BlockScaling(**options)
+    return recipe.MXFP8BlockScaling(**both)
