@@ -97,10 +97,11 @@ def save_run(
     except BaseException as error:
         draft.error = error
     if writer is not None:
-        writer.submit(draft, process, options)
-        if draft.error is not None:
+        failure = writer.submit(draft, process, options)
+        if failure is not None:
+            # The others learn of it through the background's agreement, which the writer of this rank takes part in.
             writer.drop_error()
-            raise _own(draft.error, process)
+            raise _own(failure, process)
         return folder
     complete(draft, process, options, Council(process))
     return folder
@@ -233,7 +234,7 @@ def _collect(draft: Draft, run: RunState, process: Process, options: Options, bl
     states = [part.full_state() for part in optimizers]
     if draft.error is not None:
         return
-    modules = [part.module for part in models]
+    modules = [part.module for part in run.models]
     for hook in run.save_hooks:
         # As in the API, a hook may write into the folder and take weights away from what is saved here.
         hook(modules, weights, str(draft.temporary))

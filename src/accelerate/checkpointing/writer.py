@@ -71,8 +71,8 @@ class Writer:
         if job is not None:
             job.thread.join()
 
-    def submit(self, draft: Draft, process: Process, options: Options) -> None:
-        """Copy a draft's tensors to host memory and write it in the background."""
+    def submit(self, draft: Draft, process: Process, options: Options) -> BaseException | None:
+        """Copy a draft's tensors to host memory and write it in the background; what has failed before that, if any."""
         started = time.perf_counter()
         try:
             self._copy(draft)
@@ -91,8 +91,10 @@ class Writer:
             finally:
                 draft.files.clear()
 
+        failure = draft.error
         self._job = job
         job.thread.start()
+        return failure
 
     def _copy(self, draft: Draft) -> None:
         tensors = [piece for pieces in draft.files.values() for piece in pieces if isinstance(piece, torch.Tensor)]

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of several ranks: agreed on, refused together, loaded by another number of processes."""
+
+from __future__ import annotations
+
+from ranks import run_ranks
+
+COMMON = """
+import random, sys, time
+from pathlib import Path
+import torch
+from accelerate.checkpointing import (
+    CheckpointMismatch, CorruptCheckpoint, FullyShardedState, ModelPart, Options, OptimizerPart, RunState, Writer,
+    load_newest, load_run, resume, save_run, verify,
+)
+from accelerate.core.errors import CheckpointError
+from accelerate.state import PartialState
+
+state = PartialState(cpu=True)
+root = Path(sys.argv[1])
+rank = state.process_index
+
+class Place:
+    '''A loader as far as a checkpoint sees it.'''
+    def __init__(self, consumed=0): self.consumed = consumed
+    def state_dict(self): return {"consumed": self.consumed}
+    def load_state_dict(self, saved): self.consumed = saved["consumed"]
+
+class Pending(Place):
+    '''State that differs on every rank.'''
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return model, optimizer
+
+def bundle(model, optimizer, **more):
+    return RunState(models=[ModelPart(model)], optimizers=[OptimizerPart(optimizer)], **more)
+
+def step(model, optimizer, data):
+    model(data).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+def fails(kind, needle, function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except kind as error:
+        assert needle in str(error), f"{needle!r} is not in: {error}"
+        return error
+    raise AssertionError(f"no {kind.__name__} from {function}")
+"""
+
+TWO_RANKS = (
+    COMMON
+    + """
+data = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
+model, optimizer = make()
+step(model, optimizer, data)
+random.seed(100 + rank); torch.manual_seed(200 + rank)
+run = bundle(model, optimizer, dataloaders=[Place(32)], rank_state=Pending(rank), progress={"step": 1})
+
+# One folder, each rank its own random states.
+first = root / "checkpoint_0"
+save_run(run, first, process=state)
+expected = (random.random(), torch.rand(()).item())
+manifest = verify(first)
+assert manifest.world_size == 2 and {"random_states_0.json", "random_states_1.json"} <= set(manifest.files)
+
+other, other_optimizer = make(1)
+place, pending = Place(), Pending(-1)
+loaded = bundle(other, other_optimizer, dataloaders=[place], rank_state=pending)
+report = load_run(loaded, first, process=state)
+assert report.progress == {"step": 1} and report.notes == [] and place.consumed == 32 and pending.consumed == rank
+assert (random.random(), torch.rand(()).item()) == expected
+for _ in range(3):
+    step(model, optimizer, data)
+    step(other, other_optimizer, data)
+assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
+
+# An error on one rank is an error on both, and the older checkpoint stays.
+class Broken(Place):
+    def state_dict(self):
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        return {"consumed": 0}
+before = verify(first)
+error = fails(CheckpointError, "rank 1: OSError: [Errno 28]", save_run, bundle(model, optimizer, dataloaders=[Broken()]), first, process=state)
+assert verify(first) == before
+assert rank == 1 or [p.name for p in root.iterdir()] == ["checkpoint_0"], list(root.iterdir())
+
+# Folders that differ between the ranks.
+fails(CheckpointError, "another folder", save_run, run, root / f"mine_{rank}", process=state)
+
+# A rank that does not call: named in seconds on the rank that did, and on itself when it calls late.
+started = time.monotonic()
+if rank == 0:
+    error = fails(CheckpointError, "rank 1 did not come", save_run, run, root / "lonely", process=state, options=Options(arrival_timeout=1.0))
+    assert "is_main_process" in str(error) and time.monotonic() - started < 5
+    state.wait_for_everyone()
+else:
+    state.wait_for_everyone()
+    fails(CheckpointError, "rank 1 did not come", save_run, run, root / "lonely", process=state)
+assert not (root / "lonely").exists()
+state.wait_for_everyone()
+started = time.monotonic()
+if rank == 1:
+    fails(CheckpointError, "rank 0 did not come", save_run, run, root / "lonely", process=state, options=Options(arrival_timeout=1.0))
+    state.wait_for_everyone()
+else:
+    state.wait_for_everyone()
+    fails(CheckpointError, "rank 0 did not come", save_run, run, root / "lonely", process=state)
+assert rank == 1 or [p.name for p in root.iterdir()] == ["checkpoint_0"], list(root.iterdir())
+
+# After all that, saving works; in the background too, with training going on meanwhile.
+writer = Writer()
+save_run(run, root / "checkpoint_1", process=state, writer=writer)
+saved = [p.clone() for p in model.parameters()]
+step(model, optimizer, data)
+gathered = [torch.zeros(3) for _ in range(2)]
+torch.distributed.all_gather(gathered, torch.full((3,), float(rank)))
+writer.wait()
+load_run(loaded, root / "checkpoint_1", process=state)
+assert all(torch.equal(a, b) for a, b in zip(saved, other.parameters()))
+
+# A flipped byte in the newest: all ranks take the one before, and say why.
+state.wait_for_everyone()
+if rank == 0:
+    path = root / "checkpoint_1" / "optimizer.safetensors"
+    content = bytearray(path.read_bytes()); content[-5] ^= 1; path.write_bytes(content)
+state.wait_for_everyone()
+fails(CorruptCheckpoint, "optimizer.safetensors", load_run, loaded, root / "checkpoint_1", process=state)
+report = load_newest(loaded, root, process=state)
+assert report.folder == first and [path.name for path, _ in report.skipped] == ["checkpoint_1"]
+assert "optimizer.safetensors" in report.skipped[0][1]
+assert resume(loaded, root / "empty", process=state) is None
+
+# Another model, on one rank only: nothing is loaded on either.
+if rank == 0:
+    wrong = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2))
+else:
+    wrong, _ = make(3)
+kept = [p.clone() for p in wrong.parameters()]
+fails(CheckpointMismatch, "0.weight (saved [8, 4], here [9, 4])", load_run,
+      RunState(models=[ModelPart(wrong)], optimizers=[OptimizerPart(torch.optim.AdamW(wrong.parameters()))], dataloaders=[Place()]),
+      first, process=state)
+assert all(torch.equal(a, b) for a, b in zip(kept, wrong.parameters()))
+
+# Background error: told at the next call, on both ranks.
+save_run(run, root / "checkpoint_2", process=state, writer=writer)
+writer.wait()
+import accelerate.checkpointing.save as saving
+original = saving._write
+def full_disk(draft, io):
+    if rank == 0:
+        raise OSError(28, "No space left on device")
+    return original(draft, io)
+saving._write = full_disk
+save_run(run, root / "checkpoint_3", process=state, writer=writer)
+fails(CheckpointError, "No space left", save_run, run, root / "checkpoint_4", process=state, writer=writer)
+saving._write = original
+assert not (root / "checkpoint_3").exists()
+print("both fine")
+"""
+)
+
+
+def test_ranks_agree_or_nothing_is_saved(tmp_path):
+    for result in run_ranks(TWO_RANKS, 2, tmp_path, timeout=120):
+        assert "both fine" in result.stdout
+
+
+SHARDED = (
+    COMMON
+    + """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+data = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
+mode = sys.argv[2]
+sharding = state.num_processes > 1
+
+def build(seed):
+    model, optimizer = make(seed)
+    if sharding:
+        fully_shard(model, mesh=init_device_mesh("cpu", (state.num_processes,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        part = FullyShardedState([(0, model)], [(0, model, optimizer)])
+        run = RunState(models=[ModelPart(model, sharded=True)], optimizers=[OptimizerPart(optimizer, sharded=True)], sharded=part)
+    else:
+        run = bundle(model, optimizer)
+    return model, optimizer, run
+
+def full(model):
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+
+# The reference: plain PyTorch, three steps.
+plain, plain_optimizer = make(0)
+for _ in range(3):
+    step(plain, plain_optimizer, data)
+if mode == "save":
+    model, optimizer, run = build(0)
+    step(model, optimizer, data); step(model, optimizer, data)
+    save_run(run, root / "blocking", process=state)
+    writer = Writer()
+    save_run(run, root / "background", process=state, writer=writer)
+    step(model, optimizer, data)
+    writer.wait()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(full(model), plain.parameters()))
+    names = set(verify(root / "blocking").files)
+    assert any(name.startswith("pytorch_model_fsdp_0/") for name in names) and "optimizer_0/options.json" in names
+for name in ("blocking", "background"):
+    verify(root / name)
+    model, optimizer, run = build(5)
+    load_run(run, root / name, process=state)
+    step(model, optimizer, data)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(full(model), plain.parameters())), name
+print("as plain")
+"""
+)
+
+
+def test_shards_of_two_ranks_load_on_two_three_and_one(tmp_path):
+    for nproc, mode in ((2, "save"), (3, "load"), (1, "load")):
+        for result in run_ranks(SHARDED, nproc, tmp_path, mode, timeout=120):
+            assert "as plain" in result.stdout
