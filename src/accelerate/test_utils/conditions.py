@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decorators of tests that need a device, several devices or a package: without it the test is skipped."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ..core import availability as have
+from ..core import devices, env
+from ..core.imports import is_torch_version
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+torch_device = devices.accelerator_type() or "cpu"
+# How many devices of that kind there are; the processor counts as one.
+device_count = max(1, devices.device_count())
+
+
+def _only_if(condition: Callable[[], bool], reason: str) -> Callable[[T], T]:
+    """A decorator that skips a test unless the condition holds. It is asked when the test is defined."""
+
+    def decorate(test_case: T) -> T:
+        return unittest.skipUnless(condition(), f"test requires {reason}")(test_case)
+
+    return decorate
+
+
+def _here(*kinds: str) -> Callable[[], bool]:
+    return lambda: torch_device in kinds
+
+
+def _many(*kinds: str) -> Callable[[], bool]:
+    return lambda: torch_device != "cpu" and (not kinds or torch_device in kinds) and device_count > 1
+
+
+def _one(*kinds: str) -> Callable[[], bool]:
+    return lambda: (not kinds or torch_device in kinds) and torch_device != "cpu" and device_count == 1
+
+
+# Devices
+require_cpu = _only_if(_here("cpu"), "a machine without an accelerator")
+require_non_cpu = _only_if(lambda: torch_device != "cpu", "an accelerator")
+require_cuda = _only_if(_here("cuda"), "a GPU")
+require_cuda_or_hpu = _only_if(_here("cuda", "hpu"), "a GPU or HPU")
+require_cuda_or_xpu = _only_if(_here("cuda", "xpu"), "a GPU or XPU")
+require_xpu = _only_if(_here("xpu"), "an XPU")
+require_non_xpu = _only_if(lambda: torch_device != "xpu", "a device other than an XPU")
+require_hpu = _only_if(_here("hpu"), "an HPU")
+require_non_hpu = _only_if(lambda: torch_device != "hpu", "a device other than an HPU")
+require_mlu = _only_if(_here("mlu"), "an MLU")
+require_sdaa = _only_if(_here("sdaa"), "an SDAA device")
+require_musa = _only_if(_here("musa"), "a MUSA device")
+require_npu = _only_if(_here("npu"), "an NPU")
+require_neuron = _only_if(_here("neuron"), "a Neuron device")
+require_mps = _only_if(_here("mps"), "an MPS device")
+require_tpu = _only_if(lambda: have.is_torch_xla_available(check_is_tpu=True), "a TPU")
+require_non_torch_xla = _only_if(lambda: not have.is_torch_xla_available(), "an environment without torch_xla")
+require_single_device = _only_if(_one(), "a single accelerator")
+require_single_gpu = _only_if(_one("cuda"), "a single GPU")
+require_single_xpu = _only_if(_one("xpu"), "a single XPU")
+require_multi_device = _only_if(_many(), "several accelerators")
+require_multi_gpu = _only_if(_many("cuda"), "several GPUs")
+require_multi_xpu = _only_if(_many("xpu"), "several XPUs")
+require_multi_gpu_or_xpu = _only_if(_many("cuda", "xpu"), "several GPUs or XPUs")
+
+# Precisions and parts of torch
+require_fp16 = _only_if(have.is_fp16_available, "a device with fp16")
+require_fp8 = _only_if(have.is_fp8_available, "a package for fp8")
+require_pippy = _only_if(have.is_pippy_available, "torch's pipeline stages")
+require_fsdp2 = _only_if(lambda: is_torch_version(">=", "2.5.0"), "torch with fully_shard")
+require_tp = _only_if(lambda: is_torch_version(">=", "2.3.0"), "torch with tensor parallelism")
+
+# Packages
+require_aim = _only_if(have.is_aim_available, "aim")
+require_bnb = _only_if(have.is_bnb_available, "bitsandbytes")
+require_clearml = _only_if(have.is_clearml_available, "clearml")
+require_comet_ml = _only_if(have.is_comet_ml_available, "comet_ml")
+require_datasets = _only_if(have.is_datasets_available, "datasets")
+require_deepspeed = _only_if(have.is_deepspeed_available, "DeepSpeed")
+require_dvclive = _only_if(have.is_dvclive_available, "dvclive")
+require_import_timer = _only_if(have.is_import_timer_available, "import_timer")
+require_matplotlib = _only_if(have.is_matplotlib_available, "matplotlib")
+require_mlflow = _only_if(have.is_mlflow_available, "mlflow")
+require_pandas = _only_if(have.is_pandas_available, "pandas")
+require_peft = _only_if(have.is_peft_available, "peft")
+require_schedulefree = _only_if(have.is_schedulefree_available, "schedulefree")
+require_swanlab = _only_if(have.is_swanlab_available, "swanlab")
+require_tensorboard = _only_if(have.is_tensorboard_available, "tensorboard")
+require_timm = _only_if(have.is_timm_available, "timm")
+require_torchao = _only_if(have.is_torchao_available, "torchao")
+require_torchdata_stateful_dataloader = _only_if(
+    have.is_torchdata_stateful_dataloader_available, "torchdata with StatefulDataLoader"
+)
+require_torchvision = _only_if(have.is_torchvision_available, "torchvision")
+require_trackio = _only_if(have.is_trackio_available, "trackio")
+require_transformer_engine = _only_if(have.is_transformer_engine_available, "transformer_engine")
+require_transformer_engine_mxfp8 = _only_if(have.is_transformer_engine_mxfp8_available, "transformer_engine 2.1")
+require_transformers = _only_if(have.is_transformers_available, "transformers")
+require_triton = _only_if(have.is_triton_available, "triton")
+require_wandb = _only_if(have.is_wandb_available, "wandb")
+require_huggingface_suite = _only_if(
+    lambda: have.is_transformers_available() and have.is_datasets_available(), "transformers and datasets"
+)
+require_trackers = _only_if(
+    lambda: have.is_wandb_available() and have.is_tensorboard_available() and not have.is_comet_ml_available(),
+    "wandb and tensorboard, and no comet_ml",
+)
+
+
+def require_torch_min_version(test_case: T | None = None, version: str | None = None) -> Any:
+    """Skip the test under a torch older than `version`: `@require_torch_min_version(version="2.13")`."""
+    if version is None:
+        raise ValueError("require_torch_min_version needs version=, such as '2.13'")
+    decorate = _only_if(lambda: is_torch_version(">=", version), f"torch {version} or later")
+    return decorate if test_case is None else decorate(test_case)
+
+
+def skip(test_case: T) -> T:
+    """Skip the test."""
+    return unittest.skip("Test was skipped")(test_case)
+
+
+def slow(test_case: T) -> T:
+    """Skip the test unless the variable RUN_SLOW is true."""
+    return _only_if(lambda: env.get_flag("RUN_SLOW"), "RUN_SLOW=1, as it is slow")(test_case)
+
+
+def run_first(test_case: T) -> T:
+    """Mark the test for the plugin pytest-order: it runs before the others."""
+    import pytest
+
+    return pytest.mark.order(1)(test_case)
+
+
+def memory_allocated_func() -> int:
+    """Bytes that torch holds on the current accelerator; 0 on the processor."""
+    return 0 if torch_device == "cpu" else int(torch.accelerator.memory_allocated())

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a script as a test would: the launcher's command line, a port of one's own, and the output of what ran."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core import devices, env
+
+
+class SubprocessCallException(Exception):
+    """A command failed; the message holds what it printed."""
+
+
+@dataclass
+class RunOutput:
+    """What a command left: its exit code and the lines that it printed."""
+
+    returncode: int
+    stdout: list[str]
+    stderr: list[str]
+
+
+def get_launch_command(**kwargs: Any) -> list[str]:
+    """`accelerate launch` with options: `num_processes=2` gives `--num_processes=2`, `cpu=True` gives `--cpu`."""
+    command = ["accelerate", "launch"]
+    for name, value in kwargs.items():
+        if value is True:
+            command.append(f"--{name}")
+        elif value is not None and value is not False:
+            command.append(f"--{name}={value}")
+    return command
+
+
+DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=max(1, devices.device_count()), monitor_interval=0.1)
+
+
+def pytest_xdist_worker_id() -> int:
+    """The number of this pytest-xdist worker; 0 without it."""
+    return int(re.sub(r"^gw", "", env.get("PYTEST_XDIST_WORKER", "gw0") or "gw0"))
+
+
+def get_torch_dist_unique_port() -> int:
+    """A port for a run's main process that no other pytest-xdist worker takes."""
+    return 29500 + pytest_xdist_worker_id()
+
+
+def run_command(command: list[str], return_stdout: bool = False, env: Mapping[str, str] | None = None) -> str | None:
+    """Run a command to its end; SubprocessCallException with its output where it fails."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=None if env is None else dict(env),
+    )
+    if done.returncode:
+        raise SubprocessCallException(
+            f"Command `{' '.join(map(str, command))}` failed with exit code {done.returncode}:\n\n{done.stdout}"
+        )
+    return done.stdout if return_stdout else None
+
+
+def execute_subprocess_async(
+    cmd: list[Any],
+    env: Mapping[str, str] | None = None,
+    stdin: Any = None,
+    timeout: float = 180,
+    quiet: bool = False,
+    echo: bool = True,
+) -> RunOutput:
+    """Run a command to its end, or `timeout` seconds; its exit code and lines.
+
+    `echo` prints the command first, `quiet` keeps its output off this process's own. RuntimeError where it fails,
+    with the lines of its errors.
+    """
+    words = [str(word) for word in cmd]
+    if echo:
+        print("\nRunning: ", " ".join(words))
+    done = subprocess.run(
+        words, env=None if env is None else dict(env), stdin=stdin, timeout=timeout, capture_output=True, text=True
+    )
+    if not quiet:
+        sys.stdout.write(done.stdout)
+        sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise RuntimeError(
+            f"'{' '.join(words)}' failed with returncode {done.returncode}\n\n"
+            f"The combined stderr from workers follows:\n{done.stderr}"
+        )
+    return RunOutput(done.returncode, done.stdout.splitlines(), done.stderr.splitlines())
+
+
+def path_in_accelerate_package(*components: str) -> Path:
+    """A path inside the installed package: `path_in_accelerate_package("test_utils", "scripts")`."""
+    package = Path(inspect.getfile(devices)).parents[1]
+    return package.joinpath(*components)
+
+
+def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """What a call prints on the standard output."""
+    captured = io.StringIO()
+    with contextlib.redirect_stdout(captured):
+        func(*args, **kwargs)
+    return captured.getvalue()
+
+
+@contextlib.contextmanager
+def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
+    """The block must raise `exception_class`, with `msg` in its text where one is given."""
+    try:
+        yield
+    except exception_class as error:
+        assert msg is None or msg in str(error), f"Expected message '{msg}' to be in exception but got '{error}'"
+    else:
+        raise AssertionError(f"Expected exception {exception_class} but no exception was raised.")
+
+
+def are_the_same_tensors(tensor: torch.Tensor) -> bool:
+    """Whether all processes hold the same tensor. Every process must call it."""
+    from ..collectives.tensors import gather
+    from ..state import PartialState
+
+    state = PartialState()
+    everyone = gather(tensor[None].clone().to(state.device)).cpu()
+    return all(torch.equal(other, tensor.cpu()) for other in everyone)
