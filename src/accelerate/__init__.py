@@ -37,7 +37,7 @@ EXPORTS = {
     "core.memory": ["find_executable_batch_size"],
     "data_loader": ["skip_first_batches"],
     "inference": ["prepare_pippy"],
-    "launchers": ["debug_launcher", "notebook_launcher"],
+    "launchers.notebook": ["debug_launcher", "notebook_launcher"],
     "local_sgd": ["LocalSGD"],
     "parallelism_config": ["ParallelismConfig"],
     "placement": ["load_checkpoint_in_model"],
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from .core.memory import find_executable_batch_size
     from .data_loader import skip_first_batches
     from .inference import prepare_pippy
-    from .launchers import debug_launcher, notebook_launcher
+    from .launchers.notebook import debug_launcher, notebook_launcher
     from .local_sgd import LocalSGD
     from .parallelism_config import ParallelismConfig
     from .placement import load_checkpoint_in_model

@@ -21,8 +21,8 @@ EXPORTS = {
         "fsdp2_prepare_model",
         "fsdp2_switch_optimizer_parameters",
         "get_fsdp2_grad_scaler",
-        "get_parameters_from_modules",
     ],
+    "parallel.units": ["get_parameters_from_modules"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

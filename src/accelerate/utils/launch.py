@@ -4,14 +4,14 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "launchers": [
-        "PrepareForLaunch",
+    "launchers.compat": [
         "prepare_deepspeed_cmd_env",
         "prepare_multi_gpu_env",
         "prepare_sagemager_args_inputs",
         "prepare_simple_launcher_cmd_env",
         "prepare_tpu",
     ],
+    "launchers.notebook": ["PrepareForLaunch"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -11,7 +11,6 @@ EXPORTS = {
         "load_checkpoint_in_model",
         "load_offloaded_weights",
         "load_state_dict",
-        "set_module_tensor_to_device",
     ],
     "placement.device_map": ["check_device_map", "clean_device_map", "infer_auto_device_map"],
     "placement.memory": ["get_balanced_memory", "get_max_memory"],
@@ -23,6 +22,7 @@ EXPORTS = {
         "get_max_layer_size",
         "named_module_tensors",
     ],
+    "placement.tensors": ["set_module_tensor_to_device"],
     "placement.tied": [
         "check_tied_parameters_in_config",
         "check_tied_parameters_on_same_device",

@@ -4,7 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "placement": [
+    "placement.offload": [
         "OffloadedWeightsLoader",
         "PrefixedDataset",
         "extract_submodules_state_dict",
