@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathering rows of which each rank has another number: exactly the real rows, in rank order, none twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core import trees
+from ..core.errors import ConfigurationError
+from ..state import PartialState
+from . import flat, objects, transport, verify
+
+OPERATION = "gather_for_metrics"
+
+
+def gather_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> Any:
+    """Nested tensors joined along dimension 0: of rank `r` its first `counts[r]` rows, in rank order. One message.
+
+    Rows beyond the count (repeated samples, placeholders) stay behind. A tensor without dimensions is one row of each
+    rank that has any. `counts` must be the same on every rank; a count may be 0. One process takes its own first rows.
+
+    Raises TypeError for a value that is not made of tensors, ConfigurationError where a tensor has fewer rows than
+    its rank's count.
+    """
+    distributed = PartialState().use_distributed
+    if distributed and PartialState().debug:
+        verify.agree(OPERATION, data, group, options=f"counts={tuple(counts)}", free_dim=0)
+    leaves = flat.collect(data, OPERATION)
+    if not leaves:
+        return data
+    rank, world = _place(group, distributed)
+    if len(counts) != world:
+        raise ConfigurationError(f"{OPERATION}: {len(counts)} counts were given for {world} ranks")
+    mine = [_first_rows(leaf, counts[rank], rank) for leaf in leaves]
+    rows = [[(count if leaf.dim() else min(count, 1)) for leaf in leaves] for count in counts]
+    joined = _gather_rows(mine, rows, group) if distributed else mine
+    return _rebuild(data, joined)
+
+
+def gather_uneven(data: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """Nested tensors joined along dimension 0 whose sizes there differ from rank to rank in ways that no rank knows.
+
+    The sizes are exchanged first: two messages. A tensor without dimensions is one row of each rank.
+    """
+    distributed = PartialState().use_distributed
+    if distributed and PartialState().debug:
+        verify.agree(OPERATION, data, group, options="uneven", free_dim=0)
+    leaves = flat.collect(data, OPERATION)
+    if not leaves:
+        return data
+    mine = [leaf if leaf.dim() else leaf.view(1) for leaf in leaves]
+    if not distributed:
+        return _rebuild(data, mine)
+    rows = transport.all_gather_numbers([leaf.shape[0] for leaf in mine], transport.group_of(group))
+    return _rebuild(data, _gather_rows(mine, rows, group))
+
+
+def gather_objects_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The first `counts[r]` elements of each rank's iterable `data`, in rank order, as one list."""
+    distributed = PartialState().use_distributed
+    if distributed and PartialState().debug:
+        verify.agree(OPERATION, None, group, options=f"objects, counts={tuple(counts)}")
+    rank, world = _place(group, distributed)
+    if len(counts) != world:
+        raise ConfigurationError(f"{OPERATION}: {len(counts)} counts were given for {world} ranks")
+    mine = list(data)[: counts[rank]]
+    if not distributed:
+        return mine
+    return [element for found in objects.gather_each(mine, group) for element in found]
+
+
+def _place(group: dist.ProcessGroup | None, distributed: bool) -> tuple[int, int]:
+    if not distributed:
+        return 0, 1
+    group = transport.group_of(group)
+    return group.rank(), group.size()
+
+
+def _first_rows(leaf: torch.Tensor, count: int, rank: int) -> torch.Tensor:
+    if leaf.dim() == 0:
+        return leaf.view(1)[: min(count, 1)]
+    if leaf.shape[0] < count:
+        raise ConfigurationError(
+            f"{OPERATION}: rank {rank} has {count} samples in this batch and was given a tensor of shape "
+            f"{list(leaf.shape)}: dimension 0 must have a row a sample. Use `gather` for anything else"
+        )
+    return leaf[:count]
+
+
+def _rebuild(data: Any, values: list[torch.Tensor]) -> Any:
+    return values[0] if isinstance(data, torch.Tensor) else trees.replace_leaves(data, values)
+
+
+def _gather_rows(
+    leaves: Sequence[torch.Tensor], rows: Sequence[Sequence[int]], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """Every rank's `leaves` joined; `rows[rank][place]` is the size of dimension 0 there."""
+    group = transport.group_of(group)
+    target = transport.carrier(group, flat.lone_device(leaves))
+    widths = [_elements_a_row(leaf) for leaf in leaves]
+    layouts = [
+        flat.segments_of(leaves, [n * width for n, width in zip(counts, widths, strict=True)]) for counts in rows
+    ]
+    longest = max(length for _, length in layouts)
+    # Each rank's row has its own tensors without gaps; only its end is filled up to the longest.
+    stacked = transport.all_gather(flat.pack(leaves, layouts[group.rank()][0], longest, target), group)
+    pieces: list[list[torch.Tensor]] = [[] for _ in leaves]
+    for row, (segments, _) in zip(stacked.unbind(0), layouts, strict=True):
+        for segment in segments:
+            parts = row[segment.start : segment.stop].view(segment.dtype).split_with_sizes(segment.sizes)
+            for place, part in zip(segment.places, parts, strict=True):
+                pieces[place].append(part)
+    joined = []
+    for place, leaf in enumerate(leaves):
+        total = sum(counts[place] for counts in rows)
+        joined.append(torch.cat(pieces[place]).view(total, *leaf.shape[1:]).to(leaf.device))
+    return joined
+
+
+def _elements_a_row(leaf: torch.Tensor) -> int:
+    count = 1
+    for size in leaf.shape[1:]:
+        count *= size
+    return count

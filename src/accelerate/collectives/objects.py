@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any picklable objects between ranks: a small one travels as one message, a large one as two."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..state import PartialState
+from . import transport, verify
+
+# The first message has this many bytes: the pickle's length, and the pickle itself where it fits.
+FIRST = 4096
+PREFIX = 8
+ROOM = FIRST - PREFIX
+
+
+def gather_object(object: Any) -> Any:
+    """The elements of every rank's iterable `object`, in rank order, as one list on every rank.
+
+    Ranks may give any numbers of elements. One process gets its object back as it is. Raises TypeError, on every
+    rank, where a rank's object cannot be iterated or pickled. Do not call it with data of others that you do not
+    trust: objects are pickled.
+    """
+    state = PartialState()
+    if not state.use_distributed:
+        return object
+    if state.debug:
+        verify.agree("gather_object", None)
+    gathered = gather_each(object)
+    for rank, found in enumerate(gathered):
+        if not hasattr(found, "__iter__") and not hasattr(found, "__getitem__"):
+            raise TypeError(
+                f"gather_object joins iterables; rank {rank} gave a {type(found).__qualname__}: put it into a list"
+            )
+    return [element for found in gathered for element in found]
+
+
+def gather_each(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's object, in rank order, on every rank of `group`. Raises TypeError for what cannot be pickled."""
+    group = transport.group_of(group)
+    device = transport.home(group)
+    content, length = _pickled(value)
+    rows = transport.all_gather(_first(content, length, device), group).cpu()
+    views = [_view(row) for row in rows]
+    lengths = [_length(view, rank) for rank, view in enumerate(views)]
+    longest = max(lengths)
+    if longest > ROOM:
+        rows = transport.all_gather(_as_row(content, longest, device), group).cpu()
+        return [pickle.loads(_view(row)[:size]) for row, size in zip(rows, lengths, strict=True)]
+    return [pickle.loads(view[PREFIX : PREFIX + size]) for view, size in zip(views, lengths, strict=True)]
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace, in place, the elements of `object_list` by those of rank `from_process`; the same list is returned.
+
+    Raises TypeError where it is not a list or, on every rank, where an element cannot be pickled.
+    """
+    state = PartialState()
+    if not state.use_distributed:
+        return object_list
+    transport.check_source("broadcast_object_list", from_process, state.num_processes)
+    if not isinstance(object_list, list):
+        raise TypeError(
+            f"broadcast_object_list fills a list in place; it was given a {type(object_list).__qualname__}"
+        )
+    if state.debug:
+        verify.agree("broadcast_object_list", None, options=f"from_process={from_process}")
+    received = broadcast_each(object_list, from_process)
+    if state.process_index != from_process:
+        object_list[:] = received
+    return object_list
+
+
+def broadcast_each(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """The object of member `source` of `group`; the source gets its own back."""
+    group = transport.group_of(group)
+    device = transport.home(group)
+    sends = group.rank() == source
+    content, length = _pickled(value) if sends else (io.BytesIO(), 0)
+    row = _first(content, length, device)
+    transport.broadcast(row, source, group)
+    view = _view(row)
+    length = _length(view, source)
+    if length > ROOM:
+        row = _as_row(content, length, device)
+        transport.broadcast(row, source, group)
+        return value if sends else pickle.loads(_view(row))
+    return value if sends else pickle.loads(view[PREFIX : PREFIX + length])
+
+
+def _pickled(value: Any) -> tuple[io.BytesIO, int]:
+    """The pickle of `value` and its length; where it cannot be pickled, why (as text) and a negative length.
+
+    The failure is sent like a value: the other ranks are in the message already and must hear of it.
+    """
+    content = io.BytesIO()
+    try:
+        pickle.Pickler(content, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except Exception as error:
+        text = f"{type(value).__qualname__} cannot be pickled: {type(error).__name__}: {error}".encode()[:ROOM]
+        return io.BytesIO(text), -len(text)
+    return content, content.getbuffer().nbytes
+
+
+def _first(content: io.BytesIO, length: int, device: torch.device) -> torch.Tensor:
+    row = bytearray(FIRST)
+    row[:PREFIX] = length.to_bytes(PREFIX, "little", signed=True)
+    if abs(length) <= ROOM:
+        row[PREFIX : PREFIX + abs(length)] = content.getbuffer()
+    return torch.frombuffer(row, dtype=torch.uint8).to(device)
+
+
+def _view(row: torch.Tensor) -> memoryview:
+    return memoryview(row.cpu().numpy())  # type: ignore[arg-type]
+
+
+def _length(view: memoryview, rank: int) -> int:
+    length = int.from_bytes(view[:PREFIX], "little", signed=True)
+    if length < 0:
+        raise TypeError(f"rank {rank}: a {bytes(view[PREFIX : PREFIX - length]).decode(errors='replace')}")
+    return length
+
+
+def _as_row(content: io.BytesIO, length: int, device: torch.device) -> torch.Tensor:
+    """The pickle in a row of `length` bytes, without a copy on the host."""
+    content.truncate(length)
+    have = content.seek(0, io.SEEK_END)
+    content.write(bytes(length - have))
+    return torch.frombuffer(content.getbuffer(), dtype=torch.uint8).to(device)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of different sizes made equal: over the ranks, or to a whole number of parts."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core import trees
+from ..core.errors import ConfigurationError
+from ..state import PartialState
+from . import transport, verify
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested (ragged) tensor was given to be padded and is left as it is."""
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Nested tensors padded along `dim` to the greatest size that any rank has, so that they can be gathered.
+
+    The sizes of all tensors travel as one message. A tensor without such a dimension stays as it is, and so does a
+    ragged (`torch.nested`) one, with a warning.
+
+    Args:
+        pad_index: the value to pad with.
+        pad_first: pad at the beginning instead of the end.
+
+    Raises TypeError for a value that is not made of tensors.
+    """
+    state = PartialState()
+    if state.use_distributed and state.debug:
+        options = f"dim={dim}, pad_index={pad_index}, pad_first={pad_first}"
+        verify.agree("pad_across_processes", tensor, options=options, free_dim=dim)
+    return pad_nested(tensor, dim, pad_index, pad_first)
+
+
+def pad_nested(
+    data: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False, group: dist.ProcessGroup | None = None
+) -> Any:
+    """`pad_across_processes` among the ranks of `group`."""
+    sizes: list[int] = []
+
+    def note(leaf: torch.Tensor) -> None:
+        if leaf.is_nested:
+            warnings.warn(
+                "Cannot pad nested tensors without more information. Leaving unprocessed.",
+                CannotPadNestedTensorWarning,
+                stacklevel=2,
+            )
+        elif -leaf.dim() <= dim < leaf.dim():
+            sizes.append(leaf.shape[dim])
+
+    trees.map_leaves(note, data, strict="pad_across_processes")
+    if not PartialState().use_distributed or not sizes:
+        return data
+    everywhere = transport.all_gather_numbers(sizes, transport.group_of(group))
+    greatest = iter([max(found) for found in zip(*everywhere, strict=True)])
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_nested or not -leaf.dim() <= dim < leaf.dim():
+            return leaf
+        return padded(leaf, dim, next(greatest), pad_index, pad_first)
+
+    return trees.map_leaves(pad, data)
+
+
+def padded(leaf: torch.Tensor, dim: int, size: int, pad_index: float = 0, pad_first: bool = False) -> torch.Tensor:
+    """`leaf` grown along `dim` to `size`, in its own dtype; the tensor itself where it has that size."""
+    have = leaf.shape[dim]
+    if have == size:
+        return leaf
+    shape = list(leaf.shape)
+    shape[dim] = size - have
+    filling = torch.full(shape, pad_index, dtype=leaf.dtype, device=leaf.device)
+    return torch.cat([filling, leaf] if pad_first else [leaf, filling], dim=dim)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Nested tensors padded with zeros along `dim` so that a batch of `batch_size` divides into `num_processes` parts.
+
+    A tensor shorter than the batch grows to the padded batch too. Raises TypeError for a value that is not made of
+    tensors, ConfigurationError for a tensor that is longer than the padded batch.
+    """
+    if num_processes < 1:
+        raise ConfigurationError(f"pad_input_tensors: num_processes={num_processes} must be at least 1")
+    target = -(-batch_size // num_processes) * num_processes
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        if not -leaf.dim() <= dim < leaf.dim():
+            return leaf
+        if leaf.shape[dim] > target:
+            raise ConfigurationError(
+                f"pad_input_tensors: a tensor of shape {list(leaf.shape)} is longer along dimension {dim} than the "
+                f"batch of {batch_size} padded to {target}: give the batch's own size"
+            )
+        return padded(leaf, dim, target)
+
+    return trees.map_leaves(pad, tensor, strict="pad_input_tensors")

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random number generators: seeded alike, made equal on all ranks, kept as plain data and put back."""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core import devices
+from ..core.enums import RNGType
+from ..core.errors import CheckpointError, ConfigurationError
+from ..state import PartialState
+from . import tensors
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed the generators of `random`, `numpy` and `torch` (every device).
+
+    Args:
+        device_specific: add this process's index to the seed, so that ranks draw differently.
+        deterministic: also make torch refuse operations that have no deterministic algorithm.
+    """
+    if device_specific:
+        seed += PartialState().process_index
+    random.seed(seed)
+    np.random.seed(seed)
+    # Seeds the CPU and, where they are used, all accelerators.
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Generator | None = None) -> None:
+    """Give every rank rank 0's state of one generator. Without a type there is nothing to do."""
+    synchronize_rng_states([] if rng_type is None else [rng_type], generator)
+
+
+def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
+    """Give every rank rank 0's states of these generators, in one message.
+
+    `generator` is the one that the type "generator" means. Raises ConfigurationError for an unknown type, one whose
+    device is not here, and "generator" without a generator.
+    """
+    wanted = [_type_of(rng_type) for rng_type in rng_types]
+    states = [_read(rng_type, generator) for rng_type in wanted]
+    if not states or not PartialState().use_distributed:
+        return
+    tensors.broadcast_nested(states)
+    for rng_type, state in zip(wanted, states, strict=True):
+        _write(rng_type, generator, state)
+
+
+def _type_of(rng_type: str | RNGType) -> RNGType:
+    try:
+        return RNGType(rng_type)
+    except ValueError:
+        raise ConfigurationError(
+            f"rng_types: {rng_type!r} is unknown: use some of {', '.join(RNGType.list())}"
+        ) from None
+
+
+def _read(rng_type: RNGType, generator: torch.Generator | None) -> torch.Tensor:
+    if rng_type is RNGType.GENERATOR:
+        if generator is None:
+            raise ConfigurationError(
+                'rng_types: "generator" needs a generator to synchronize its seed: none was given'
+            )
+        return generator.get_state()
+    if rng_type is RNGType.TORCH:
+        return torch.get_rng_state()
+    if rng_type is RNGType.XLA:
+        return torch.tensor(_xla().get_rng_state())
+    if devices.accelerator_type() != rng_type.value:
+        raise ConfigurationError(
+            f"rng_types: there is no {rng_type.value} device here whose seed could be synchronized"
+        )
+    state: torch.Tensor = devices.module_of(rng_type.value).get_rng_state()
+    return state
+
+
+def _write(rng_type: RNGType, generator: torch.Generator | None, state: torch.Tensor) -> None:
+    if rng_type is RNGType.GENERATOR:
+        assert generator is not None
+        generator.set_state(state)
+    elif rng_type is RNGType.TORCH:
+        torch.set_rng_state(state)
+    elif rng_type is RNGType.XLA:
+        _xla().set_rng_state(int(state))
+    else:
+        devices.module_of(rng_type.value).set_rng_state(state)
+
+
+def _xla() -> Any:
+    try:
+        import torch_xla.core.xla_model as xla_model
+    except ImportError as error:
+        raise ConfigurationError(f'rng_types: "xla" needs torch_xla: {error}') from error
+    return xla_model
+
+
+def capture_rng_states() -> dict[str, Any]:
+    """The states of this process's generators as data that JSON can hold: python, numpy, torch, and its device's.
+
+    Inverse: `restore_rng_states`.
+    """
+    version, internal, gauss = random.getstate()
+    bits: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    bits["state"] = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in bits["state"].items()
+    }
+    states: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "numpy": bits,
+        "torch": _as_text(torch.get_rng_state()),
+    }
+    device = PartialState().device
+    if device.type == "xla":
+        states["xla"] = int(_xla().get_rng_state())
+    elif device.type != "cpu":
+        states["device"] = {"type": device.type, "state": _as_text(_of_device(device, "get_rng_state"))}
+    return states
+
+
+def restore_rng_states(states: dict[str, Any]) -> None:
+    """Put the generators back to what `capture_rng_states` kept.
+
+    The device's state is left out where this process runs on another kind of device. Raises CheckpointError for data
+    of another make.
+    """
+    try:
+        version, internal, gauss = states["python"]
+        random.setstate((version, tuple(internal), gauss))
+        bits = dict(states["numpy"])
+        bits["state"] = dict(bits["state"], key=np.asarray(bits["state"]["key"], dtype=np.uint32))
+        np.random.set_state(bits)
+        torch.set_rng_state(_as_tensor(states["torch"]))
+        if "xla" in states:
+            _xla().set_rng_state(states["xla"])
+        kept, device = states.get("device"), PartialState().device
+        if kept is not None and kept["type"] == device.type:
+            _of_device(device, "set_rng_state", _as_tensor(kept["state"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"the random number generators' states cannot be restored: {error!r}") from error
+
+
+def _of_device(device: torch.device, function: str, *state: torch.Tensor) -> Any:
+    call = getattr(devices.module_of(device), function)
+    # The one device of MPS takes no index.
+    return call(*state) if device.type == "mps" else call(*state, device)
+
+
+def _as_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")
+
+
+def _as_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a nested value is made of: shapes and dtypes without the content, as data that can be sent or filled again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core import trees
+
+
+@dataclass
+class TensorInformation:
+    """A tensor's shape and dtype, standing for it in a nested value."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Whether `tensor_info` stands for a tensor."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def get_data_structure(data: Any) -> Any:
+    """Nested `data` with a `TensorInformation` in place of every tensor."""
+    return trees.map_leaves(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """The inverse of `get_data_structure`: uninitialised tensors in place of every `TensorInformation`."""
+    return trees.map_leaves(
+        lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, is_tensor_information
+    )

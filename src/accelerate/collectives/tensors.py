@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gather, reduce and broadcast of nested tensors: one message each (reduce: one a dtype)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core import trees
+from ..core.errors import ConfigurationError
+from ..state import PartialState
+from . import flat, objects, structure, transport, verify
+
+# "none" sums and leaves the sum as it is: what the API has always done.
+REDUCTIONS = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "none": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+def gather(tensor: Any) -> Any:
+    """Nested tensors with every rank's values joined along dimension 0, in rank order, on every rank.
+
+    Shape `[n, ...]` becomes `[ranks * n, ...]`; a tensor without dimensions becomes `[ranks]`. All ranks must hold the
+    same structure, shapes and dtypes (`ACCELERATE_DEBUG_MODE=1` verifies it); for sizes that differ see
+    `pad_across_processes`. Gradients do not flow. One process gets its data back as it is.
+
+    Raises TypeError for a value that is not made of tensors.
+    """
+    return gather_nested(tensor) if PartialState().use_distributed else tensor
+
+
+def gather_nested(data: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """`gather` among the ranks of `group`."""
+    if PartialState().debug:
+        verify.agree("gather", data, group)
+    leaves = flat.collect(data, "gather")
+    if not leaves:
+        return data
+    group = transport.group_of(group)
+    if len(leaves) == 1:
+        gathered = [_gather_one(leaves[0], group)]
+    else:
+        gathered = _gather_many(leaves, group)
+    return gathered[0] if isinstance(data, torch.Tensor) else trees.replace_leaves(data, gathered)
+
+
+def _gather_one(leaf: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A lone tensor is received where it stays: no byte is copied after the message."""
+    own = leaf.device
+    target = transport.carrier(group, own)
+    leaf = flat.readable(leaf, target).contiguous()
+    if leaf.dim() == 0:
+        leaf = leaf.view(1)
+    out = torch.empty(flat.stacked_shape(leaf.shape, group.size()), dtype=leaf.dtype, device=leaf.device)
+    transport.all_gather_bytes(leaf, out, group)
+    return out if target is None else out.to(own)
+
+
+def _gather_many(leaves: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
+    target = transport.carrier(group, flat.lone_device(leaves))
+    segments, length = flat.segments_of(leaves)
+    rows = transport.all_gather(flat.pack(leaves, segments, length, target), group)
+    found = flat.unpack_stacked(rows, segments, leaves)
+    if target is not None:
+        found = [value.to(leaf.device) for value, leaf in zip(found, leaves, strict=True)]
+    return found
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Nested tensors reduced over the ranks, elementwise, on every rank; the operands stay as they are.
+
+    Args:
+        reduction: "mean"; "sum" (also called "none": the sum, not divided); "max"; "min".
+        scale: a factor for the result.
+
+    Raises TypeError for a value that is not made of tensors, and for a mean or a factor of whole numbers;
+    ConfigurationError for another reduction.
+    """
+    if reduction not in REDUCTIONS:
+        raise ConfigurationError(f"reduce: reduction={reduction!r} is unknown: use one of {', '.join(REDUCTIONS)}")
+    if not PartialState().use_distributed:
+        return trees.map_leaves(lambda leaf: leaf if scale == 1.0 else leaf * scale, tensor, strict="reduce")
+    return reduce_nested(tensor, reduction, scale)
+
+
+def reduce_nested(
+    data: Any, reduction: str = "mean", scale: float = 1.0, group: dist.ProcessGroup | None = None
+) -> Any:
+    """`reduce` among the ranks of `group`."""
+    if PartialState().debug:
+        verify.agree("reduce", data, group, options=f"reduction={reduction!r}, scale={scale!r}")
+    leaves = flat.collect(data, "reduce")
+    if not leaves:
+        return data
+    if reduction == "mean" or scale != 1.0:
+        _check_divisible(leaves, reduction)
+    group = transport.group_of(group)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        by_dtype.setdefault(leaf.dtype, []).append(place)
+    reduced: list[Any] = [None] * len(leaves)
+    for places in by_dtype.values():
+        values = _reduce_alike([leaves[place] for place in places], reduction, scale, group)
+        for place, value in zip(places, values, strict=True):
+            reduced[place] = value
+    return reduced[0] if isinstance(data, torch.Tensor) else trees.replace_leaves(data, reduced)
+
+
+def _check_divisible(leaves: Sequence[torch.Tensor], reduction: str) -> None:
+    for leaf in leaves:
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise TypeError(
+                f"reduce: a tensor of {leaf.dtype} cannot hold a {'mean' if reduction == 'mean' else 'scaled value'}: "
+                'use reduction="sum" without a scale, or convert it with `.float()`'
+            )
+
+
+def _reduce_alike(
+    leaves: Sequence[torch.Tensor], reduction: str, scale: float, group: dist.ProcessGroup
+) -> Sequence[torch.Tensor]:
+    """Tensors of one dtype, reduced in one message."""
+    target = transport.carrier(group, flat.lone_device(leaves))
+    total = flat.join(leaves if target is None else [leaf.to(target) for leaf in leaves])
+    # The message goes around autograd: the result keeps this rank's own graph.
+    transport.all_reduce(total.detach(), REDUCTIONS[reduction], group)
+    if reduction == "mean":
+        total.div_(group.size())
+    if scale != 1.0:
+        total.mul_(scale)
+    values = flat.part(total, leaves)
+    if target is None:
+        return values
+    return [value.to(leaf.device) for value, leaf in zip(values, leaves, strict=True)]
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Overwrite nested tensors, in place, with those of rank `from_process`; the same object is returned.
+
+    All ranks must hold the same structure, shapes and dtypes. Raises TypeError for a value that is not made of
+    tensors, ConfigurationError where there is no rank `from_process`.
+    """
+    state = PartialState()
+    if not state.use_distributed:
+        return tensor
+    transport.check_source("broadcast", from_process, state.num_processes)
+    return broadcast_nested(tensor, from_process)
+
+
+def broadcast_nested(data: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+    """`broadcast` among the ranks of `group`, from its member number `source`."""
+    if PartialState().debug:
+        verify.agree("broadcast", data, group, options=f"from_process={source}")
+    leaves = flat.collect(data, "broadcast")
+    if not leaves:
+        return data
+    group = transport.group_of(group)
+    target = transport.carrier(group, flat.lone_device(leaves))
+    segments, length = flat.segments_of(leaves)
+    # The row of a lone contiguous tensor is its own memory: it is received where it stays.
+    row = flat.pack(leaves, segments, length, target)
+    transport.broadcast(row, source, group)
+    if group.rank() != source:
+        for leaf, value in zip(leaves, flat.unpack(row, segments, leaves), strict=True):
+            if value.data_ptr() != leaf.data_ptr():
+                leaf.detach().copy_(value)
+    return data
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """The tensor that one rank alone holds (the others give None), on every rank's device.
+
+    Unlike `broadcast`, no other rank needs to know its shape and dtype. Raises ValueError, on every rank, where not
+    exactly one rank holds a tensor.
+    """
+    state = PartialState()
+    if state.use_distributed and state.debug:
+        verify.agree("copy_tensor_to_devices", None)
+    held = [None if tensor is None else structure.TensorInformation(tensor.shape, tensor.dtype)]
+    if state.use_distributed:
+        held = objects.gather_each(held[0])
+    owners = [rank for rank, info in enumerate(held) if info is not None]
+    if len(owners) != 1:
+        raise ValueError(f"copy_tensor_to_devices: exactly one rank must hold a tensor; ranks {owners} do")
+    (owner,) = owners
+    if tensor is None:
+        tensor = structure.initialize_tensors(held[owner])
+    tensor = tensor.to(state.device)
+    if state.use_distributed:
+        group = transport.group_of(None)
+        segments, length = flat.segments_of([tensor])
+        row = flat.pack([tensor], segments, length, transport.carrier(group, tensor.device))
+        transport.broadcast(row, owner, group)
+        (tensor,) = flat.unpack(row, segments, [tensor])
+    return tensor.to(state.device)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that is given back, and errors that say it has run out."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from . import devices
+
+# What the allocators and libraries say when memory runs out.
+EXHAUSTED = (
+    " out of memory.",
+    "out of memory (",
+    "CUDA error: out of memory",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Return the accelerator's unused cached memory to the driver, after a collection of garbage when asked."""
+    if garbage_collection:
+        gc.collect()
+    devices.empty_cache()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Give back the accelerator's cached memory; as many None as `objects`, to overwrite the caller's names with.
+
+    What those names hold is free once they are overwritten; its cached memory goes with the next call.
+
+    ```
+    model, optimizer = release_memory(model, optimizer)
+    ```
+    """
+    clear_device_cache(garbage_collection=True)
+    return [None for _ in objects]
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Whether an error says that memory has run out, so that a smaller batch may work."""
+    if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(exception, RuntimeError) and len(exception.args) == 1:
+        return any(text in str(exception.args[0]) for text in EXHAUSTED)
+    return False
