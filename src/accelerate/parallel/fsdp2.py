@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fully sharded data parallelism: torch's `fully_shard` (FSDP2)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ..config.fsdp import FullyShardedDataParallelPlugin
+from ..core.devices import kind_of
+from ..core.errors import ConfigurationError, PrepareError
+from ..parallelism_config import ParallelismConfig
+from ..precision.base import Precision
+from ..runtime import group, mesh
+from . import fsdp_state, materialize, norms
+from .activation import checkpoint_activations
+from .base import Bundle, Strategy
+from .remap import ParameterPlaces, Replacements
+from .units import find_modules, select_units
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class FullyShardedDataParallel(Strategy):
+    """Each rank keeps a part of every parameter, gradient and optimizer state, and gathers a unit when it computes.
+
+    Optimizers may be made before `prepare`: they are re-pointed to the shards, by the identity of their parameters.
+    """
+
+    name = "FSDP2"
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        plugin: FullyShardedDataParallelPlugin,
+        parallelism: ParallelismConfig | None = None,
+    ) -> None:
+        super().__init__(device, precision)
+        if plugin.fsdp_version != 2:
+            raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP2")
+        if not dist.is_initialized():
+            group.start_alone(kind_of(device).backend)
+        self.plugin = plugin
+        if precision.name in ("bf16", "fp16", "fp8"):
+            plugin.set_mixed_precision(precision.name)
+        world = dist.get_world_size()
+        self.layout = parallelism or mesh.all_sharded(world)
+        self.mesh = mesh.build_mesh(self.layout, world, device.type)
+        self.shards = mesh.fsdp_mesh(self.layout, self.mesh, device)
+        # Ranks that hold the same parameters before sharding, and average gradients after it.
+        self.copies = mesh.group_of(self.mesh, "dp_cp")
+        self.replacements = Replacements()
+        self._deferred: set[int] = set()
+        self._whole: dict[int, list[nn.Parameter]] = {}
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        return mesh.data_shard(self.layout, dist.get_rank())
+
+    def prepare(self, bundle: Bundle) -> Bundle:
+        """Shard each model, unit by unit, and re-point the optimizers. Models for evaluation are only placed."""
+        if bundle.evaluation:
+            return super().prepare(bundle)
+        for position, model in enumerate(bundle.models):
+            model = self.wrap_model(self.precision.wrap_forward(model))
+            for transform in self.transforms:
+                model = transform.apply(model)
+            bundle.models[position] = model
+        for optimizer in bundle.optimizers:
+            self.replacements.repoint(optimizer)
+            _check_trains_shards(optimizer, bundle.models)
+        return bundle
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        if isinstance(model, FSDPModule):
+            return model
+        places = ParameterPlaces(model)
+        shard_model(model, self.plugin, self.shards, self.device, self.copies)
+        self.replacements.add(places.replaced())
+        whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+        self._whole[id(model)] = [parameter for parameter in whole if parameter.requires_grad]
+        return model
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        super().backward(loss, **kwargs)
+        whole = [parameter for key, listed in self._whole.items() if key not in self._deferred for parameter in listed]
+        self._average([parameter.grad for parameter in whole if parameter.grad is not None])
+
+    def _average(self, gradients: list[torch.Tensor]) -> None:
+        """The gradients of modules that stay whole are nobody's business but ours."""
+        if not gradients or dist.get_world_size(self.copies) == 1:
+            return
+        pending = [dist.all_reduce(gradient, group=self.copies, async_op=True) for gradient in gradients]
+        for work in pending:
+            work.wait()
+        torch._foreach_div_(gradients, float(dist.get_world_size(self.copies)))
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        sharded = _sharded_module(model)
+        if sharded is None:
+            yield
+            return
+        sharded.set_requires_gradient_sync(False)
+        self._deferred.add(id(sharded))
+        try:
+            yield
+        finally:
+            self.sync_next_backward(model)
+
+    def sync_next_backward(self, model: nn.Module) -> None:
+        sharded = _sharded_module(model)
+        if sharded is not None:
+            sharded.set_requires_gradient_sync(True)
+            self._deferred.discard(id(sharded))
+
+    def reduce_items(self, count: torch.Tensor) -> Any:
+        return dist.all_reduce(count, group=self.copies, async_op=True)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        return norms.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+        norms.clip_grad_value(parameters, clip_value)
+
+    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The full state under the plain names: on the host of rank 0, empty on the other ranks."""
+        return fsdp_state.full_model_state(self.unwrap(model))
+
+    def load_state_dict(self, model: nn.Module, state: dict[str, torch.Tensor], strict: bool = True) -> None:
+        """Take a full state, which rank 0 alone needs to hold."""
+        fsdp_state.load_full_model_state(self.unwrap(model), state, self.device, strict)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        inner = getattr(model, "_orig_mod", model)
+        return inner if isinstance(inner, nn.Module) else model
+
+
+def shard_model(
+    model: nn.Module,
+    plugin: FullyShardedDataParallelPlugin,
+    shards: DeviceMesh,
+    device: torch.device,
+    copies: dist.ProcessGroup | None = None,
+) -> nn.Module:
+    """Shard a model in place over `shards`: one dimension, or (copies, shards).
+
+    `copies` are the ranks whose weights have to be equal before sharding (None: all). Where the weights are on its
+    first rank only (`cpu_ram_efficient_loading`, or the others built the model without storage) they are spread from
+    there one tensor at a time; where no rank has them, each module is initialised alone.
+    """
+    options = copy.copy(plugin)
+    options.set_auto_wrap_policy(model)
+    whole = {parameter for part in find_modules(model, plugin.ignored_modules) for parameter in part.parameters()}
+    units = select_units(model, options.auto_wrap_policy, whole)  # type: ignore[arg-type]
+    if plugin.activation_checkpointing:
+        units = checkpoint_activations(model, units, device, bool(plugin.activation_checkpointing_offload))
+    _upcast(model, plugin)
+    on_cpu = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    home = torch.device("cpu") if on_cpu else device
+
+    meta = materialize.gather_flags(materialize.where_meta(model) is not None, device, copies)
+    if not any(meta) and not plugin.cpu_ram_efficient_loading:
+        for unit in [*units, model]:
+            materialize.make_equal(_not_sharded_yet(unit), device, copies)
+            _shard_unit(unit, unit is model, plugin, shards, whole)
+        return model
+    full = dict(materialize.named_tensors(model)) if dist.get_rank(copies) == 0 and not meta[0] else {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    ignored_names = {names[id(parameter)] for parameter in whole}
+    materialize.to_meta(model)
+    whole = {parameter for name, parameter in model.named_parameters() if name in ignored_names}
+    for unit in [*units, model]:
+        _shard_unit(unit, unit is model, plugin, shards, whole)
+    materialize.allocate(model, device, home)
+    if meta[0]:
+        materialize.initialise(model, device, copies, plugin.param_init_fn)
+    else:
+        materialize.spread(full, materialize.named_tensors(model), device, copies)
+    return model
+
+
+def _not_sharded_yet(unit: nn.Module) -> list[torch.Tensor]:
+    """The tensors that `fully_shard(unit)` will take, after it took those of the units inside."""
+    inner = {
+        id(tensor)
+        for module in unit.modules()
+        if isinstance(module, FSDPModule)
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    return [tensor for tensor in (*unit.parameters(), *unit.buffers()) if id(tensor) not in inner]
+
+
+def _shard_unit(
+    unit: nn.Module,
+    is_root: bool,
+    plugin: FullyShardedDataParallelPlugin,
+    shards: DeviceMesh,
+    whole: set[nn.Parameter],
+) -> None:
+    reshard: Any = plugin.reshard_after_forward
+    if is_root and reshard:
+        # What the root gathers is the first that the backward needs: torch keeps it by default.
+        reshard = None
+    fully_shard(
+        unit,
+        mesh=shards,
+        reshard_after_forward=reshard,
+        mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),  # type: ignore[arg-type]
+        offload_policy=plugin.cpu_offload,  # type: ignore[arg-type]
+        ignored_params=whole,
+    )
+
+
+def _upcast(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Under mixed precision the shards, which the optimizer trains, are fp32; what computes is cast from them."""
+    policy = plugin.mixed_precision_policy
+    if policy is None or getattr(policy, "param_dtype", None) in (None, torch.float32):
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def _sharded_module(model: nn.Module) -> FSDPModule | None:
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, FSDPModule) else None
+
+
+def _check_trains_shards(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> None:
+    if not models:
+        return
+    held = {id(parameter) for group_ in optimizer.param_groups for parameter in group_["params"]}
+    if held and not any(id(parameter) in held for model in models for parameter in model.parameters()):
+        raise PrepareError(
+            f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to a model of this prepare "
+            "call: it would train nothing. Make the optimizer from the model's parameters, and prepare both together."
+        )
+
+
+# The API's functions for those who shard by hand. `accelerator` gives the plugin, the device and the mesh.
+
+
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Shard a model in place as `accelerator.prepare` would; optimizers are not touched."""
+    if isinstance(model, FSDPModule):
+        return model
+    layout, whole_mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
+    if layout is None or whole_mesh is None:
+        layout = mesh.all_sharded(dist.get_world_size())
+        whole_mesh = mesh.build_mesh(layout, dist.get_world_size(), accelerator.device.type)
+    shards = mesh.fsdp_mesh(layout, whole_mesh, accelerator.device)
+    copies = mesh.group_of(whole_mesh, "dp_cp")
+    return shard_model(model, accelerator.state.fsdp_plugin, shards, accelerator.device, copies)
+
+
+def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Have the units that the plugin's wrap policy finds recompute in the backward, in place."""
+    plugin = copy.copy(accelerator.state.fsdp_plugin)
+    plugin.set_auto_wrap_policy(model)
+    units = select_units(model, plugin.auto_wrap_policy, set())
+    checkpoint_activations(model, units, accelerator.device, bool(plugin.activation_checkpointing_offload))
+    return model
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Any, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
+) -> None:
+    """Fill a sharded model from a full state that rank 0 holds; parameters without storage get one."""
+    materialize.allocate(model, accelerator.device, torch.device("cpu") if cpu_offload else None)
+    fsdp_state.load_full_model_state(model, dict(full_sd), accelerator.device)
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """The same mapping under the names that the plain model has."""
+    return {materialize.canonical_name(name): value for name, value in named_params.items()}
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """A gradient scaler for sharded parameters: an overflow on one rank is an overflow on all."""
+    return torch.amp.GradScaler(**kwargs)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights on their way to the ranks: made equal, spread from rank 0 one tensor at a time, or initialised in shards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ..core.errors import PrepareError
+
+# What wrappers around a module (activation checkpointing, compilation, replication) add to the names below it.
+_WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name in the plain model."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(plain name, tensor) of every parameter and buffer, each tensor once."""
+    for name, tensor in model.named_parameters():
+        yield canonical_name(name), tensor
+    for name, tensor in model.named_buffers():
+        yield canonical_name(name), tensor
+
+
+def local_part(full: torch.Tensor, layout: DTensor) -> torch.Tensor:
+    """This rank's part of `full`, in the layout of a DTensor of the same shape (a view)."""
+    shape, offset = compute_local_shape_and_global_offset(full.shape, layout.device_mesh, layout.placements)
+    for dimension, (length, start) in enumerate(zip(shape, offset, strict=True)):
+        full = full.narrow(dimension, min(start, full.shape[dimension]), length)
+    return full
+
+
+def where_meta(model: nn.Module) -> str | None:
+    """The name of the first parameter without storage, or None."""
+    return next((canonical_name(name) for name, parameter in model.named_parameters() if parameter.is_meta), None)
+
+
+def gather_flags(flag: bool, device: torch.device, group: dist.ProcessGroup | None) -> list[bool]:
+    """Each rank's answer to a yes-or-no question, in the order of the group."""
+    mine = torch.tensor([float(flag)], device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [bool(answer.item()) for answer in everyone]
+
+
+@torch.no_grad()
+def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Give every rank of the group its first rank's values. Tensors are moved to `device`."""
+    locals_: list[torch.Tensor] = []
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            locals_.append(tensor.to_local())
+            continue
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+        locals_.append(tensor.data)
+    _broadcast(locals_, group)
+
+
+def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    if dist.get_world_size(group) == 1:
+        return
+    buffers = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+    pending = [dist.broadcast(buffer, group=group, group_src=0, async_op=True) for buffer in buffers]
+    for work in pending:
+        work.wait()
+    for tensor, buffer in zip(tensors, buffers, strict=True):
+        if buffer is not tensor:
+            tensor.copy_(buffer)
+
+
+def to_meta(model: nn.Module) -> None:
+    """Drop the storage of every parameter and buffer; what is shared between modules stays shared."""
+    _replace_tensors(model, lambda tensor: tensor.to("meta"))
+
+
+def allocate(model: nn.Module, device: torch.device, home: torch.device | None = None) -> None:
+    """Give what has no storage an empty one on `device`; of a sharded tensor its local part, on `home` where given."""
+    home = device if home is None else home
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        return torch.empty_like(tensor, device=home if isinstance(tensor, DTensor) else device)
+
+    _replace_tensors(model, empty)
+
+
+@torch.no_grad()
+def _replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    seen: dict[int, torch.Tensor] = {}
+    kept: list[torch.Tensor] = []
+
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in seen:
+            # The former tensor is kept alive until the end, so that no other gets its id.
+            kept.append(tensor)
+            now = change(tensor)
+            if now is not tensor and isinstance(tensor, nn.Parameter):
+                now = nn.Parameter(now, requires_grad=tensor.requires_grad)
+                now.__dict__.update(tensor.__dict__)
+            seen[id(tensor)] = now
+        return seen[id(tensor)]
+
+    for module in model.modules():
+        for kind in (module._parameters, module._buffers):
+            for name, tensor in kind.items():
+                if tensor is not None:
+                    kind[name] = changed(tensor)  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def spread(
+    full: dict[str, torch.Tensor],
+    targets: Iterable[tuple[str, torch.Tensor]],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    strict: bool = True,
+) -> None:
+    """Fill `targets` on every rank from `full`, which only the group's first rank has to hold (others: empty).
+
+    One whole tensor at a time is on `device`; each rank keeps its part of it. `full` is emptied on the way.
+    Raises PrepareError, on every rank, for a name that is missing in `full` (with `strict`), or of another shape.
+    """
+    listed = list(targets)
+    is_source = dist.get_rank(group) == 0
+    offered: list[Any] = [{name: tuple(tensor.shape) for name, tensor in full.items()} if is_source else None]
+    dist.broadcast_object_list(offered, group=group, group_src=0, device=device)
+    _check_names(offered[0], listed, strict)
+    for name, target in listed:
+        if name not in offered[0]:
+            continue
+        if is_source:
+            source = full.pop(name)
+            source = source.full_tensor() if isinstance(source, DTensor) else source
+            whole = source.detach().to(device=device, dtype=target.dtype).contiguous()
+        else:
+            whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+        if dist.get_world_size(group) > 1:
+            dist.broadcast(whole, group=group, group_src=0)
+        if isinstance(target, DTensor):
+            target.to_local().copy_(local_part(whole, target))
+        else:
+            target.copy_(whole)
+
+
+def _check_names(offered: dict[str, tuple[int, ...]], targets: list[tuple[str, torch.Tensor]], strict: bool) -> None:
+    missing = [name for name, _ in targets if name not in offered]
+    if missing and strict:
+        raise PrepareError(f"rank 0 gives no value for {len(missing)} tensors of the model: {', '.join(missing[:5])}")
+    for name, target in targets:
+        if name in offered and offered[name] != tuple(target.shape):
+            raise PrepareError(
+                f"{name} has the shape {tuple(target.shape)} here and {offered[name]} on rank 0: all ranks must build "
+                "the same model"
+            )
+
+
+def initialise(
+    model: nn.Module,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> None:
+    """Give the parameters of a model that was built without storage, and then sharded, their initial values.
+
+    Each module is made whole alone, by `init(module)`, else its `reset_parameters()`, then the model's
+    `_init_weights(module)` where it has one, and spread from the group's first rank.
+    Raises PrepareError for a module with tensors that nothing initialises.
+    """
+    fallback = getattr(model, "_init_weights", None)
+    owners: dict[int, nn.Module] = {}
+    for name, module in _bottom_up(model):
+        if all(tensor is None for tensor in (*module._parameters.values(), *module._buffers.values())):
+            continue
+        shadow = _whole_copy(module, device)
+        if init is not None:
+            init(shadow)
+        else:
+            reset = getattr(shadow, "reset_parameters", None) or getattr(shadow, "_reset_parameters", None)
+            if reset is None and fallback is None:
+                where = f"{canonical_name(name) or 'the model'} ({type(module).__name__})"
+                raise PrepareError(
+                    f"{where} has tensors without storage and no reset_parameters(). Give it one, "
+                    "give the plugin a param_init_fn, or have the weights on rank 0 (cpu_ram_efficient_loading)."
+                )
+            if reset is not None:
+                reset()
+            if fallback is not None:
+                fallback(shadow)
+        # A tied tensor is that of the module that stands first, as where a model is built with storage.
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            owners.setdefault(id(tensor), module)
+        inside = {id(part) for part in module.modules()}
+        targets = [(key, tensor) for key, tensor in named_tensors(module) if id(owners[id(tensor)]) in inside]
+        spread(dict(named_tensors(shadow)), targets, device, group)
+
+
+def _bottom_up(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Named modules, children before parents, siblings in order: the order in which constructors initialise."""
+    ordered: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        for key, child in module.named_children():
+            visit(f"{name}.{key}" if name else key, child)
+        ordered.append((name, module))
+
+    visit("", model)
+    return ordered
+
+
+@torch.no_grad()
+def _whole_copy(module: nn.Module, device: torch.device) -> nn.Module:
+    """A module of the same class and attributes with whole tensors: its own are empty, its children's are filled."""
+    shadow = copy.copy(module)
+    shadow.__dict__ = dict(module.__dict__)
+    shadow._parameters = {
+        key: None
+        if tensor is None
+        else nn.Parameter(
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=device), requires_grad=tensor.requires_grad
+        )
+        for key, tensor in module._parameters.items()
+    }
+    shadow._buffers = {
+        key: None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        for key, tensor in module._buffers.items()
+    }
+    shadow._modules = {
+        key: None if child is None else _filled_copy(child, device) for key, child in module._modules.items()
+    }
+    return shadow
+
+
+def _filled_copy(module: nn.Module, device: torch.device) -> nn.Module:
+    shadow = _whole_copy(module, device)
+    for mine, theirs in ((shadow._parameters, module._parameters), (shadow._buffers, module._buffers)):
+        for key, tensor in theirs.items():
+            if tensor is not None:
+                mine[key].data.copy_(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)  # type: ignore[union-attr]
+    return shadow

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms and clipping of gradients that lie in different layouts: sharded, split, whole, in one model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def clip_grad_norm(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    across: Sequence[dist.ProcessGroup] = (),
+) -> torch.Tensor:
+    """Scale gradients so that the norm of all of them together is at most `max_norm`; the norm before, on every rank.
+
+    As `torch.nn.utils.clip_grad_norm_`, for any mixture of plain tensors (the same on each rank) and DTensors of any
+    mesh and placement. `across` are groups whose ranks hold other parameters of the same model (pipeline stages).
+    """
+    gradients = _gradients(parameters)
+    norm = total_norm(gradients, norm_type, across)
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for (device, dtype), tensors in _by_kind(gradients).items():
+        torch._foreach_mul_(tensors, coefficient.to(device=device, dtype=dtype))
+    return norm
+
+
+def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+    """Clamp every element of every gradient to [-clip_value, clip_value], wherever it lies."""
+    for tensors in _by_kind(_gradients(parameters)).values():
+        torch._foreach_clamp_min_(tensors, -clip_value)
+        torch._foreach_clamp_max_(tensors, clip_value)
+
+
+def total_norm(
+    gradients: Sequence[torch.Tensor], norm_type: float = 2.0, across: Sequence[dist.ProcessGroup] = ()
+) -> torch.Tensor:
+    """The norm of all gradients as one vector. One scalar is reduced for each mesh dimension they are sharded over."""
+    norm_type = float(norm_type)
+    parts = [_norm_of_layout(key, tensors, norm_type) for key, tensors in _by_layout(gradients).items()]
+    if not parts:
+        device = torch.device("cpu")
+        parts = [torch.zeros((), device=device)]
+    norm = _together(torch.stack([part.to(parts[0]) for part in parts]), norm_type)
+    for group in across:
+        norm = _reduce(norm, norm_type, group)
+    return norm
+
+
+Layout = tuple[object, tuple[int, ...], torch.device, torch.dtype]
+
+
+def _by_layout(gradients: Sequence[torch.Tensor]) -> dict[Layout, list[torch.Tensor]]:
+    """Local parts of gradients by (mesh, sharded dimensions, device, dtype); mesh None for plain tensors."""
+    found: dict[Layout, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        mesh, sharded = None, ()
+        if isinstance(gradient, DTensor):
+            if any(placement.is_partial() for placement in gradient.placements):
+                gradient = gradient.redistribute(placements=[_whole(placement) for placement in gradient.placements])
+            mesh = gradient.device_mesh
+            sharded = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
+            gradient = gradient.to_local()
+        found.setdefault((mesh, sharded, gradient.device, gradient.dtype), []).append(gradient)
+    return found
+
+
+def _whole(placement: object) -> object:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate() if placement.is_partial() else placement  # type: ignore[attr-defined]
+
+
+def _norm_of_layout(layout: Layout, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    mesh, sharded, device, dtype = layout
+    present = [tensor for tensor in tensors if tensor.numel()]
+    if present:
+        norm = _together(torch.stack(torch._foreach_norm(present, norm_type)), norm_type)
+    else:
+        norm = torch.zeros((), device=device, dtype=dtype)
+    for dimension in sharded:
+        norm = _reduce(norm, norm_type, mesh.get_group(dimension))  # type: ignore[attr-defined]
+    return norm
+
+
+def _together(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+    return torch.linalg.vector_norm(norms, norm_type)
+
+
+def _reduce(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:
+    """The norm over the ranks of a group, from each rank's own."""
+    if math.isinf(norm_type):
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        return norm
+    powers = norm**norm_type
+    dist.all_reduce(powers, group=group)
+    return powers ** (1.0 / norm_type)
+
+
+def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    return [parameter.grad for parameter in listed if parameter.grad is not None]
+
+
+def _by_kind(gradients: Sequence[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        found.setdefault((local.device, local.dtype), []).append(local)
+    return found

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers that were made before their model was laid out: their parameters are found again, by identity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..core.errors import PrepareError
+
+
+class ParameterPlaces:
+    """Which module holds which parameter, taken before a layout replaces them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (module, name, parameter)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    def replaced(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """(former, present) of each parameter that stands where another stood."""
+        now = [(former, module._parameters[name]) for module, name, former in self._places]
+        return [(former, present) for former, present in now if present is not None and present is not former]
+
+
+class Replacements:
+    """All replacements of a run. A former parameter is held weakly: nobody needs its memory but its optimizer."""
+
+    def __init__(self) -> None:
+        self._present: Any = WeakTensorKeyDictionary()
+
+    def add(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        for former, present in pairs:
+            self._present[former] = present
+
+    def __contains__(self, former: torch.Tensor) -> bool:
+        return former in self._present
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What stands in the parameter's place now, after any number of replacements."""
+        while (found := self._present.get(parameter)) is not None:
+            parameter = found
+        return parameter
+
+    def repoint(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer train what stands in the places of its parameters; its state is laid out likewise."""
+        for group in optimizer.param_groups:
+            for position, former in enumerate(group["params"]):
+                present = self.of(former)
+                if present is former:
+                    continue
+                group["params"][position] = present
+                if former in optimizer.state:
+                    optimizer.state[present] = _laid_out(optimizer.state.pop(former), former, present)
+
+
+def _laid_out(state: dict[str, Any], former: torch.Tensor, present: torch.Tensor) -> dict[str, Any]:
+    """State of a parameter, each tensor of the parameter's shape in the layout of the present one."""
+    from .materialize import local_part
+
+    if not isinstance(present, DTensor):
+        return state
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape != former.shape or isinstance(value, DTensor):
+            return value
+        part = local_part(value, present).to(present.to_local().device).clone()
+        return DTensor.from_local(
+            part, present.device_mesh, present.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+
+    return {name: move(value) for name, value in state.items()}
+
+
+def switch_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:
+    """Replace an optimizer's parameters by `mapping`: former parameter, or its `data_ptr()`, -> present one.
+
+    Raises PrepareError where the mapping knows none of a group's parameters: the group would train nothing.
+    """
+    present = {id(parameter) for parameter in mapping.values()}
+    known = {former if isinstance(former, int) else id(former): found for former, found in mapping.items()}
+
+    def lookup(former: nn.Parameter) -> nn.Parameter:
+        found = known.get(id(former))
+        # A parameter without storage (meta) has the address 0 like any other of its kind.
+        return found if found is not None else known.get(former.data_ptr() or -1, former)
+
+    for index, group in enumerate(optimizer.param_groups):
+        changed = [lookup(former) for former in group["params"]]
+        if changed and not any(id(parameter) in present for parameter in changed):
+            raise PrepareError(
+                f"none of the {len(changed)} parameters of the optimizer's group {index} is a parameter of the "
+                "sharded model: it would train nothing. Make the optimizer from the model that is prepared."
+            )
+        for former, now in zip(group["params"], changed, strict=True):
+            if former is not now and former in optimizer.state:
+                optimizer.state[now] = _laid_out(optimizer.state.pop(former), former, now)
+        group["params"] = changed

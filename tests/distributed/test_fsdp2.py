@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2 on 1, 2 and 4 ranks: the parameters of the plain single-process loop, to 1e-8 in float64."""
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+
+WORKERS = Path(__file__).parent / "workers"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_parity_loading_and_resume(ranks, tmp_path):
+    results = run_ranks(WORKERS / "fsdp2_parity.py", ranks, tmp_path, timeout=150)
+    assert all("all equal" in result.stdout for result in results)

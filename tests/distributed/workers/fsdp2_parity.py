@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rank: FSDP2 runs in many settings against the plain single-process loop, in float64, to 1e-8."""
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.core.errors import PrepareError
+from accelerate.parallel.base import Bundle
+from accelerate.parallel.fsdp2 import FullyShardedDataParallel
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.precision.base import Precision
+from accelerate.state import PartialState
+
+WIDTH, VOCABULARY, LENGTH = 8, 13, 5
+GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 20, 2, 0.05
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
+
+    def forward(self, x):
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+    def reset_parameters(self):
+        self.scale.fill_(0.5)
+
+
+class Model(nn.Module):
+    """Tied embedding and head, a frozen layer, three blocks, a module that may be left whole."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.frozen(self.extra(x)))
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return Model()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS * ACCUMULATION):
+        yield torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+
+
+def loss_of(model, tokens):
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_optimizer(model):
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    return torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+
+
+def plain_run():
+    """Parameters after each quarter of the run, and the norms before clipping."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    norms, kept = [], []
+    for number, tokens in enumerate(batches()):
+        (loss_of(model, tokens) / ACCUMULATION).backward()
+        if number % ACCUMULATION == ACCUMULATION - 1:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.append(copy.deepcopy(model.state_dict()))
+    return kept, norms
+
+
+def sharded_run(strategy, model, optimizer, norms, first=0, last=STEPS):
+    """Steps `first` to `last` of the same run on this rank's part of each batch."""
+    index, count = strategy.data_shard
+    for number, tokens in enumerate(batches()):
+        if not first * ACCUMULATION <= number < last * ACCUMULATION:
+            continue
+        sync = number % ACCUMULATION == ACCUMULATION - 1
+        mine = tokens.chunk(count)[index]
+        if not sync:
+            with strategy.no_sync(model):
+                strategy.backward(loss_of(model, mine) / ACCUMULATION)
+            continue
+        strategy.backward(loss_of(model, mine) / ACCUMULATION)
+        norm = strategy.clip_grad_norm(model.parameters(), CLIP)
+        torch.testing.assert_close(norm, norms[number // ACCUMULATION], rtol=1e-9, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_state(strategy, model, expected, what):
+    state = strategy.state_dict(model)
+    if dist.get_rank() == 0:
+        assert list(state) == list(expected), (what, list(state))
+        for name, value in expected.items():
+            difference = (state[name] - value).abs().max().item()
+            assert difference <= 1e-8, f"{what}: {name} is off by {difference}"
+    else:
+        assert state == {}, f"{what}: rank {dist.get_rank()} holds {len(state)} whole tensors"
+
+
+def prepare(plugin, model, optimizer=None, parallelism=None):
+    strategy = FullyShardedDataParallel(torch.device("cpu"), Precision(), plugin, parallelism)
+    bundle = strategy.prepare(Bundle([model], [optimizer] if optimizer else [], [True]))
+    return strategy, bundle.models[0]
+
+
+def check_run(what, expected, norms, parallelism=None, steps=STEPS, seed=0, model=None, **options):
+    # Other ranks start from other weights: the first one's count.
+    model = model or make_model(seed + PartialState().process_index)
+    optimizer = make_optimizer(model)
+    torch.manual_seed(seed)
+    strategy, model = prepare(Plugin(fsdp_version=2, **options), model, optimizer, parallelism)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in trained} == {id(p) for p in model.parameters()}, f"{what}: the optimizer was not re-pointed"
+    sharded_run(strategy, model, optimizer, norms, last=steps)
+    check_state(strategy, model, expected[steps - 1], what)
+    return strategy, model, optimizer
+
+
+def check_settings(expected, norms):
+    by_class = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    strategy, model, _ = check_run("blocks", expected, norms, **by_class)
+    assert model.head.weight is model.embedding.weight, "the tie is gone"
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    world = dist.get_world_size()
+    held = sum(p.to_local().numel() for p in model.parameters())
+    whole = sum(p.numel() for p in model.parameters())
+    assert held <= whole / world + 30, f"rank holds {held} of {whole}"
+
+    check_run("one unit", expected, norms, steps=4)
+    # The embedding would be a unit of its own, were it not tied to the head.
+    small = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 90}
+    check_run("by size, recomputed", expected, norms, steps=4, activation_checkpointing=True, **small)
+    check_run("kept after the forward", expected, norms, steps=4, reshard_after_forward=False, **by_class)
+    check_run("offloaded", expected, norms, steps=4, cpu_offload=True, **by_class)
+    _, model, _ = check_run("a whole part", expected, norms, steps=4, ignored_modules="extra|blocks.1.up", **by_class)
+    assert not isinstance(model.extra.weight, DTensor) and not isinstance(model.blocks[1].up.bias, DTensor)
+    if world == 4:
+        hybrid = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        check_run("hybrid", expected, norms, parallelism=hybrid, **by_class)
+
+
+def check_loading(expected, norms):
+    by_class = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    with torch.device("meta" if PartialState().process_index else "cpu"):
+        model = make_model()
+    check_run("rank 0 alone", expected, norms, steps=4, model=model, cpu_ram_efficient_loading=True, **by_class)
+    with torch.device("meta"):
+        model = make_model()
+    # The same order of the same random numbers as in the constructors.
+    check_run("no rank", expected, norms, steps=4, model=model, activation_checkpointing=True, **by_class)
+
+
+def check_resume(expected, norms, folder):
+    from accelerate.parallel import fsdp_state
+
+    by_class = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    half = STEPS // 2
+    strategy, model, optimizer = check_run("first half", expected, norms, steps=half, **by_class)
+    whole = (strategy.state_dict(model), fsdp_state.full_optimizer_state(model, optimizer))
+    parts = fsdp_state.ShardedState([model], [(optimizer, model)])
+    write = parts.stage()
+    # What was taken must not change with the run that goes on.
+    sharded_run(strategy, model, optimizer, norms, first=half)
+    check_state(strategy, model, expected[-1], "second half")
+    write(folder)
+    dist.barrier()
+
+    for how in ("whole", "parts"):
+        fresh = make_model(seed=5)
+        optimizer = make_optimizer(fresh)
+        strategy, fresh = prepare(Plugin(fsdp_version=2), fresh, optimizer)
+        if how == "whole":
+            strategy.load_state_dict(fresh, whole[0])
+            fsdp_state.load_full_optimizer_state(fresh, optimizer, whole[1])
+        else:
+            fsdp_state.ShardedState([fresh], [(optimizer, fresh)]).load(folder)
+        check_state(strategy, fresh, expected[half - 1], f"loaded {how}")
+        sharded_run(strategy, fresh, optimizer, norms, first=half)
+        check_state(strategy, fresh, expected[-1], f"resumed from {how}")
+
+
+def check_refusals():
+    stranger = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    try:
+        prepare(Plugin(fsdp_version=2), make_model(), stranger)
+    except PrepareError as error:
+        assert "train nothing" in str(error)
+    else:
+        raise AssertionError("an optimizer that trains nothing was accepted")
+    try:
+        prepare(Plugin(fsdp_version=2, ignored_modules="nowhere"), make_model())
+    except PrepareError as error:
+        assert "nowhere" in str(error)
+    else:
+        raise AssertionError("a pattern that matches nothing was accepted")
+
+
+def main(folder):
+    from pathlib import Path
+
+    PartialState(cpu=True)
+    torch.set_default_dtype(torch.float64)
+    expected, norms = plain_run()
+    assert max(norms) > CLIP, "clipping would not be tested"
+    check_settings(expected, norms)
+    check_loading(expected, norms)
+    check_resume(expected, norms, Path(folder))
+    check_refusals()
+    print("all equal")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
