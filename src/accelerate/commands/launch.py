@@ -8,15 +8,15 @@ import sys
 from typing import Any
 
 from ..config import launch_file
-from ..config.launch import GROUPS, options
-from ..config.launch_settings import Settings, resolve
+from ..config.launch import GROUPS
+from ..config.launch_settings import Settings, given, resolve
 from ..core import env
 from ..core.errors import ConfigurationError
 from ..launchers.plan import plan, summary
 from ..launchers.registry import choose
 from ..launchers.script import is_entered
 from ..launchers.spec import Program
-from .parser import Parser, add_options, given
+from .parser import Formatter, Parser, add_options
 
 DESCRIPTION = (
     "Start a training script on this machine's accelerators, on several processes, or on several machines. "
@@ -28,7 +28,9 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """The parser of `accelerate launch`; as a sub-command where `subparsers` is given."""
     usage = "accelerate launch [options] script.py [arguments of the script]"
     if subparsers is not None:
-        parser = subparsers.add_parser("launch", description=DESCRIPTION, usage=usage)
+        parser = subparsers.add_parser(
+            "launch", description=DESCRIPTION, usage=usage, allow_abbrev=False, formatter_class=Formatter
+        )
         parser.set_defaults(func=launch_command)
     else:
         parser = Parser(prog="accelerate launch", description=DESCRIPTION, usage=usage)
@@ -48,7 +50,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Every option of a launch with its origin. ConfigurationError for what cannot be."""
-    flags = given(args, {option.name: option.default for option in options().values()})
+    flags = given(args)
     return resolve(flags, find_file(flags.get("config_file")))
 
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..config.launch_option import Group, Option
+from ..config.launch_settings import GIVEN
 from ..core.errors import ConfigurationError, nearest
-
-GIVEN = "given_options"
 
 
 class Formatter(argparse.HelpFormatter):
@@ -42,6 +41,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", Formatter)
+        # A script's own arguments come after it; argparse would hold them against our flags' abbreviations.
+        kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -129,15 +130,3 @@ def _reader(option: Option) -> Callable[[str], Any]:
         return ("true" if value else "false") if option.kind == "truth" else value
 
     return read
-
-
-def given(args: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given on the command line: by name, with their values.
-
-    A namespace that no parser of ours made counts as given what differs from the defaults.
-    """
-    values = vars(args)
-    noted = values.get(GIVEN)
-    if noted is None:
-        return {name: values[name] for name in defaults if name in values and values[name] != defaults[name]}
-    return {name: values[name] for name in noted if name in defaults}

@@ -13,6 +13,8 @@ from .launch_file import LaunchFile
 from .launch_option import Option, Setting
 
 DEFAULT = "default"
+# Where a parsed command line notes which options were given.
+GIVEN = "given_options"
 
 
 class Settings(Mapping[str, Any]):
@@ -51,6 +53,22 @@ def resolve(flags: Mapping[str, Any], file: LaunchFile | None = None) -> Setting
     values = {option.name: _decide(option, flags, file) for option in options().values()}
     _settle_contradictions(values)
     return Settings(values, file)
+
+
+def given(args: object) -> dict[str, Any]:
+    """The options given on a parsed command line: by name, with their values.
+
+    A namespace that no parser of ours made counts as given what differs from the defaults.
+    """
+    values = vars(args)
+    noted = values.get(GIVEN)
+    if noted is not None:
+        return {name: values[name] for name in noted if name in options()}
+    return {
+        name: values[name]
+        for name, option in options().items()
+        if name in values and values[name] != option.default and values[name] is not None
+    }
 
 
 def _decide(option: Option, flags: Mapping[str, Any], file: LaunchFile | None) -> Setting:

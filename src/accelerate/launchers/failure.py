@@ -74,9 +74,14 @@ class Failure:
             json.dump(told, file, indent=2)
 
 
+def speaks_of_lost_partner(words: str) -> bool:
+    """Whether an error only says that another rank is gone."""
+    return _PARTNER_LOST.search(words) is not None
+
+
 def is_partner_lost(rank: Rank) -> bool:
     """Whether a failed rank only says that another one is gone."""
-    return bool(rank.exit_code > 0 and _PARTNER_LOST.search(_last_words(rank)))
+    return rank.exit_code > 0 and speaks_of_lost_partner(_last_words(rank))
 
 
 def find_first(ranks: Sequence[Rank]) -> Rank | None:
@@ -94,7 +99,7 @@ def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
         local_rank=first.spec.local_rank,
         pid=first.popen.pid,
         code=first.exit_code,
-        cause=_cause(first.exit_code, traceback or first.error.tail.decode(errors="replace"), oom_kills),
+        cause=cause_of(first.exit_code, traceback or first.error.tail.decode(errors="replace"), oom_kills),
         traceback=traceback,
         log=str(first.log_folder / "stderr.log") if first.log_folder else None,
     )
@@ -131,7 +136,8 @@ def _error_line(text: str) -> str:
     return ""
 
 
-def _cause(code: int, words: str, oom_kills: int) -> str:
+def cause_of(code: int, words: str, oom_kills: int = 0) -> str:
+    """Why a process ended with this code, in words; `words` is what it printed last."""
     if code >= 0:
         return _error_line(words) or f"it ended with exit code {code}"
     number = -code

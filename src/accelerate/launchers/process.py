@@ -40,7 +40,7 @@ class Rank:
                 stdout=output,
                 stderr=error,
                 process_group=0 if os.name == "posix" else None,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid()),
             )
         finally:
             os.close(output)
@@ -146,7 +146,7 @@ def _channel(number: int) -> tuple[int, int]:
     return os.pipe()
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
+def die_with(parent: int) -> Callable[[], None] | None:
     """What the new process does first: ask the kernel to be killed when its launcher dies (Linux)."""
     if sys.platform != "linux":
         return None

@@ -35,7 +35,6 @@ class Stream:
         self.tail = b""
         self.open = True
         self._at_line_start = True
-        self._partial = b""
         self._line = b""
         self._line_since = 0.0
 
@@ -65,27 +64,23 @@ class Stream:
             if time.monotonic() - self.held_since > HOLD_WHILE_PRINTING:
                 self.release()
         else:
-            self._look_for_traceback(self._partial + data)
+            self._look_for_traceback(data)
 
     def _look_for_traceback(self, data: bytes) -> None:
-        self._partial = b""
+        # The line that is waiting for its end may hold the beginning of the words looked for.
+        data, self._line = self._line + data, b""
         found = data.find(TRACEBACK)
-        if found >= 0:
-            start = data.rfind(b"\n", 0, found) + 1
-            self._emit(data[:start])
-            self.held, self.held_since = data[start:], time.monotonic()
+        if found < 0:
+            self._emit(data)
             return
-        # The end of what came may be the beginning of a traceback's first line.
-        start = data.rfind(b"\n") + 1
-        rest = data[start:]
-        if rest and TRACEBACK.startswith(rest):
-            self._partial, data = rest, data[:start]
-        self._emit(data)
+        start = data.rfind(b"\n", 0, found) + 1
+        self._emit(data[:start])
+        self.held, self.held_since = data[start:], time.monotonic()
 
     @property
     def waiting(self) -> bool:
         """Whether something is kept back that a moment's time will release."""
-        return bool(self.held or self._line or self._partial)
+        return bool(self.held or self._line)
 
     def release_if_old(self) -> None:
         """A process that goes on after its traceback only reported it: show what was held. The same for half lines."""
@@ -102,8 +97,7 @@ class Stream:
 
     def drop(self) -> bytes:
         """What was held, no longer to be shown."""
-        data, self.held, self.held_since = self.held + self._partial, b"", None
-        self._partial = b""
+        data, self.held, self.held_since = self.held, b"", None
         return data
 
     def close(self) -> None:

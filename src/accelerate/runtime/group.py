@@ -106,7 +106,7 @@ def _arm() -> None:
     _Exit.armed = True
     _Exit.previous_hook = sys.excepthook
     sys.excepthook = _note_failure
-    atexit.register(_leave)
+    atexit.register(leave)
 
 
 def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -114,8 +114,10 @@ def _note_failure(kind: type[BaseException], error: BaseException, trace: Traceb
     _Exit.previous_hook(kind, error, trace)
 
 
-def _leave() -> None:
+def leave() -> None:
     """Close the group while the interpreter still stands, so that the exit code is the script's own.
+
+    Called at the exit; a forked process, which has no exit handlers, calls it itself.
 
     A worker thread of gloo drops its last finished work late, and needs the interpreter lock for it (the work holds
     Python's dispatch state). When it gets there only during finalisation, CPython ends the thread and the C++

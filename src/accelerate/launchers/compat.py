@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API's functions that turn parsed arguments into commands and environments, on top of our own settings."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from ..config.launch_settings import Settings, given, resolve
+from ..core import env, system
+from ..core.errors import ConfigurationError
+from .spec import Program
+from .variables import variables
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    flags = given(args)
+    # Tools that merge a configuration file into the arguments set this name of the API's files.
+    if getattr(args, "use_cpu", None):
+        flags.setdefault("cpu", True)
+    return resolve(flags)
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    if args.module and args.no_python:
+        raise ConfigurationError("--module and --no_python cannot be used together")
+    kind = "module" if args.module else "program" if args.no_python else "script"
+    program = Program(args.training_script, tuple(args.training_script_args), kind)
+    return [part for part in program.argv() if part != "-u" or part in program.args]
+
+
+def _environment(args: argparse.Namespace, settings: Settings) -> dict[str, str]:
+    found: dict[str, Any] = {**variables(settings)}
+    ids = settings["gpu_ids"]
+    visible = system.accelerators().visible or "CUDA_VISIBLE_DEVICES"
+    if ids and ids != "all":
+        found[visible] = ids
+    threads = settings["num_cpu_threads_per_process"]
+    if threads is not None:
+        found["OMP_NUM_THREADS"] = threads
+    return env.child_environment(found)
+
+
+def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The command and environment of a script that runs as one process, or under mpirun with a host file."""
+    settings = _settings(args)
+    command = _command(args)
+    environment = _environment(args, settings)
+    environment["ACCELERATE_USE_CPU"] = "true" if settings["cpu"] else "false"
+    if settings["mpirun_hostfile"] is not None:
+        from .mpi import mpirun_command
+
+        command = [*mpirun_command(int(args.num_processes), settings["mpirun_hostfile"], environment), *command]
+    if (args.num_processes or 1) > 1 or (args.num_machines or 1) > 1:
+        environment["MASTER_ADDR"] = args.main_process_ip or "127.0.0.1"
+        environment["MASTER_PORT"] = str(args.main_process_port or 29500)
+    return command, environment
+
+
+def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
+    """The environment of several processes; `args` gets the names that torch's own runner reads."""
+    settings = _settings(args)
+    _command(args)
+    machines = args.num_machines or 1
+    args.nproc_per_node = str(int(args.num_processes) // machines)
+    port = args.main_process_port
+    if port is None:
+        port = 29500
+    elif port == 0:
+        from .ports import HeldPort
+
+        with HeldPort() as held:
+            port = held.number
+    if machines > 1:
+        args.nnodes, args.node_rank = str(machines), int(args.machine_rank)
+        if args.same_network:
+            args.master_addr, args.master_port = str(args.main_process_ip), str(port)
+        else:
+            args.rdzv_endpoint = f"{args.main_process_ip}:{port}"
+    else:
+        args.master_port = str(port)
+    args.main_process_port = port
+    return _environment(args, settings)
+
+
+def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
+    """The command of DeepSpeed's own starter (None where torch's starter is used) and the environment."""
+    settings = _settings(args)
+    environment = _environment(args, settings)
+    environment.update({name: text for name, text in _deepspeed_variables(args, settings).items() if text is not None})
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in (env.get("PYTHONPATH"), os.path.abspath(".")) if part)
+    machines = args.num_machines or 1
+    starter = getattr(args, "deepspeed_multinode_launcher", None) or "pdsh"
+    if machines == 1 or starter == "standard":
+        prepare_multi_gpu_env(args)
+        return None, environment
+    command = ["deepspeed", "--hostfile", str(args.deepspeed_hostfile), "--no_local_rank", "--launcher", starter]
+    if args.deepspeed_exclusion_filter is not None:
+        command += ["--exclude", str(args.deepspeed_exclusion_filter)]
+    elif args.deepspeed_inclusion_filter is not None:
+        command += ["--include", str(args.deepspeed_inclusion_filter)]
+    else:
+        command += ["--num_gpus", str(int(args.num_processes) // machines)]
+    if args.main_process_ip:
+        command += ["--master_addr", str(args.main_process_ip)]
+    command += ["--master_port", str(args.main_process_port or 29500)]
+    flag = ["--module"] if args.module else ["--no_python"] if args.no_python else []
+    return [*command, *flag, args.training_script, *args.training_script_args], environment
+
+
+def _deepspeed_variables(args: argparse.Namespace, settings: Settings) -> dict[str, str | None]:
+    with_deepspeed = resolve({**given(args), "use_deepspeed": True, "use_fsdp": False, "use_megatron_lm": False})
+    found = variables(with_deepspeed)
+    fields = getattr(args, "deepspeed_fields_from_accelerate_config", None)
+    if fields is not None:
+        found["ACCELERATE_CONFIG_DS_FIELDS"] = str(fields)
+    return found
+
+
+def prepare_tpu(
+    args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
+) -> tuple[argparse.Namespace, dict[str, str]]:
+    """Arguments and environment for TPU cores; with `pod`, for starting on all workers of a pod."""
+    if args.mixed_precision == "bf16":
+        current_env["XLA_DOWNCAST_BF16" if args.downcast_bf16 else "XLA_USE_BF16"] = "1"
+    if args.debug:
+        current_env["ACCELERATE_DEBUG_MODE"] = "true"
+    if pod:
+        args.vm, args.tpu = args.tpu_vm, args.tpu_name
+    return args, current_env
+
+
+def prepare_sagemager_args_inputs(sagemaker_config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """The arguments of SageMaker's estimator, and the data inputs of the job. (The API spells the name so.)"""
+    from .sagemaker import estimator_arguments
+
+    return estimator_arguments(sagemaker_config, args)

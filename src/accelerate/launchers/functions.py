@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a function in several forked processes of this machine; the first failing one's own traceback is the error."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from ..core import env
+from ..core.errors import LaunchError
+from .failure import cause_of, speaks_of_lost_partner
+from .process import die_with
+
+# Seconds between the request to end and the kill.
+PATIENCE = 4.0
+# Seconds in which a rank may turn out to be the cause of another one's failure.
+SETTLE = 2.0
+
+
+def run_functions(
+    function: Callable[..., Any], args: Sequence[Any], variables: Sequence[Mapping[str, str | None]]
+) -> None:
+    """Call `function(*args)` in one forked process for each set of variables, and wait for all.
+
+    Raises LaunchError with the traceback of the process that failed first. The function needs not be picklable.
+    """
+    context = multiprocessing.get_context("fork")
+    started: list[tuple[BaseProcess, Connection]] = []
+    parent = os.getpid()
+    try:
+        for own in variables:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_child, args=(function, args, dict(own), theirs, parent))
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+        _join(started)
+    finally:
+        _end(process for process, _ in started)
+
+
+def _child(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    variables: Mapping[str, str | None],
+    report: Connection,
+    parent: int,
+) -> None:
+    prepare = die_with(parent)
+    if prepare is not None:
+        prepare()
+    env.publish(variables)
+    _forget_parent()
+    try:
+        function(*args)
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        if code not in (None, 0):
+            own = error.__traceback__.tb_next if error.__traceback__ else None
+            report.send((time.monotonic(), "".join(traceback.format_exception(type(error), error, own))))
+            sys.exit(1)
+    _leave_group()
+
+
+def _forget_parent() -> None:
+    """State of the parent that must not be this process's: our shared states, and torch's threads."""
+    if "accelerate.state" in sys.modules:
+        from .. import state
+
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+    if "torch" in sys.modules:
+        import torch
+
+        # OpenMP's threads are not forked: a parallel region in the child would wait for them for ever.
+        torch.set_num_threads(1)
+
+
+def _leave_group() -> None:
+    """A forked process ends without the interpreter's exit handlers: close the process group here."""
+    if "accelerate.runtime.group" in sys.modules:
+        from ..runtime import group
+
+        group.leave()
+
+
+def _join(started: Sequence[tuple[BaseProcess, Connection]]) -> None:
+    waiting = {process.sentinel: process for process, _ in started}
+    while waiting:
+        for sentinel in multiprocessing.connection.wait(list(waiting)):
+            process = waiting.pop(sentinel)  # type: ignore[arg-type]
+            process.join()
+            if process.exitcode:
+                raise _first_failure(started)
+
+
+def _first_failure(started: Sequence[tuple[BaseProcess, Connection]]) -> LaunchError:
+    """The error of the process that failed first of itself; its victims get a moment to show themselves as such."""
+    deadline = time.monotonic() + SETTLE
+    reports: dict[int, tuple[float, str]] = {}
+    while True:
+        for rank, (_, connection) in enumerate(started):
+            if rank not in reports and connection.poll():
+                try:
+                    reports[rank] = connection.recv()
+                except EOFError:
+                    continue
+        killed = [rank for rank, (process, _) in enumerate(started) if (process.exitcode or 0) < 0]
+        own = [rank for rank, (_, words) in reports.items() if not speaks_of_lost_partner(words)]
+        if killed or own or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    first = min(own or reports, key=lambda rank: reports[rank][0], default=None) if not killed or own else killed[0]
+    if first is None:
+        first = next(rank for rank, (process, _) in enumerate(started) if process.exitcode)
+    return _error(first, started[first][0], reports.get(first, (0.0, ""))[1])
+
+
+def _error(rank: int, process: BaseProcess, words: str) -> LaunchError:
+    cause = cause_of(process.exitcode or 1, words)
+    told = f"rank {rank} failed: {cause} (host {socket.gethostname()}, pid {process.pid})"
+    return LaunchError(f"{told}\n\n{words}" if words else told)
+
+
+def _end(processes: Any) -> None:
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        process.terminate()
+    deadline = time.monotonic() + PATIENCE
+    for process in alive:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch a training function from a notebook or an interactive session."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..core import env, system
+from ..core.enums import PrecisionType
+from ..core.errors import ConfigurationError, LaunchError
+from .functions import run_functions
+from .ports import HeldPort
+from .spec import LaunchSpec, Program
+
+DEFAULT_PORT = "29500"
+_first_touch: list[str] = []
+
+
+class PrepareForLaunch:
+    """A function ready to be started as one of several processes: its index becomes its rank.
+
+    Called with the index that a process starter hands out, then the function's own arguments.
+    """
+
+    def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
+        self.launcher = launcher
+        self.distributed_type = str(getattr(distributed_type, "value", distributed_type))
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> Any:
+        if self.distributed_type != "XLA":
+            world = env.get_int("world_size") or 1
+            nodes = env.get_int("NNODES") or 1
+            first = (env.get_int("NODE_RANK") or 0) * (world // nodes)
+            env.publish({"local_rank": index, "rank": first + index, "fork_launched": "1"})
+        return self.launcher(*args)
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Run `function(*args)` on `num_processes` processes of this machine, forked from the notebook.
+
+    One process is a plain call. Several machines each call it with their `node_rank`; `rdzv_*`, `max_restarts` and
+    `monitor_interval` (seconds) are those of torch's elastic agent, which is used where they are given.
+    Raises ValueError for arguments that cannot be, RuntimeError where the notebook has used an accelerator already,
+    LaunchError with the traceback of the process that failed first.
+    """
+    if str(mixed_precision).lower() not in PrecisionType.list():
+        raise ConfigurationError(
+            f"mixed_precision={mixed_precision!r} is unknown: choose one of {', '.join(PrecisionType.list())}"
+        )
+    published = {"mixed_precision": str(mixed_precision).lower()}
+    if _is_tpu():
+        _run_on_tpu(function, args, published)
+        return
+    present = system.accelerators()
+    if num_processes is None and present.count > 1:
+        raise ConfigurationError(
+            f"say how many of this machine's {present.count} {present.kind} devices to use: num_processes=..."
+        )
+    count = 1 if num_processes is None else num_processes
+    if count < 1 or num_nodes < 1 or not 0 <= node_rank < num_nodes:
+        raise ConfigurationError(
+            f"num_processes={num_processes}, num_nodes={num_nodes}, node_rank={node_rank} is no run"
+        )
+    if count == 1 and num_nodes == 1:
+        print(f"Launching training on one {present.kind} process.")
+        with env.patch_environment(**_alone(present.kind, published)):
+            function(*args)
+        return
+    _check_untouched(present.kind)
+    if present.count and count > present.count:
+        raise ConfigurationError(f"num_processes={count}: this machine has {present.count} {present.kind} devices")
+    print(f"Launching training on {count} {present.kind} processes.")
+    spec = LaunchSpec(
+        program=Program(getattr(function, "__name__", "function"), kind="program"),
+        num_processes=count * num_nodes,
+        num_machines=num_nodes,
+        machine_rank=node_rank,
+        main_process_ip=master_addr,
+        device=present.kind,
+        variables={"ACCELERATE_MIXED_PRECISION": published["mixed_precision"], "FORK_LAUNCHED": "1"},
+    )
+    if max_restarts or rdzv_backend != "static" or rdzv_endpoint:
+        from .elastic import run_function_elastic
+
+        run_function_elastic(
+            function, args, spec,
+            endpoint=rdzv_endpoint or (f"{master_addr}:{use_port}" if num_nodes > 1 else ""),
+            backend=rdzv_backend, conf=rdzv_conf or {}, run_id=rdzv_id,
+            max_restarts=max_restarts, monitor_interval=monitor_interval, prefix=log_line_prefix_template,
+        )  # fmt: skip
+        return
+    with _port(use_port, fixed=num_nodes > 1 or node_rank > 0) as port:
+        number = int(use_port) if num_nodes > 1 else port.number
+        run_functions(function, args, [spec.process(index, number).variables for index in range(count)])
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run `function(*args)` on a few forked CPU processes that work together, to try distributed code out.
+
+    Raises LaunchError with the traceback of the process that failed first.
+    """
+    spec = LaunchSpec(
+        program=Program(getattr(function, "__name__", "function"), kind="program"),
+        num_processes=num_processes,
+        variables={"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true", "FORK_LAUNCHED": "1"},
+    )
+    with HeldPort() as port:
+        run_functions(function, args, [spec.process(index, port.number).variables for index in range(num_processes)])
+
+
+def _alone(kind: str, published: dict[str, str]) -> dict[str, str]:
+    variables = {env.variable(field): text for field, text in published.items()}
+    if kind == "mps":
+        # Operations that the Apple GPU lacks run on the CPU instead of failing.
+        variables["PYTORCH_ENABLE_MPS_FALLBACK"] = "1"
+    return variables
+
+
+def _port(use_port: str, fixed: bool) -> HeldPort:
+    """The port that was asked for. The default one is no wish: another is taken where it is in use."""
+    try:
+        return HeldPort(int(use_port))
+    except ConfigurationError:
+        if fixed or str(use_port) != DEFAULT_PORT:
+            raise
+        return HeldPort()
+
+
+def _check_untouched(kind: str) -> None:
+    """Forked processes can use neither the notebook's CUDA context nor its process state."""
+    if "accelerate.state" in sys.modules:
+        from .. import state
+
+        if state.PartialState._shared_state:
+            raise ConfigurationError(
+                "an Accelerator (or PartialState) exists in this notebook already. Make it only inside the function "
+                "that is launched, restart the kernel and launch again"
+            )
+    if kind == "cpu" or "torch" not in sys.modules:
+        return
+    import torch
+
+    if torch.cuda.is_initialized():
+        raise LaunchError(
+            "CUDA was used in this notebook before the launch, and a forked process cannot use it after that. "
+            f"{_who_touched()} Restart the kernel and keep every use of the GPU inside the launched function."
+        )
+
+
+def _who_touched() -> str:
+    """Who made the CUDA context: the recorded stack, else the notebook's cells that speak of it."""
+    if _first_touch:
+        return f"It was first used here:\n{_first_touch[0]}"
+    history = getattr(sys.modules.get("__main__"), "In", [])
+    cells = [
+        f"  cell {number}: {line.strip()}"
+        for number, cell in enumerate(history)
+        for line in str(cell).splitlines()
+        if ".cuda" in line or ("cuda" in line and "device" in line) or '"cuda' in line or "'cuda" in line
+    ]
+    if cells:
+        return "These lines speak of it:\n" + "\n".join(cells[:10]) + "\n"
+    return "It happened before this launcher was imported, so that who did it was not recorded."
+
+
+def watch_first_touch() -> None:
+    """Have torch record who makes the CUDA context. Called when the launcher is imported, before it happens."""
+    if "torch" not in sys.modules:
+        return
+    import torch
+
+    def note() -> None:
+        frames = [line for line in traceback.format_stack() if "/torch/cuda/" not in line]
+        _first_touch.append("".join(frames[-4:-1]))
+
+    if torch.version.cuda and not torch.cuda.is_initialized():
+        torch.cuda._lazy_call(note)
+
+
+def _is_tpu() -> bool:
+    from ..core.availability import is_torch_xla_available
+
+    return is_torch_xla_available(check_is_tpu=True)
+
+
+def _run_on_tpu(function: Callable[..., Any], args: Sequence[Any], published: dict[str, str]) -> None:
+    """One process for each TPU core, started by torch_xla itself."""
+    import torch_xla
+
+    env.publish(published)
+    torch_xla.launch(PrepareForLaunch(function, "XLA"), args=tuple(args), start_method="fork")
+
+
+def install_xla(upgrade: bool = False) -> None:
+    """Install the torch_xla that fits this torch, on Google Colab. RuntimeError elsewhere."""
+    if "google.colab" not in sys.modules:
+        raise LaunchError("install_xla works on Google Colab only; elsewhere: pip install torch_xla")
+    import importlib.metadata
+    import subprocess
+
+    version = ".".join(importlib.metadata.version("torch").split("+")[0].split(".")[:2])
+    command = [sys.executable, "-m", "pip", "install", f"torch_xla[tpu]~={version}.0"]
+    subprocess.run([*command, "--upgrade"] if upgrade else command, check=True)
+
+
+watch_first_touch()

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate launch` on this machine: real processes, failures, signals, ports."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "accelerate.commands.main", "launch"]
+
+
+def environment(tmp_path, **extra):
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(("ACCELERATE_", "OMP_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        kept.pop(name, None)
+    return {**kept, "HF_HOME": str(tmp_path / "home"), **extra}
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Launch a script given as text; everything about its end."""
+
+    def run(source, *options, args=(), timeout=60, **extra):
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(source))
+        command = [*COMMAND, *options, str(script), *args]
+        return subprocess.run(
+            command, env=environment(tmp_path, **extra), capture_output=True, text=True, timeout=timeout
+        )
+
+    return run
+
+
+def test_one_process_is_the_script_itself(launch):
+    done = launch(
+        """
+        import os, sys
+        import json
+        assert __name__ == "__main__" and sys.modules["__main__"].__file__ == __file__ == sys.argv[0]
+        assert sys.path[0] == os.path.dirname(os.path.realpath(__file__))
+        import multiprocessing, pickle
+        class Here: pass
+        pickle.loads(pickle.dumps(Here()))
+        precision = os.environ["ACCELERATE_MIXED_PRECISION"]
+        print(json.dumps([sys.argv[1:], "torch" in sys.modules, "RANK" in os.environ, precision]))
+        """,
+        "--mixed_precision", "bf16", args=("--a", "b"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [["--a", "b"], False, False, "bf16"]
+    assert done.stderr.count("\n") == 1 and "mixed precision bf16" in done.stderr
+
+
+def test_the_tracebacks_of_a_lone_script_are_its_own(launch):
+    done = launch("def f():\n    raise ValueError('boom')\nf()\n")
+    assert done.returncode == 1
+    assert "boom" in done.stderr and done.stderr.count("Traceback") == 1
+    assert "accelerate/" not in done.stderr and "importlib" not in done.stderr
+    assert launch("import sys; sys.exit(7)").returncode == 7
+    # An error of ours that the script lets pass is the script's error too.
+    own = launch("from accelerate.core.errors import ConfigurationError\nraise ConfigurationError('mine')\n")
+    assert own.returncode == 1 and "Traceback" in own.stderr
+
+
+def test_modules_run_like_python_dash_m(launch, tmp_path):
+    package = tmp_path / "package_x"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text("from . import other\nprint(other.A, __package__, __spec__.name)\n")
+    (package / "other.py").write_text("A = 3\n")
+    done = subprocess.run(
+        [*COMMAND, "-q", "-m", "package_x.train"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "3 package_x package_x.train\n", done.stderr
+
+
+def test_processes_cooperate_and_share_the_threads(launch):
+    done = launch(
+        """
+        import torch, torch.distributed as dist, os
+        dist.init_process_group("gloo")
+        total = torch.tensor(1.0)
+        dist.all_reduce(total)
+        print(f"{dist.get_rank()} of {dist.get_world_size()}: {total.item()} on {os.environ['OMP_NUM_THREADS']}")
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+        "--cpu", "--num_processes", "2", "--num_cpu_threads_per_process", "1", timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 of 2: 2.0 on 1", "1 of 2: 2.0 on 1"]
+
+
+def test_the_first_failing_rank_is_shown_once(launch, tmp_path):
+    done = launch(
+        """
+        import os, sys, time
+        rank = int(os.environ["RANK"])
+        print("hello from", rank)
+        if rank == 1:
+            raise KeyError("the cause")
+        time.sleep(0.1)
+        if rank == 0:
+            raise RuntimeError("[gloo] Connection closed by peer")
+        time.sleep(60)
+        """,
+        "--cpu", "--num_processes", "3", "--log_dir", str(tmp_path / "logs"), "--tee", "1",
+        "--error_file", str(tmp_path / "error.json"),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "rank 1 failed: KeyError: 'the cause'" in done.stderr
+    assert "rank 2: stopped by the launcher" in done.stderr
+    assert "[default2]:hello from 2" in done.stdout
+    told = json.loads((tmp_path / "error.json").read_text())
+    assert told["rank"] == 1 and told["exit_code"] == 1 and "the cause" in told["traceback"]
+    with open(told["log"]) as log:
+        assert "the cause" in log.read()
+
+
+def test_signals_and_codes_are_told_in_words(launch):
+    for number, words in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "memory that is not its own")):
+        done = launch(
+            f"import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n",
+            "--cpu", "--num_processes", "2",
+        )  # fmt: skip
+        assert done.returncode == 128 + number
+        assert words in done.stderr and "rank 1 failed" in done.stderr
+
+
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("pid", os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nobody_is_left_behind(tmp_path, number):
+    script = tmp_path / "stubborn.py"
+    script.write_text(STUBBORN)
+    launcher = subprocess.Popen(
+        [*COMMAND, "--cpu", "--num_processes", "2", "--stop_timeout", "0.5", str(script)],
+        env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+    launcher.send_signal(number)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    deadline = time.monotonic() + 5
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a rank outlived its launcher"
+        time.sleep(0.02)
+
+
+def _alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_twenty_launches_at_once(tmp_path):
+    script = tmp_path / "meet.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, socket, time
+            port = int(os.environ["MASTER_PORT"])
+            if os.environ["RANK"] == "0":
+                server = socket.socket()
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                server.bind(("0.0.0.0", port))
+                server.listen()
+                friend, _ = server.accept()
+                assert friend.recv(9) == os.environ["TOKEN"].encode()
+            else:
+                while True:
+                    try:
+                        friend = socket.create_connection(("127.0.0.1", port))
+                        break
+                    except ConnectionRefusedError:
+                        time.sleep(0.02)
+                friend.sendall(os.environ["TOKEN"].encode())
+            """
+        )
+    )
+    command = [*COMMAND, "-q", "--cpu", "--num_processes", "2", str(script)]
+    launches = [subprocess.Popen(command, env=environment(tmp_path, TOKEN=str(n))) for n in range(20)]
+    assert [launch.wait(timeout=60) for launch in launches] == [0] * 20
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--num_proceses", "2"], "did you mean --num_processes"),
+        (["--num_processes", "0"], "at least 1 process"),
+        (["--num_processes", "two"], "not a whole number"),
+        (["--mixed_precision", "bf61"], "did you mean bf16"),
+        (["--cpu", "--multi_gpu"], "contradict"),
+        (["--config_file", "/no/such/file.yaml"], "does not exist"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_two(launch, options, told):
+    done = launch("raise SystemExit('started')", *options)
+    assert done.returncode == 2
+    assert told in done.stderr and "Traceback" not in done.stderr and "started" not in done.stderr
+
+
+def test_a_port_in_use_is_refused(launch):
+    import socket
+
+    with socket.socket() as busy:
+        busy.bind(("0.0.0.0", 0))
+        busy.listen()
+        done = launch("", "--cpu", "--num_processes", "2", "--main_process_port", str(busy.getsockname()[1]))
+    assert done.returncode == 2 and "in use" in done.stderr
+
+
+def test_dry_run_starts_nothing(launch):
+    done = launch("raise SystemExit('started')", "--cpu", "--num_processes", "2", "--dry_run")
+    assert done.returncode == 0
+    assert "export RANK=1" in done.stdout and "export ACCELERATE_USE_CPU=true" in done.stdout

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LaunchSpec: what each process gets follows from the settings alone."""
+
+import pytest
+
+from accelerate.config.launch_settings import resolve
+from accelerate.core.errors import ConfigurationError
+from accelerate.launchers import plan as planning
+from accelerate.launchers.base import Launcher
+from accelerate.launchers.spec import LaunchSpec, Program
+from accelerate.launchers.variables import variables
+
+SCRIPT = Program(__file__, ("--lr", "1"))
+
+
+@pytest.fixture(autouse=True)
+def _four_gpus(monkeypatch):
+    """A machine with four GPUs, whatever this one has."""
+    monkeypatch.setattr(
+        planning.system, "accelerators", lambda: planning.system.Accelerators("cuda", 4, "CUDA_VISIBLE_DEVICES")
+    )
+    for name in ("ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS", "ACCELERATE_USE_FSDP"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_processes_of_a_machine_have_global_ranks():
+    spec = LaunchSpec(SCRIPT, num_processes=6, num_machines=3, machine_rank=2, main_process_ip="10.0.0.1", threads=3)
+    process = spec.process(1, port=1234)
+    assert process.rank == 5
+    told = {name: text for name, text in process.variables.items() if text is not None}
+    assert told == {
+        "RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "3",
+    }  # fmt: skip
+    assert process.argv[-3:] == (__file__, "--lr", "1")
+
+
+def test_all_accelerators_by_default_and_by_all():
+    assert planning.plan(resolve({}), SCRIPT).num_processes == 4
+    assert planning.plan(resolve({"num_processes": "all"}), SCRIPT).num_processes == 4
+    chosen = planning.plan(resolve({"gpu_ids": "0,2"}), SCRIPT)
+    assert chosen.num_processes == 2
+    assert chosen.variables["CUDA_VISIBLE_DEVICES"] == "0,2"
+
+
+def test_cpu_is_one_process_unless_more_are_asked_for():
+    assert planning.plan(resolve({"cpu": True}), SCRIPT).num_processes == 1
+    spec = planning.plan(resolve({"cpu": True, "num_processes": 2}), SCRIPT)
+    assert (spec.device, spec.num_processes, spec.variables["ACCELERATE_USE_CPU"]) == ("cpu", 2, "true")
+    assert "ACCELERATE_USE_CPU" not in planning.plan(resolve({}), SCRIPT).variables
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"num_processes": 0}, "at least 1 process"),
+        ({"num_processes": 5}, "4 cuda devices"),
+        ({"gpu_ids": "0,9"}, "no device 9"),
+        ({"cpu": True, "num_processes": "all"}, "--cpu is on"),
+        ({"num_machines": 2, "num_processes": 3}, "must divide"),
+        ({"num_machines": 2, "machine_rank": 2}, "0 to 1"),
+        ({"num_cpu_threads_per_process": 0}, "at least 1 thread"),
+        ({"tee": "7"}, "tee='7'"),
+        ({"main_process_port": 70000}, "no port"),
+    ],
+)
+def test_what_cannot_be_is_refused(flags, told):
+    with pytest.raises(ConfigurationError, match=told):
+        planning.plan(resolve(flags), SCRIPT)
+
+
+def test_missing_programs_are_refused():
+    for program in (
+        Program("nosuch.py"),
+        Program("no_such_module_x", kind="module"),
+        Program("no-such-x", kind="program"),
+    ):
+        with pytest.raises(ConfigurationError, match="there is no"):
+            LaunchSpec(program).check()
+
+
+def test_strategies_publish_their_variables_only_when_on():
+    assert not any(name.startswith(("FSDP_", "MEGATRON", "PARALLELISM")) for name in variables(resolve({})))
+    fsdp = variables(resolve({"use_fsdp": True, "fsdp_transformer_layer_cls_to_wrap": "A,B"}))
+    assert fsdp["ACCELERATE_USE_FSDP"] == "true"
+    assert fsdp["FSDP_SHARDING_STRATEGY"] == "FULL_SHARD"
+    assert fsdp["FSDP_OFFLOAD_PARAMS"] == "false"
+    assert fsdp["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "A,B"
+    assert "FSDP_STATE_DICT_TYPE" not in fsdp
+    sizes = variables(resolve({"use_parallelism_config": True, "parallelism_config_cp_size": 2}))
+    assert sizes["PARALLELISM_CONFIG_CP_SIZE"] == "2"
+    assert sizes["PARALLELISM_CONFIG_CP_COMM_STRATEGY"] == "allgather"
+    assert "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE" not in sizes
+    deepspeed = variables(resolve({"use_deepspeed": True, "zero_stage": 3, "gradient_accumulation_steps": 2}))
+    assert deepspeed["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+    assert deepspeed["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "2"
+    fp8 = variables(resolve({"mixed_precision": "fp8", "fp8_override_linear_precision": "true,false,no"}))
+    assert fp8["ACCELERATE_FP8_OVERRIDE_FPROP"] == "true"
+    assert fp8["ACCELERATE_FP8_OVERRIDE_WGRAD"] == "false"
+    assert fp8["ACCELERATE_FP8_FORMAT"] == "HYBRID"
+
+
+def test_flag_beats_variable_beats_default(monkeypatch):
+    assert resolve({})["mixed_precision"] is None
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    settings = resolve({})
+    assert (settings["mixed_precision"], settings.origin("mixed_precision")) == (
+        "fp16",
+        "variable ACCELERATE_MIXED_PRECISION",
+    )
+    assert resolve({"mixed_precision": "bf16"}).origin("mixed_precision") == "flag --mixed_precision"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf61")
+    with pytest.raises(ConfigurationError, match=r"ACCELERATE_MIXED_PRECISION='bf61'.*did you mean bf16"):
+        resolve({})
+
+
+def test_contradictions_name_both():
+    with pytest.raises(ConfigurationError, match=r"use_fsdp \(flag --use_fsdp\) and use_deepspeed \(flag"):
+        resolve({"use_fsdp": True, "use_deepspeed": True})
+
+
+def test_dry_run_shows_every_process(capsys):
+    text = Launcher(LaunchSpec(SCRIPT, num_processes=2)).dry_run()
+    assert "export RANK=0" in text and "export RANK=1" in text
+    assert "export MASTER_PORT=<a free port>" in text
+    assert text.count(f"{__file__} --lr 1") == 2
