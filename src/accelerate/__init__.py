@@ -40,8 +40,8 @@ EXPORTS = {
     "launchers.notebook": ["debug_launcher", "notebook_launcher"],
     "local_sgd": ["LocalSGD"],
     "parallelism_config": ["ParallelismConfig"],
-    "placement": ["load_checkpoint_in_model"],
     "placement.device_map": ["infer_auto_device_map"],
+    "placement.load": ["load_checkpoint_in_model"],
     "state": ["PartialState"],
 }
 
@@ -93,8 +93,8 @@ if TYPE_CHECKING:
     from .launchers.notebook import debug_launcher, notebook_launcher
     from .local_sgd import LocalSGD
     from .parallelism_config import ParallelismConfig
-    from .placement import load_checkpoint_in_model
     from .placement.device_map import infer_auto_device_map
+    from .placement.load import load_checkpoint_in_model
     from .state import PartialState
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS, SUBMODULES)

@@ -32,7 +32,7 @@ _MODULES = (
 )  # fmt: skip
 
 EXPORTS: dict[str, list[str]] = {
-    "commands.config": ["write_basic_config"],
+    "commands.config.default": ["write_basic_config"],
     "parallelism_config": ["ParallelismConfig"],
 }
 for _module in _MODULES:
