@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rank-aware logger of a lone process: levels, lines, and its need of a state."""
+
+import logging
+
+import pytest
+
+from accelerate.logging import get_logger
+from accelerate.state import AcceleratorState, PartialState
+
+
+@pytest.fixture
+def state():
+    yield PartialState(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_it_names_rank_and_caller(state, caplog):
+    logger = get_logger("some.script")
+    with caplog.at_level("INFO"):
+        logger.info("loss %.1f", 0.5)
+        logger.warning_once("careful")
+        logger.warning_once("careful")
+        logger.info("all in turn", main_process_only=False, in_order=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "[RANK 0] loss 0.5",
+        "[RANK 0] careful",
+        "[RANK 0] all in turn",
+    ]
+    assert {record.filename for record in caplog.records} == {"test_logging.py"}
+
+
+def test_other_ranks_are_silent(state, caplog):
+    state.process_index = 1
+    logger = get_logger("some.script")
+    with caplog.at_level("INFO"):
+        logger.info("hidden")
+        logger.info("shown", main_process_only=False)
+    assert [record.getMessage() for record in caplog.records] == ["[RANK 1] shown"]
+
+
+def test_level_by_argument_and_variable(state, monkeypatch):
+    assert get_logger("quiet", "ERROR").logger.level == logging.ERROR
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "debug")
+    assert get_logger("loud").logger.level == logging.DEBUG
+    logging.getLogger().setLevel(logging.WARNING)
+
+
+def test_a_state_is_needed():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(RuntimeError, match="initialize the accelerate state"):
+        get_logger("early").info("too early")
