@@ -116,11 +116,6 @@ class FullyShardedDataParallel(Strategy):
         try:
             yield
         finally:
-            self.sync_next_backward(model)
-
-    def sync_next_backward(self, model: nn.Module) -> None:
-        sharded = _sharded_module(model)
-        if sharded is not None:
             sharded.set_requires_gradient_sync(True)
             self._deferred.discard(id(sharded))
 

@@ -26,8 +26,8 @@ def canonical_name(name: str) -> str:
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(plain name, tensor) of every parameter and buffer, each tensor once."""
-    for name, tensor in model.named_parameters():
-        yield canonical_name(name), tensor
+    for name, parameter in model.named_parameters():
+        yield canonical_name(name), parameter
     for name, tensor in model.named_buffers():
         yield canonical_name(name), tensor
 

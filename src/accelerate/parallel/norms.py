@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 
 def clip_grad_norm(
@@ -59,7 +59,8 @@ def _by_layout(gradients: Sequence[torch.Tensor]) -> dict[Layout, list[torch.Ten
     """Local parts of gradients by (mesh, sharded dimensions, device, dtype); mesh None for plain tensors."""
     found: dict[Layout, list[torch.Tensor]] = {}
     for gradient in gradients:
-        mesh, sharded = None, ()
+        mesh: object = None
+        sharded: tuple[int, ...] = ()
         if isinstance(gradient, DTensor):
             if any(placement.is_partial() for placement in gradient.placements):
                 gradient = gradient.redistribute(placements=[_whole(placement) for placement in gradient.placements])
@@ -70,10 +71,8 @@ def _by_layout(gradients: Sequence[torch.Tensor]) -> dict[Layout, list[torch.Ten
     return found
 
 
-def _whole(placement: object) -> object:
-    from torch.distributed.tensor import Replicate
-
-    return Replicate() if placement.is_partial() else placement  # type: ignore[attr-defined]
+def _whole(placement: Placement) -> Placement:
+    return Replicate() if placement.is_partial() else placement
 
 
 def _norm_of_layout(layout: Layout, tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:

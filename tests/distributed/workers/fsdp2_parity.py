@@ -145,7 +145,7 @@ def check_run(what, expected, norms, parallelism=None, steps=STEPS, seed=0, mode
 
 def check_settings(expected, norms):
     by_class = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    strategy, model, _ = check_run("blocks", expected, norms, **by_class)
+    _, model, _ = check_run("blocks", expected, norms, **by_class)
     assert model.head.weight is model.embedding.weight, "the tie is gone"
     assert all(isinstance(p, DTensor) for p in model.parameters())
     world = dist.get_world_size()
@@ -178,14 +178,14 @@ def check_loading(expected, norms):
 
 
 def check_resume(expected, norms, folder):
+    from accelerate.checkpointing.sharded import FullyShardedState
     from accelerate.parallel import fsdp_state
 
     by_class = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     half = STEPS // 2
     strategy, model, optimizer = check_run("first half", expected, norms, steps=half, **by_class)
     whole = (strategy.state_dict(model), fsdp_state.full_optimizer_state(model, optimizer))
-    parts = fsdp_state.ShardedState([model], [(optimizer, model)])
-    write = parts.stage()
+    write = FullyShardedState([(0, model)], [(0, model, optimizer)]).stage(blocking=False)
     # What was taken must not change with the run that goes on.
     sharded_run(strategy, model, optimizer, norms, first=half)
     check_state(strategy, model, expected[-1], "second half")
@@ -200,7 +200,7 @@ def check_resume(expected, norms, folder):
             strategy.load_state_dict(fresh, whole[0])
             fsdp_state.load_full_optimizer_state(fresh, optimizer, whole[1])
         else:
-            fsdp_state.ShardedState([fresh], [(optimizer, fresh)]).load(folder)
+            FullyShardedState([(0, fresh)], [(0, fresh, optimizer)]).load(folder, strict=True)
         check_state(strategy, fresh, expected[half - 1], f"loaded {how}")
         sharded_run(strategy, fresh, optimizer, norms, first=half)
         check_state(strategy, fresh, expected[-1], f"resumed from {how}")
