@@ -86,17 +86,20 @@ class Broken(Place):
             raise OSError(28, "No space left on device")
         return {"consumed": 0}
 before = verify(first)
-error = fails(CheckpointError, "rank 1: OSError: [Errno 28]", save_run, bundle(model, optimizer, dataloaders=[Broken()]), first, process=state)
+broken = bundle(model, optimizer, dataloaders=[Broken()])
+fails(CheckpointError, "rank 1: OSError: [Errno 28]", save_run, broken, first, process=state)
 assert verify(first) == before
 assert rank == 1 or [p.name for p in root.iterdir()] == ["checkpoint_0"], list(root.iterdir())
 
 # Folders that differ between the ranks.
 fails(CheckpointError, "another folder", save_run, run, root / f"mine_{rank}", process=state)
 
+impatient = Options(arrival_timeout=1.0)
 # A rank that does not call: named in seconds on the rank that did, and on itself when it calls late.
 started = time.monotonic()
 if rank == 0:
-    error = fails(CheckpointError, "rank 1 did not come", save_run, run, root / "lonely", process=state, options=Options(arrival_timeout=1.0))
+    lonely = (save_run, run, root / "lonely")
+    error = fails(CheckpointError, "rank 1 did not come", *lonely, process=state, options=impatient)
     assert "is_main_process" in str(error) and time.monotonic() - started < 5
     state.wait_for_everyone()
 else:
@@ -106,7 +109,7 @@ assert not (root / "lonely").exists()
 state.wait_for_everyone()
 started = time.monotonic()
 if rank == 1:
-    fails(CheckpointError, "rank 0 did not come", save_run, run, root / "lonely", process=state, options=Options(arrival_timeout=1.0))
+    fails(CheckpointError, "rank 0 did not come", save_run, run, root / "lonely", process=state, options=impatient)
     state.wait_for_everyone()
 else:
     state.wait_for_everyone()
@@ -142,9 +145,8 @@ if rank == 0:
 else:
     wrong, _ = make(3)
 kept = [p.clone() for p in wrong.parameters()]
-fails(CheckpointMismatch, "0.weight (saved [8, 4], here [9, 4])", load_run,
-      RunState(models=[ModelPart(wrong)], optimizers=[OptimizerPart(torch.optim.AdamW(wrong.parameters()))], dataloaders=[Place()]),
-      first, process=state)
+wrong_run = bundle(wrong, torch.optim.AdamW(wrong.parameters()), dataloaders=[Place()])
+fails(CheckpointMismatch, "0.weight (saved [8, 4], here [9, 4])", load_run, wrong_run, first, process=state)
 assert all(torch.equal(a, b) for a, b in zip(kept, wrong.parameters()))
 
 # Background error: told at the next call, on both ranks.
@@ -187,8 +189,11 @@ def build(seed):
     if sharding:
         fully_shard(model, mesh=init_device_mesh("cpu", (state.num_processes,)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        part = FullyShardedState([(0, model)], [(0, model, optimizer)])
-        run = RunState(models=[ModelPart(model, sharded=True)], optimizers=[OptimizerPart(optimizer, sharded=True)], sharded=part)
+        run = RunState(
+            models=[ModelPart(model, sharded=True)],
+            optimizers=[OptimizerPart(optimizer, sharded=True)],
+            sharded=FullyShardedState([(0, model)], [(0, model, optimizer)]),
+        )
     else:
         run = bundle(model, optimizer)
     return model, optimizer, run

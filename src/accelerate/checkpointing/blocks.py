@@ -31,7 +31,7 @@ class FileRecord:
 
     size: int
     crc32: tuple[str, ...]
-    block: int = BLOCK
+    block: int
 
     def to_json(self) -> dict[str, Any]:
         return {"size": self.size, "block": self.block, "crc32": list(self.crc32)}
@@ -102,26 +102,12 @@ class BlockIO:
 
     def _write_segments(self, descriptor: int, segments: Sequence[Segment]) -> FileRecord:
         jobs: list[Future[int]] = []
-        offset = 0
-        open_block: list[memoryview] = []
-        used = 0
+        size = 0
         try:
-            for window in _windows(segments):
-                for view in _host_views(window):
-                    start = 0
-                    while start < len(view):
-                        piece = view[start : start + BLOCK - used]
-                        open_block.append(piece)
-                        start += len(piece)
-                        used += len(piece)
-                        if used == BLOCK:
-                            jobs.append(self._pool.submit(_write_block, descriptor, offset, open_block))
-                            offset, open_block, used = offset + used, [], 0
-                _keep_bounded(jobs, window)
-            if open_block:
-                jobs.append(self._pool.submit(_write_block, descriptor, offset, open_block))
-                offset += used
-            return FileRecord(offset, tuple(f"{job.result():08x}" for job in jobs))
+            for offset, pieces in _cut(_host_views(segments, jobs), BLOCK):
+                jobs.append(self._pool.submit(_write_block, descriptor, offset, pieces))
+                size = offset + sum(len(piece) for piece in pieces)
+            return FileRecord(size, tuple(f"{job.result():08x}" for job in jobs), BLOCK)
         except BaseException:
             _settle(jobs)
             raise
@@ -157,42 +143,29 @@ class BlockIO:
             size = os.fstat(descriptor).st_size
             jobs = [self._pool.submit(_check_block, descriptor, at, BLOCK, None) for at in range(0, size, BLOCK)]
             os.fsync(descriptor)
-            return FileRecord(size, tuple(f"{job.result():08x}" for job in jobs))
+            return FileRecord(size, tuple(f"{job.result():08x}" for job in jobs), BLOCK)
         finally:
             os.close(descriptor)
 
 
-def _windows(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
-    """Runs of segments whose tensors that must be copied to the host fit the window together."""
-    window: list[Segment] = []
+def _host_views(segments: Sequence[Segment], jobs: Sequence[Future[int]]) -> Iterator[memoryview]:
+    """The bytes of each segment. Copies made on the way are bounded: a full window waits for the jobs that write it."""
     copied = 0
     for segment in segments:
-        extra = 0 if not isinstance(segment, torch.Tensor) or is_host(segment) else nbytes(segment)
-        if window and extra and copied + extra > _WINDOW:
-            yield window
-            window, copied = [], 0
-        window.append(segment)
-        copied += extra
-    if window:
-        yield window
-
-
-def _host_views(window: Sequence[Segment]) -> Iterator[memoryview]:
-    for segment in window:
         if not isinstance(segment, torch.Tensor):
             yield memoryview(segment).cast("B")
-        elif segment.numel():
-            here = segment.detach()
-            if not is_host(here):
-                here = here.to("cpu").resolve_conj().resolve_neg().contiguous()
-            yield host_view(here)
-
-
-def _keep_bounded(jobs: Sequence[Future[int]], window: Sequence[Segment]) -> None:
-    """Wait for what is queued when this window was copied, so that two windows at most are alive."""
-    if any(isinstance(segment, torch.Tensor) and not is_host(segment) for segment in window):
-        for job in jobs:
-            job.result()
+            continue
+        if not segment.numel():
+            continue
+        here = segment.detach()
+        if not is_host(here):
+            if copied and copied + nbytes(here) > _WINDOW:
+                for job in jobs:
+                    job.result()
+                copied = 0
+            copied += nbytes(here)
+            here = here.to("cpu").resolve_conj().resolve_neg().contiguous()
+        yield host_view(here)
 
 
 def _cut(views: Iterable[memoryview], block: int) -> Iterator[tuple[int, list[memoryview]]]:

@@ -91,6 +91,8 @@ def load_run(
         try:
             source = open_source(folder, run, allow_pickle)
             plan = _read(run, source, process, strict, weights_only)
+        except FileNotFoundError as caught:
+            error = CorruptCheckpoint(f"{folder} has no {Path(caught.filename or '').name}")
         except Exception as caught:
             error = caught
         _agree(council, error, folder, timeout)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..core.constants import MODEL_NAME, SAFE_MODEL_NAME
+from ..core.constants import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError
 from . import compat, sharded
 from .blocks import BlockIO, CorruptFile
-from .layout import is_api_file, numbered
+from .layout import numbered
 from .manifest import MANIFEST, CorruptCheckpoint, Manifest, check_files, check_sizes, read_manifest
 from .matching import Differences, compare_model
 from .session import ModelPart, RunState, read_document
@@ -101,15 +101,11 @@ class Source:
 
 
 def open_source(folder: Path, run: RunState, allow_pickle: bool) -> Source:
-    """The checkpoint in a folder, by its manifest or else by the API's file names.
+    """The checkpoint in a folder, by its manifest or else by the random states that the API's format always has.
 
-    Raises CorruptCheckpoint for a folder that is neither.
+    Raises CorruptCheckpoint for a folder that has neither.
     """
-    if (
-        not (folder / MANIFEST).exists()
-        and folder.is_dir()
-        and any(is_api_file(entry.name) for entry in folder.iterdir())
-    ):
+    if not (folder / MANIFEST).exists() and any(folder.glob(f"{RNG_STATE_NAME}_*.pkl")):
         return CompatSource(folder, run, allow_pickle)
     manifest = read_manifest(folder)
     source = (CompatSource if manifest.layout == "compat" else NativeSource)(folder, run, allow_pickle)
