@@ -152,7 +152,7 @@ assert all(torch.equal(a, b) for a, b in zip(kept, wrong.parameters()))
 # Background error: told at the next call, on both ranks.
 save_run(run, root / "checkpoint_2", process=state, writer=writer)
 writer.wait()
-import accelerate.checkpointing.save as saving
+import accelerate.checkpointing.saving as saving
 original = saving._write
 def full_disk(draft, io):
     if rank == 0:

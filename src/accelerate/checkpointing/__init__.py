@@ -21,11 +21,11 @@ EXPORTS = {
         "newest_valid",
         "rotate",
     ],
-    "checkpointing.load": ["LoadReport", "load_newest", "load_run", "resume"],
+    "checkpointing.loading": ["LoadReport", "load_newest", "load_run", "resume"],
     "checkpointing.manifest": ["CorruptCheckpoint", "Manifest", "read_manifest", "verify"],
     "checkpointing.matching": ["CheckpointMismatch"],
     "checkpointing.preemption": ["PreemptionWatch"],
-    "checkpointing.save": ["Options", "save_run"],
+    "checkpointing.saving": ["Options", "save_run"],
     "checkpointing.session": [
         "ModelPart",
         "OptimizerPart",

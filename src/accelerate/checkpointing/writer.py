@@ -20,7 +20,7 @@ from ..core.devices import kind_of
 from ..core.errors import CheckpointError
 from .blocks import Segment, nbytes
 from .council import Council, Process
-from .save import Draft, Options, complete
+from .saving import Draft, Options, complete
 
 _ALIGN = 64  # bytes; the widest vector registers
 

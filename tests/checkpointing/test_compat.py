@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The API's own folder format: `data/api_format` was written by accelerate 1.15.0; reading it runs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from accelerate.checkpointing import ModelPart, OptimizerPart, Options, RunState, load_newest, load_run, save_run
+from accelerate.checkpointing.compat import load_pickled
+from accelerate.core.errors import CheckpointError
+
+FOLDER = Path(__file__).parent / "data" / "api_format"
+
+
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+
+class Counted:
+    n = 0
+
+    def state_dict(self):
+        return {"n": self.n}
+
+    def load_state_dict(self, state):
+        self.n = state["n"]
+
+
+def test_a_folder_of_the_api_goes_on_where_it_stopped(process):
+    model, optimizer, scheduler = build()
+    counted = Counted()
+    run = RunState([ModelPart(model)], [OptimizerPart(optimizer)], [scheduler], custom=[counted])
+    report = load_run(run, FOLDER, process=process)
+    expected = json.loads((FOLDER / "expected.json").read_text())
+    drawn = {"python": random.random(), "numpy": float(np.random.rand()), "torch": torch.rand(()).item()}
+    assert drawn == {key: expected[key] for key in drawn}
+    assert counted.n == 3 and report.world_size == 0 and report.manifest is None
+    model(torch.linspace(-1, 1, 20).reshape(5, 4)).square().mean().backward()
+    optimizer.step()
+    for parameter, value in zip(model.parameters(), expected["weights"], strict=True):
+        torch.testing.assert_close(parameter.data, torch.tensor(value))
+
+
+def test_the_api_names_of_layout_compat(tmp_path, process):
+    model, optimizer, scheduler = build()
+    run = RunState(
+        [ModelPart(model)], [OptimizerPart(optimizer)], [scheduler], custom=[Counted()], progress={"step": 4}
+    )
+    save_run(run, tmp_path / "c", process=process, options=Options(layout="compat"))
+    theirs = {path.name for path in FOLDER.iterdir()} - {"expected.json"}
+    assert {path.name for path in (tmp_path / "c").iterdir()} == theirs | {"checkpoint_manifest.json"}
+    for name in theirs - {"model.safetensors"}:
+        ours, peers = load_pickled(tmp_path / "c" / name), load_pickled(FOLDER / name)
+        assert set(ours) == set(peers), name
+
+
+class Trap:
+    """What a hostile file would do when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("name", ["optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"])
+def test_a_crafted_pickle_is_not_run(tmp_path, process, name):
+    shutil.copytree(FOLDER, tmp_path / "c")
+    torch.save({"x": Trap(tmp_path / "owned")}, tmp_path / "c" / name)
+    model, optimizer, scheduler = build()
+    before = [parameter.clone() for parameter in model.parameters()]
+    run = RunState([ModelPart(model)], [OptimizerPart(optimizer)], [scheduler], custom=[Counted()])
+    with pytest.raises(CheckpointError, match=f"{name}.*mkdir.*allow_pickle=True"):
+        load_run(run, tmp_path / "c", process=process)
+    assert not (tmp_path / "owned").exists()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_trust_is_given_by_the_user_alone(tmp_path):
+    torch.save({"x": Trap(tmp_path / "made")}, tmp_path / "f")
+    assert load_pickled(tmp_path / "f", allow_pickle=True) == {"x": None} and (tmp_path / "made").exists()
+    (tmp_path / "g").write_bytes(b"not a pickle at all")
+    with pytest.raises(CheckpointError, match=r"cannot be read|plain data"):
+        load_pickled(tmp_path / "g")
+
+
+def test_a_missing_file_is_named_and_a_folder_without_manifest_is_not_picked(tmp_path, process):
+    model, optimizer, scheduler = build()
+    run = RunState([ModelPart(model)], [OptimizerPart(optimizer)], [scheduler])
+    shutil.copytree(FOLDER, tmp_path / "checkpoint_0")
+    with pytest.raises(CheckpointError, match="another library wrote it"):
+        load_newest(run, tmp_path, process=process)
+    (tmp_path / "checkpoint_0" / "scheduler.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"has no scheduler\.bin"):
+        load_run(run, tmp_path / "checkpoint_0", process=process)
