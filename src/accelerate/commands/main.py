@@ -8,6 +8,7 @@ import sys
 
 # name -> module of this package with a `main(arguments)`, and what it is for
 COMMANDS = {
+    "config": ("config", "write, update and explain the configuration file"),
     "launch": ("launch", "start a script: one process, several, or several machines"),
 }
 

@@ -13,7 +13,7 @@ from ..core import env
 from ..core.errors import ConfigurationError, nearest
 from ..core.files import atomic_write
 from .launch_option import Option, Setting
-from .launch_schema import FORMER_VALUES, canonical, cluster_keys, sagemaker_keys, sections
+from .launch_schema import FORMER, FORMER_VALUES, canonical, cluster_keys, sagemaker_keys, sections
 
 SAGEMAKER = "AMAZON_SAGEMAKER"
 # distributed_type -> the switch of `accelerate launch` that says the same
@@ -173,7 +173,7 @@ class _Reader:
         if name == "":
             self.notes.append(f"{self.at(written)}: {key} has no effect any more and was left out")
             return
-        if name != key and not name.endswith(key.rpartition(".")[2]):
+        if key in FORMER:
             self.notes.append(f"{self.at(written)}: {key} is now {name}")
         former = FORMER_VALUES.get(name, {})
         if isinstance(value, (str, int)) and not isinstance(value, bool) and value in former:

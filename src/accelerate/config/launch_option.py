@@ -7,7 +7,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.env import parse_bool
+from ..core.env import as_text, parse_bool
 from ..core.errors import ConfigurationError, nearest
 
 
@@ -53,8 +53,12 @@ class Option:
 
     def _text(self, value: Any, where: str) -> str:
         # YAML reads a bare `no` as False; the options that have a "no" mean that word.
-        text = "no" if value is False and "no" in self.choices else str(value)
-        if isinstance(value, (dict, list)):
+        negative = next((choice for choice in self.choices if choice.lower() == "no"), None)
+        text = negative if value is False and negative else str(value)
+        if isinstance(value, (list, tuple)) and not self.choices:
+            value = ",".join(as_text(item) for item in value)
+            text = value
+        if isinstance(value, (dict, list, tuple)):
             raise ConfigurationError(f"{where} must be a single value, not {value!r}")
         if not self.choices or text in self.choices:
             return text

@@ -234,6 +234,7 @@ FP8 = Group(
             "three truth values with commas.",
             "false,false,false",
             key="fp8_config.override_linear_precision",
+            when="fp8",
         ),
     ),
 )

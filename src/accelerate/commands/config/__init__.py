@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate config`: questions, a default without questions, an update of older files, an explanation of values."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...config import launch_file
+from ...config.launch import PRECISIONS
+from ...core.errors import ConfigurationError
+from ..parser import Parser
+from . import config_args
+from .config_args import ClusterConfig, SageMakerConfig, load_config_from_file
+from .default import write_basic_config
+
+__all__ = ["ClusterConfig", "SageMakerConfig", "default_config_file", "load_config_from_file", "write_basic_config"]
+
+ACTIONS = ("default", "update", "explain")
+HELP = """usage: accelerate config [--config_file FILE]           ask and write a configuration
+       accelerate config default [--config_file FILE] [--mixed_precision no|fp16|bf16|fp8]
+                                                        write one that fits this machine, without questions
+       accelerate config update [--config_file FILE]    bring an older file up to date
+       accelerate config explain [launch options]       show each effective value and where it comes from
+
+The default file is default_config.yaml in $HF_HOME/accelerate, else $XDG_CACHE_HOME/huggingface/accelerate, else
+~/.cache/huggingface/accelerate."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "default_config_file":
+        return config_args.default_config_file
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command. Exit code 2 for what cannot be."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    action = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "ask"
+    if "-h" in arguments or "--help" in arguments:
+        print(HELP)
+        return
+    try:
+        _run(action, arguments)
+    except ConfigurationError as error:
+        print(f"accelerate config: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _run(action: str, arguments: list[str]) -> None:
+    if action == "explain":
+        _explain(arguments)
+        return
+    if action not in (*ACTIONS, "ask"):
+        raise ConfigurationError(f"unknown action {action!r}: one of {', '.join(ACTIONS)}, or none to be asked")
+    parser = Parser(prog=f"accelerate config {action}".removesuffix(" ask"), add_help=False)
+    parser.add_argument("--config_file", "--config-file", default=None)
+    if action == "default":
+        parser.add_argument("--mixed_precision", "--mixed-precision", default="no", choices=PRECISIONS)
+    args = parser.parse_args(arguments)
+    if action == "default":
+        path = write_basic_config(args.mixed_precision, args.config_file)
+        if path:
+            print(f"accelerate configuration saved at {path}")
+    elif action == "update":
+        _update(args.config_file)
+    else:
+        from .questions import ask
+
+        path = ask(Path(args.config_file) if args.config_file else launch_file.default_file())
+        print(f"accelerate configuration saved at {path}")
+
+
+def _update(named: str | None) -> None:
+    """Write a file again under today's keys; what an older spelling meant is said."""
+    found = launch_file.read(named or launch_file.default_file())
+    for note in found.notes:
+        print(note)
+    current = load_config_from_file(found.path).to_dict()
+    # Numbers that the file left to the machine stay left to it.
+    if "num_processes" not in found.data and current.get("num_processes") == -1:
+        del current["num_processes"]
+    launch_file.write(found.path, current)
+    print(f"accelerate configuration updated at {found.path}")
+
+
+def _explain(arguments: list[str]) -> None:
+    from ..launch import launch_command_parser, settings_of
+    from .explain import explain
+
+    everything = "--all" in arguments
+    options = [item for item in arguments if item != "--all"]
+    settings = settings_of(launch_command_parser().parse_args([*options, "script.py"]))
+    print(explain(settings, everything))
+    print(f"\nfile: {settings.file.path if settings.file else 'none'}")

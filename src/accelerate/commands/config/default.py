@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate config default`: a configuration without questions, from what the machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...config import launch_file
+from ...config.launch import PRECISIONS
+from ...core import system
+from ...core.errors import ConfigurationError
+
+DISTRIBUTED = {
+    "cuda": "MULTI_GPU", "xpu": "MULTI_XPU", "npu": "MULTI_NPU", "hpu": "MULTI_HPU", "mlu": "MULTI_MLU",
+    "musa": "MULTI_MUSA", "neuron": "MULTI_NEURON",
+}  # fmt: skip
+
+
+def machine_defaults(mixed_precision: str = "no") -> dict[str, Any]:
+    """The configuration that fits this machine: all its accelerators, or one process on its CPU."""
+    present = system.accelerators()
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": DISTRIBUTED.get(present.kind, "NO") if present.count > 1 else "NO",
+        "downcast_bf16": False,
+        "enable_cpu_affinity": False,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": mixed_precision,
+        "num_machines": 1,
+        "num_processes": max(1, present.count),
+        "rdzv_backend": "static",
+        "same_network": False,
+        "tpu_use_cluster": False,
+        "tpu_use_sudo": False,
+        "use_cpu": present.count == 0,
+    }
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:
+    """Write a configuration that fits this machine and return its path; False where a file is there already.
+
+    ConfigurationError for an unknown precision.
+    """
+    precision = str(mixed_precision).lower()
+    if precision not in PRECISIONS:
+        raise ConfigurationError(f"mixed_precision={mixed_precision!r} is unknown: one of {', '.join(PRECISIONS)}")
+    path = Path(save_location).expanduser() if save_location is not None else launch_file.default_file()
+    if path.exists():
+        print(f"{path} exists already and was left as it is: remove it, or name another place")
+        return False
+    return launch_file.write(path, machine_defaults(precision))

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts of a terminal: a list to choose from with the arrow keys, or by number without them; a line of text."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...core.errors import ConfigurationError
+
+BACK = object()
+_KEYS = {b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"\x1b[D": "back", b"\x1bOD": "back"}
+
+
+def choose(title: str, options: Sequence[tuple[Any, str]], default: Any) -> Any:
+    """The value of the option chosen, or BACK. `options` are values with their words."""
+    values = [value for value, _ in options]
+    start = values.index(default) if default in values else 0
+    if _has_keys():
+        picked = _with_keys(title, [words for _, words in options], start)
+    else:
+        picked = _by_number(title, [words for _, words in options], start)
+    return BACK if picked is None else values[picked]
+
+
+def line(title: str, default: Any, check: Callable[[str], Any]) -> Any:
+    """The value that `check` makes of a typed line, asked again until it makes one; or BACK. Empty is the default."""
+    while True:
+        shown = f" [{default}]" if default not in (None, "") else ""
+        text = _input(f"{title}{shown}: ").strip()
+        if text == "<":
+            return BACK
+        if not text:
+            return default
+        try:
+            return check(text)
+        except (ConfigurationError, ValueError) as error:
+            print(f"  {error}")
+
+
+def _input(prompt: str) -> str:
+    try:
+        return input(prompt)
+    except EOFError:
+        raise ConfigurationError(
+            "the input ended before all questions were answered; `accelerate config default` asks none"
+        ) from None
+
+
+def _has_keys() -> bool:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.name != "posix":
+        return False
+    from ...core import env
+
+    return env.get("TERM", "dumb") != "dumb"
+
+
+def _by_number(title: str, words: Sequence[str], start: int) -> int | None:
+    print(title)
+    for number, text in enumerate(words):
+        print(f"  {number}: {text}")
+
+    def check(text: str) -> int:
+        if not text.isdigit() or int(text) >= len(words):
+            raise ValueError(f"give a number from 0 to {len(words) - 1}, or < to go back")
+        return int(text)
+
+    picked = line("number", start, check)
+    return None if picked is BACK else int(picked)
+
+
+def _with_keys(title: str, words: Sequence[str], start: int) -> int | None:
+    """Arrow keys move, Enter or a digit chooses, the left arrow goes back."""
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    print(f"{title}  (arrow keys, Enter; left arrow: back)")
+    current = start
+    _draw(words, current)
+    try:
+        tty.setcbreak(descriptor)
+        while True:
+            key = os.read(descriptor, 8)
+            action = _KEYS.get(key)
+            if action == "back" or key == b"<":
+                return None
+            if key in (b"\n", b"\r"):
+                return current
+            if key.isdigit() and int(key) < len(words):
+                current = int(key)
+            elif action in ("up", "down") or key in (b"k", b"j"):
+                current = (current + (-1 if action == "up" or key == b"k" else 1)) % len(words)
+            sys.stdout.write(f"\x1b[{len(words)}A")
+            _draw(words, current)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _draw(words: Sequence[str], current: int) -> None:
+    for number, text in enumerate(words):
+        sys.stdout.write(f"\x1b[2K{'> ' if number == current else '  '}{text}\n")
+    sys.stdout.flush()

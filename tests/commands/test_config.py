@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate config` and the API's configuration objects."""
+
+import builtins
+
+import pytest
+
+from accelerate.commands import config
+from accelerate.commands.config import menu, questions
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.core import system
+from accelerate.core.enums import ComputeEnvironment, DistributedType
+from accelerate.core.errors import ConfigurationError
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_CONFIG_FILE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(system, "accelerators", lambda: system.Accelerators("cpu", 0))
+
+
+def test_default_is_written_once_and_loads(tmp_path, capsys):
+    config.main(["default", "--mixed_precision", "bf16"])
+    assert config.default_config_file == str(tmp_path / "accelerate/default_config.yaml")
+    loaded = load_config_from_file(None)
+    assert isinstance(loaded, ClusterConfig)
+    assert loaded.compute_environment is ComputeEnvironment.LOCAL_MACHINE
+    assert loaded.distributed_type is DistributedType.NO
+    assert (loaded.mixed_precision, loaded.num_processes, loaded.use_cpu) == ("bf16", 1, True)
+    assert loaded.fsdp_config == {}
+    assert config.write_basic_config() is False
+    with pytest.raises(ValueError, match="bf61"):
+        config.write_basic_config("bf61", tmp_path / "other.yaml")
+    path = config.write_basic_config(save_location=tmp_path / "new.yaml")
+    assert load_config_from_file(path).to_dict()["mixed_precision"] == "no"
+
+
+def test_update_writes_todays_keys(tmp_path, capsys):
+    path = tmp_path / "old.yaml"
+    path.write_text("distributed_type: MULTI_GPU\nfp16: true\nnum_processes: 2\n")
+    config.main(["update", "--config_file", str(path)])
+    assert "fp16 is now mixed_precision" in capsys.readouterr().out
+    loaded = load_config_from_file(path)
+    assert loaded.mixed_precision == "fp16" and loaded.num_processes == 2
+    assert "fp16:" not in path.read_text()
+
+
+def test_explain_shows_origins(tmp_path, capsys, monkeypatch):
+    config.main(["default"])
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    capsys.readouterr()
+    config.main(["explain", "--mixed_precision", "fp16"])
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["mixed_precision"].split()[1:] == ["fp16", "flag", "--mixed_precision"]
+    assert rows["gradient_accumulation_steps"].split()[1:3] == ["4", "variable"]
+    assert "default_config.yaml:" in rows["num_processes"]
+
+
+@pytest.mark.parametrize("arguments", [["defualt"], ["update", "--config_file", "/no/such.yaml"]])
+def test_what_cannot_be_ends_with_two(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        config.main(arguments)
+    assert end.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def answers(monkeypatch, *lines):
+    given = iter(lines)
+
+    def reply(prompt=""):
+        try:
+            return next(given)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr(builtins, "input", reply)
+    return given
+
+
+def test_questions_on_a_cpu_machine(monkeypatch, tmp_path):
+    left = answers(monkeypatch, "", "", "1", "", "")  # machines, processes, precision, compile, write
+    path = questions.ask(tmp_path / "c.yaml")
+    assert list(left) == []
+    loaded = load_config_from_file(path)
+    assert (loaded.use_cpu, loaded.mixed_precision, loaded.num_processes) == (True, "bf16", 1)
+
+
+def test_questions_go_back_and_follow_the_answers(monkeypatch, tmp_path):
+    monkeypatch.setattr(system, "accelerators", lambda: system.Accelerators("cuda", 8))
+    answers(
+        monkeypatch,
+        "0", "2", "<", "2", "1", "10.0.0.1", "", "x", "16",  # up to the number of processes
+        "1", "", "", "", "Block", "", "", "", "",  # FSDP and its questions
+        "1", "", "", "0",  # precision, compile, affinity, write
+    )  # fmt: skip
+    loaded = load_config_from_file(questions.ask(tmp_path / "c.yaml"))
+    assert loaded.distributed_type is DistributedType.FSDP
+    assert (loaded.num_machines, loaded.machine_rank, loaded.main_process_ip, loaded.main_process_port) == (
+        2,
+        1,
+        "10.0.0.1",
+        29500,
+    )
+    assert loaded.num_processes == 16 and loaded.mixed_precision == "bf16" and loaded.use_cpu is False
+    assert loaded.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] == "Block"
+    assert "fsdp_sharding_strategy" not in loaded.fsdp_config
+
+
+def test_an_ended_input_is_said(monkeypatch, tmp_path):
+    answers(monkeypatch, "1")
+    with pytest.raises(ConfigurationError, match="config default"):
+        questions.ask(tmp_path / "c.yaml")
+    assert not (tmp_path / "c.yaml").exists()
+
+
+def test_menu_refuses_numbers_that_are_not_there(monkeypatch, capsys):
+    answers(monkeypatch, "9", "b", "1")
+    assert menu.choose("?", (("a", "A"), ("b", "B")), "a") == "b"
+    assert capsys.readouterr().out.count("from 0 to 1") == 2
