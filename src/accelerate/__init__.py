@@ -35,7 +35,7 @@ EXPORTS = {
     "core.availability": ["is_rich_available"],
     "core.enums": ["DDPCommunicationHookType", "DistributedType"],
     "core.memory": ["find_executable_batch_size"],
-    "data_loader": ["skip_first_batches"],
+    "data_loader.prepare": ["skip_first_batches"],
     "inference": ["prepare_pippy"],
     "launchers.notebook": ["debug_launcher", "notebook_launcher"],
     "local_sgd": ["LocalSGD"],
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from .core.availability import is_rich_available
     from .core.enums import DDPCommunicationHookType, DistributedType
     from .core.memory import find_executable_batch_size
-    from .data_loader import skip_first_batches
+    from .data_loader.prepare import skip_first_batches
     from .inference import prepare_pippy
     from .launchers.notebook import debug_launcher, notebook_launcher
     from .local_sgd import LocalSGD

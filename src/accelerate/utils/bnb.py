@@ -4,7 +4,8 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "placement": ["has_4bit_bnb_layers", "load_and_quantize_model"],
+    "placement": ["load_and_quantize_model"],
+    "placement.quantize": ["has_4bit_bnb_layers"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

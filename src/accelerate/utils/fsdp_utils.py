@@ -4,6 +4,13 @@
 from ..core.lazy import attach
 
 EXPORTS = {
+    "checkpointing.sharded_api": [
+        "load_fsdp_model",
+        "load_fsdp_optimizer",
+        "merge_fsdp_weights",
+        "save_fsdp_model",
+        "save_fsdp_optimizer",
+    ],
     "parallel.fsdp2": [
         "disable_fsdp_ram_efficient_loading",
         "enable_fsdp_ram_efficient_loading",
@@ -14,13 +21,6 @@ EXPORTS = {
         "fsdp2_prepare_model",
         "fsdp2_switch_optimizer_parameters",
         "get_fsdp2_grad_scaler",
-    ],
-    "parallel.fsdp_state": [
-        "load_fsdp_model",
-        "load_fsdp_optimizer",
-        "merge_fsdp_weights",
-        "save_fsdp_model",
-        "save_fsdp_optimizer",
     ],
     "parallel.units": ["get_parameters_from_modules"],
 }
