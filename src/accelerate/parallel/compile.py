@@ -11,6 +11,38 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config.training import TorchDynamoPlugin
+from ..core.modules import is_compiled_module
+
+
+class Compile:
+    """The transform that compiles a model after it is wrapped, whole or by regions."""
+
+    def __init__(self, options: TorchDynamoPlugin) -> None:
+        self.options = options
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """The compiled model. One that its user has compiled already is handed back."""
+        if is_compiled_module(model):
+            return model
+        arguments = self.options.to_kwargs()
+        regional = bool(self.options.use_regional_compilation)
+        if isinstance(model, DistributedDataParallel):
+            # The wrapper synchronises, what it holds computes: compiled from outside, its own Python is traced in some
+            # fifty frames whose guards then cost at every step, and a copy of it would not see `no_sync`.
+            if regional:
+                compile_regions_fsdp2(model.module, **arguments)
+            else:
+                model.module.compile(**arguments)
+            return model
+        if not regional:
+            return torch.compile(model, **arguments)  # type: ignore[return-value]
+        if isinstance(model, FSDPModule):
+            return compile_regions_fsdp2(model, **arguments)
+        return compile_regions(model, **arguments)
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
