@@ -131,7 +131,7 @@ def test_another_model_is_listed_and_not_loaded(tmp_path, small_run, process, sa
     assert "not in the model: second.bias, second.weight" in text or "not in the model: second.weight" in text
     assert "norm.weight (saved [4], here [6])" in text
     assert same_tensors(before, other.weights())
-    report = load_run(bundle, tmp_path / "c", process=process, strict=False, weights_only=True)
+    report = load_run(bundle, tmp_path / "c", process=process, strict=False, models_only=True)
     assert "extra.weight" in report.notes[0]
     first = small_run(seed=0)
     load_run(first.bundle(), tmp_path / "c", process=process)

@@ -189,11 +189,9 @@ def build(seed):
     if sharding:
         fully_shard(model, mesh=init_device_mesh("cpu", (state.num_processes,)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        run = RunState(
-            models=[ModelPart(model, sharded=True)],
-            optimizers=[OptimizerPart(optimizer, sharded=True)],
-            sharded=FullyShardedState([(0, model)], [(0, model, optimizer)]),
-        )
+        part = FullyShardedState.of([model], [optimizer])
+        models, optimizers = part.parts()
+        run = RunState(models=models, optimizers=optimizers, sharded=part)
     else:
         run = bundle(model, optimizer)
     return model, optimizer, run
@@ -216,7 +214,12 @@ if mode == "save":
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(full(model), plain.parameters()))
     names = set(verify(root / "blocking").files)
     assert any(name.startswith("pytorch_model_fsdp_0/") for name in names) and "optimizer_0/options.json" in names
-for name in ("blocking", "background"):
+if not sharding:
+    model, optimizer, run = build(0)
+    step(model, optimizer, data); step(model, optimizer, data)
+    save_run(run, root / "whole", process=state)
+names = ["blocking", "background"] + ["whole"] * (mode == "all")
+for name in names:
     verify(root / name)
     model, optimizer, run = build(5)
     load_run(run, root / name, process=state)
@@ -227,7 +230,7 @@ print("as plain")
 )
 
 
-def test_shards_of_two_ranks_load_on_two_three_and_one(tmp_path):
-    for nproc, mode in ((2, "save"), (3, "load"), (1, "load")):
+def test_shards_of_two_ranks_load_on_two_one_and_three_and_whole_states_on_shards(tmp_path):
+    for nproc, mode in ((2, "save"), (1, "load"), (3, "all")):
         for result in run_ranks(SHARDED, nproc, tmp_path, mode, timeout=120):
             assert "as plain" in result.stdout

@@ -2,7 +2,7 @@
 """Layout, contents and commit of a run's saved state.
 
     save_run(run: RunState, folder, *, process, options=Options(), writer=None) -> Path
-    load_run(run, folder, *, process, strict=True, allow_pickle=False, weights_only=False) -> LoadReport
+    load_run(run, folder, *, process, strict=True, allow_pickle=False, models_only=False) -> LoadReport
     load_newest(run, directory, *, process, ...) -> LoadReport      # passes over what is damaged, and says so
     resume(run, directory, *, process, ...) -> LoadReport | None    # None where there is no checkpoint yet
     verify(folder) -> Manifest                                      # raises CorruptCheckpoint with the files' names

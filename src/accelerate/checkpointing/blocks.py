@@ -149,7 +149,7 @@ class BlockIO:
 
 
 def _host_views(segments: Sequence[Segment], jobs: Sequence[Future[int]]) -> Iterator[memoryview]:
-    """The bytes of each segment. Copies made on the way are bounded: a full window waits for the jobs that write it."""
+    """The bytes of each segment. Copies are bounded: a full window waits for the jobs that write it."""
     copied = 0
     for segment in segments:
         if not isinstance(segment, torch.Tensor):

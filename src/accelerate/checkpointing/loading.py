@@ -61,15 +61,15 @@ def load_run(
     process: Process,
     strict: bool = True,
     allow_pickle: bool = False,
-    weights_only: bool = False,
+    models_only: bool = False,
     arrival_timeout: float = ARRIVAL,
     timeout: float = COMPLETION,
 ) -> LoadReport:
     """Load a checkpoint into a run; every rank calls it. Any number of processes may have saved it.
 
     Every file is compared with its checksum, and models and optimizers with what was saved, before anything of the run
-    changes. With `strict=False` models take what fits, and the report's notes list what does not. `weights_only` loads
-    the models alone. Folders in the API's own format (without a manifest) have no checksums; `allow_pickle` lets them
+    changes. With `strict=False` models take what fits, and the report's notes list what does not. `models_only` loads
+    nothing else. Folders in the API's own format (without a manifest) have no checksums; `allow_pickle` lets them
     hold pickled objects, which can run any code.
 
     Raises on every rank: CorruptCheckpoint with the bad files' names, CheckpointMismatch with the lists of missing,
@@ -90,14 +90,14 @@ def load_run(
         error: Exception | None = None
         try:
             source = open_source(folder, run, allow_pickle)
-            plan = _read(run, source, process, strict, weights_only)
+            plan = _read(run, source, process, strict, models_only)
         except FileNotFoundError as caught:
             error = CorruptCheckpoint(f"{folder} has no {Path(caught.filename or '').name}")
         except Exception as caught:
             error = caught
         _agree(council, error, folder, timeout)
         assert source is not None and plan is not None
-        _apply(run, source, plan, strict, weights_only)
+        _apply(run, source, plan, strict, models_only)
         for note in plan.notes if process.process_index == 0 else ():
             logger.warning("%s: %s", folder, note)
         progress = plan.shared.get("progress") or plan.rank.get("progress") or {}
@@ -129,11 +129,11 @@ def _kind(error: Exception) -> str:
     return "mismatch" if isinstance(error, CheckpointMismatch) else "error"
 
 
-def _read(run: RunState, source: Source, process: Process, strict: bool, weights_only: bool) -> _Plan:
+def _read(run: RunState, source: Source, process: Process, strict: bool, models_only: bool) -> _Plan:
     """Read and check everything, changing nothing."""
     notes: list[str] = []
     source.check_sizes()
-    if not weights_only:
+    if not models_only:
         check_counts(run, source)
     models: list[tuple[ModelPart, ModelSource]] = []
     if not run.load_hooks:
@@ -141,7 +141,7 @@ def _read(run: RunState, source: Source, process: Process, strict: bool, weights
     if process.local_process_index == 0:
         # One rank a machine reads what is not read into fresh memory below; the others share its file cache.
         source.check_weights()
-    if weights_only:
+    if models_only:
         return _Plan(models, [], {"progress": source.progress}, {}, notes)
     optimizers: list[Any] = []
     for index, part in enumerate(_held_whole(run.optimizers, source)):
@@ -164,7 +164,7 @@ def _held_whole(parts: Sequence[Any], source: Source) -> list[Any]:
     return [part for part in parts if not part.sharded or source.is_whole]
 
 
-def _apply(run: RunState, source: Source, plan: _Plan, strict: bool, weights_only: bool) -> None:
+def _apply(run: RunState, source: Source, plan: _Plan, strict: bool, models_only: bool) -> None:
     if run.load_hooks:
         # As in the API: a hook takes the models it has loaded itself out of the list.
         left = [part.module for part in run.models]
@@ -177,7 +177,7 @@ def _apply(run: RunState, source: Source, plan: _Plan, strict: bool, weights_onl
         weights.load(part, strict)
     if run.sharded is not None and not source.is_whole:
         run.sharded.load(source.folder, strict)
-    if weights_only:
+    if models_only:
         return
     for part, state in zip(_held_whole(run.optimizers, source), plan.optimizers, strict=True):
         part.load(state)

@@ -6,6 +6,7 @@ The shards are safetensors files; what is no tensor is a JSON document beside th
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
 from ..core.errors import CheckpointError
 from .codec import TensorSink, decode, encode
 from .dcp_legacy import PlainReader
+from .session import ModelPart, OptimizerPart
 
 _OPTIONS = "options.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -63,6 +65,39 @@ class FullyShardedState:
         self.models = list(models)
         self.optimizers = list(optimizers)
         self._group: Any = None
+
+    @classmethod
+    def of(cls, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> FullyShardedState:
+        """Of a run's models and optimizers (plain or wrapped), each optimizer joined to the model it steps.
+
+        Raises CheckpointError for an optimizer whose parameters are in none of the models, or in several.
+        """
+        rows = []
+        for index, wrapped in enumerate(optimizers):
+            optimizer = getattr(wrapped, "optimizer", wrapped)
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            owners = [model for model in models if stepped <= {id(parameter) for parameter in model.parameters()}]
+            if not owners:
+                raise CheckpointError(
+                    f"optimizer {index} ({type(optimizer).__qualname__}) steps parameters that are not those of one "
+                    "prepared model. Sharded state is saved by model: give each model an optimizer of its own."
+                )
+            rows.append((index, owners[0], optimizer))
+        return cls(list(enumerate(models)), rows)
+
+    def parts(self) -> tuple[list[ModelPart], list[OptimizerPart]]:
+        """The parts of a `RunState`. They load whole states too, which a run that was not sharded has saved."""
+        models = [
+            ModelPart(model, load_state_dict=functools.partial(_load_whole_model, model), sharded=True)
+            for _, model in self.models
+        ]
+        optimizers = [
+            OptimizerPart(
+                optimizer, load_state_dict=functools.partial(_load_whole_optimizer, model, optimizer), sharded=True
+            )
+            for _, model, optimizer in self.optimizers
+        ]
+        return models, optimizers
 
     def stage(self, blocking: bool = True) -> Callable[[Path], None]:
         """The shards of this rank as they are now. With `blocking=False` they are copied to host memory, and written
@@ -105,6 +140,25 @@ class FullyShardedState:
     @staticmethod
     def _model_state(model: torch.nn.Module) -> dict[str, Any]:
         return {name: value for name, value in get_model_state_dict(model).items() if isinstance(value, torch.Tensor)}
+
+
+def _load_whole_model(model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Each rank takes its shards out of the whole state."""
+    tensors: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    set_model_state_dict(model, tensors, options=StateDictOptions(full_state_dict=True, strict=strict))
+
+
+def _load_whole_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Each rank takes its shards out of the whole state, whose parameters are numbered as the optimizer has them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    by_name: dict[str, Any] = {
+        "state": {ordered[position]: values for position, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [ordered[position] for position in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+    set_optimizer_state_dict(model, optimizer, by_name, options=StateDictOptions(full_state_dict=True))
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:

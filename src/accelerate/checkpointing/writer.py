@@ -72,7 +72,7 @@ class Writer:
             job.thread.join()
 
     def submit(self, draft: Draft, process: Process, options: Options) -> BaseException | None:
-        """Copy a draft's tensors to host memory and write it in the background; what has failed before that, if any."""
+        """Copy a draft to host memory and write it in the background; what has failed before that, if any."""
         started = time.perf_counter()
         try:
             self._copy(draft)
