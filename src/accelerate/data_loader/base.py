@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all prepared loaders share: what they say of the present batch, and the torch loader that they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ..core.errors import ConfigurationError
+from ..core.imports import is_available
+from ..state import GradientState
+
+
+class DataLoaderStateMixin:
+    """What a loader says of the batch that it yielded last, and its registration with the gradient state.
+
+    Attributes:
+        end_of_dataloader: this batch is the last one.
+        remainder: samples in the last global batch where it is smaller than the others, 0 where it is not, -1 where
+            that is not known (yet) or the rest is dropped.
+        batch_counts: the real samples (no repetitions, no placeholders) that each shard has in this step, in shard
+            order; None where that is not known.
+        batch_weight: with `exact`, this shard's part of the step's samples times the number of shards: what its mean
+            loss counts in the mean over all shards. 0.0 for a placeholder; 1.0 without `exact`.
+    """
+
+    end_of_dataloader = False
+    remainder = -1
+    batch_counts: tuple[int, ...] | None = None
+    batch_weight = 1.0
+    _open_passes = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.end_of_dataloader = False
+        cls.remainder = -1
+
+    def reset(self) -> None:
+        """Forget the last batch."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.batch_counts = None
+        self.batch_weight = 1.0
+
+    def begin(self) -> None:
+        """A pass begins: this is now the loader that is being read."""
+        self.reset()
+        self._open_passes += 1
+        GradientState()._add_dataloader(self)
+
+    def end(self) -> None:
+        """A pass has ended, at its end or before: the loader around this one, if any, is the one being read again."""
+        self._open_passes = max(0, self._open_passes - 1)
+        state = GradientState()
+        state._remove_dataloader(self)
+        if self._open_passes:
+            # A loop over this loader stands around the one that ended.
+            state._add_dataloader(self)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        return GradientState()
+
+
+class DataLoaderAdapter:
+    """Stands for a torch loader (`base_dataloader`): an instance of its class to `isinstance`, with its attributes.
+
+    `kwargs` are those of torch's `DataLoader`, or of torchdata's `StatefulDataLoader` with `use_stateful_dataloader`.
+    """
+
+    base_dataloader: DataLoader
+
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
+        self.use_stateful_dataloader = use_stateful_dataloader
+        if batch_sampler is not None:
+            kwargs["batch_sampler"] = batch_sampler
+        self.base_dataloader = loader_class(use_stateful_dataloader)(dataset, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what is not here. Without a base (while a copy is being made) nothing is.
+        if name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # isinstance(loader, DataLoader) holds, as it does for subclasses that a user's loader may be of.
+        base = self.__dict__.get("base_dataloader")
+        return type(self) if base is None else type(base)
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Part of the API; there is nothing to adjust: the state counts what was yielded, not what was prefetched."""
+
+
+def loader_class(stateful: bool) -> type[DataLoader]:
+    """The loader class to build. Raises ImportError where torchdata is asked for and missing."""
+    if not stateful:
+        return DataLoader
+    if not is_available("torchdata"):
+        raise ImportError("use_stateful_dataloader=True needs the package torchdata: pip install torchdata")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader
+
+
+def check_loader(dataloader: Any, who: str) -> None:
+    """Raise ConfigurationError for anything that is no torch loader."""
+    if not isinstance(dataloader, DataLoader):
+        raise ConfigurationError(
+            f"{who} takes a torch.utils.data.DataLoader; it was given a {type(dataloader).__module__}."
+            f"{type(dataloader).__qualname__}. Wrap the dataset in a DataLoader first."
+        )

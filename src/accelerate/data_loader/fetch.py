@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading samples in this process: what torch's own loader does for one batch, without its overhead."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
+
+Fetch = Callable[[Any], Any]
+
+# The name under which torch's tools look for the time that loading takes.
+PROFILE_NAME = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+
+
+def map_fetch(dataset: Any, collate: Fetch, batched: bool) -> Fetch:
+    """What turns indices (or one index, where the loader does not batch) into a batch of a map-style dataset."""
+    if not batched:
+        return lambda index: collate(dataset[index])
+    if collate is default_collate and _is_plain_tensors(dataset):
+        return _rows_of(dataset.tensors)
+    if getattr(dataset, "__getitems__", None):
+        return lambda indices: collate(dataset.__getitems__(indices))
+    return lambda indices: collate([dataset[index] for index in indices])
+
+
+def _is_plain_tensors(dataset: Any) -> bool:
+    # For these, picking rows gives bit for bit what stacking samples gives.
+    return type(dataset) is TensorDataset and all(
+        type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.is_contiguous()
+        for tensor in dataset.tensors
+    )
+
+
+def _rows_of(tensors: tuple[torch.Tensor, ...]) -> Fetch:
+    def fetch(indices: list[Any]) -> list[torch.Tensor]:
+        if type(indices[0]) is int:
+            rows = torch.tensor(indices)
+            return [tensor[rows] for tensor in tensors]
+        return default_collate([tuple(tensor[index] for tensor in tensors) for index in indices])
+
+    return fetch
+
+
+def finished(loader: Any, fetch: Fetch) -> Fetch:
+    """`fetch` with what follows it: pinned memory where the loader asks for it, and a mark in a running profile."""
+    device = pin_device(loader)
+    pinned = fetch if device is None else lambda wanted: pin_memory(fetch(wanted), device)
+
+    def marked(wanted: Any) -> Any:
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(PROFILE_NAME):
+                return pinned(wanted)
+        return pinned(wanted)
+
+    return marked
+
+
+def pin_device(loader: Any) -> str | None:
+    """The kind of device to pin memory for, or None where the loader does not pin or this machine cannot."""
+    if not loader.pin_memory:
+        return None
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or found.type == "mps":
+        where = "not supported on MPS" if found else "set, but no accelerator is found"
+        warnings.warn(f"pin_memory=True is {where}: memory is not pinned.", stacklevel=2)
+        return None
+    return found.type

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepared loaders: passes over a torch loader's data for this shard, with their position, on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ..collectives.rng import synchronize_rng_states
+from .base import DataLoaderAdapter, DataLoaderStateMixin
+from .order import Order
+from .position import Place, Position, total_of
+from .prefetch import feed_for
+from .samplers import check_skip, epoch_listeners, get_sampler, with_sampler
+from .source import Batch, Source, is_iterable, is_native, plan_for
+from .steps import Plan
+from .workers import unwrapped
+
+
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A torch loader that reads one shard's part, and knows where in the epoch it is.
+
+    Attributes:
+        iteration: the epoch of the next pass. It goes up by one with each pass that is read to its end.
+        skip_batches: steps left out at the start of every pass.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | str | int | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self._configure(
+            device,
+            rng_types,
+            synchronized_generator,
+            skip_batches,
+            _drop_last,
+            _non_blocking,
+            torch_device_mesh,
+            iteration,
+        )
+
+    @classmethod
+    def around(cls, base: DataLoader, use_stateful_dataloader: bool = False, **options: Any) -> Any:
+        """A prepared loader around a torch loader that exists already."""
+        loader = cls.__new__(cls)
+        loader.use_stateful_dataloader = use_stateful_dataloader
+        loader.base_dataloader = base
+        loader._configure(**options)
+        return loader
+
+    def _configure(
+        self,
+        device: torch.device | str | int | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+    ) -> None:
+        check_skip(skip_batches)
+        self.device = None if device is None else torch.device(device)
+        # Without a generator to synchronise the ranks agree on the order all the same: on what it is drawn from.
+        kinds = None if rng_types is None else list(rng_types)
+        self.rng_types = kinds if synchronized_generator is not None else _without_generator(kinds)
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self.torch_device_mesh = torch_device_mesh
+        self.iteration = iteration
+        self._ready()
+
+    def _ready(self) -> None:
+        """What is made anew in every process."""
+        self._source = Source(self.base_dataloader)
+        self._feed = feed_for(self.device, self._non_blocking)
+        # The pass that is under way (or was left), and where it is.
+        self._order: Order | None = None
+        self._place: Place | int = 0
+        self._pending: Position | None = None
+
+    def options(self) -> dict[str, Any]:
+        """What `around` takes to make another loader like this one."""
+        return {
+            "use_stateful_dataloader": self.use_stateful_dataloader,
+            "device": self.device,
+            "rng_types": self.rng_types,
+            "synchronized_generator": self.synchronized_generator,
+            "skip_batches": self.skip_batches,
+            "_drop_last": self._drop_last,
+            "_non_blocking": self._non_blocking,
+            "torch_device_mesh": self.torch_device_mesh,
+            "iteration": self.iteration,
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_source", "_feed", "_order", "_place", "_pending", "_open_passes")
+        }
+        return _restored, (type(self), fields)
+
+    # -- one pass
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed, self._pending = self._pending, None
+        if resumed is not None:
+            self.iteration = resumed.epoch
+        if self.rng_types:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        self.set_epoch(self.iteration)
+        order = self._new_order()
+        start = Place()
+        if resumed is not None and resumed.order is not None:
+            order.resume(resumed.order)
+            start = resumed.place
+        self._order, self._place = order, start
+        plan = self.plan()
+        batches = self._open(plan, order, start)
+        if self._feed is not None:
+            batches = self._feed.ahead(batches)
+        return self._pass(batches, plan, start)
+
+    def _open(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+        order.share()
+        return self._source.open(plan, order, start)
+
+    def _pass(self, batches: Iterator[Batch], plan: Plan, start: Place) -> Iterator[Any]:
+        self.begin()
+        try:
+            self.remainder = -1 if self._drop_last else plan.last_size(start.consumed)
+            for batch, counts, place, last in batches:
+                if counts is not self.batch_counts:
+                    self._weigh(counts, plan)
+                if last and self.remainder < 0 and not (plan.drop_last or self._drop_last):
+                    self.remainder = _last_size(counts, plan)
+                self.end_of_dataloader = last
+                self._place = place
+                yield batch
+                # The next batch is read without this one in memory, unless its reader keeps it.
+                del batch
+            self.iteration += 1
+            self._order = None
+        finally:
+            self.end()
+
+    def _weigh(self, counts: tuple[int, ...] | None, plan: Plan) -> None:
+        self.batch_counts = counts
+        if plan.cut.exact and counts is not None:
+            total = sum(counts)
+            self.batch_weight = counts[plan.cut.index] * plan.cut.shards / total if total else 0.0
+
+    # -- what is read
+
+    def plan(self) -> Plan:
+        """The order of the samples and this shard's cut of it, as the samplers now say."""
+        return plan_for(self.base_dataloader, self.skip_batches)
+
+    def _new_order(self) -> Order:
+        sampler = self.get_sampler()
+        found = [getattr(sampler, "generator", None), self.base_dataloader.generator, self.synchronized_generator]
+        if is_iterable(self.base_dataloader):
+            found.append(getattr(unwrapped(self.base_dataloader.dataset), "generator", None))
+        generators = [one for one in found if isinstance(one, torch.Generator)]
+        return Order(sampler, generators, self._source.seeds_workers)
+
+    def __len__(self) -> int:
+        if is_native(self.base_dataloader):
+            return len(self.plan())
+        return max(0, len(self.base_dataloader) - self.skip_batches)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples in a step over all shards. AttributeError where batches have no fixed size."""
+        size = self.plan().global_batch
+        if size is None:
+            raise AttributeError("total_batch_size: the batches of this loader have no fixed size")
+        return size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the dataset of all shards."""
+        dataset = unwrapped(self.base_dataloader.dataset)
+        return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
+
+    def get_sampler(self) -> Any:
+        """The sampler of single indices at the bottom of this loader."""
+        return None if is_iterable(self.base_dataloader) else get_sampler(self.base_dataloader)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Draw from another sampler from the next pass on."""
+        base = self.base_dataloader
+        if base.batch_sampler is None:
+            base.__dict__["sampler"] = sampler
+        else:
+            base.__dict__.update(batch_sampler=with_sampler(base.batch_sampler, sampler), sampler=sampler)
+        self._source = Source(base)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next pass, for the samplers and the dataset."""
+        self.iteration = epoch
+        base = self.base_dataloader
+        for listener in epoch_listeners(base.batch_sampler, base.sampler, base.dataset):
+            listener.set_epoch(epoch)
+
+    # -- position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this loader is: the epoch, and how much of its order all shards have been given.
+
+        Numbers, strings, lists and byte tensors; the same on every shard, whatever their number. After the last
+        batch, while the loop has not ended, the whole epoch is consumed: a pass resumed from there yields nothing.
+        """
+        if self._pending is not None:
+            return self._pending.to_dict()
+        plan = self.plan()
+        position = Position(self.iteration, plan.unit, total_of(plan))
+        if self._order is None:
+            position.own = self._new_order().own()
+        else:
+            place = self._place
+            if isinstance(place, int):
+                place = Place(place, (place,) if is_iterable(self.base_dataloader) else None)
+            position.place = place
+            position.order = self._order.states
+        return position.to_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a position, also one that another number of shards had. The next pass yields what is left.
+
+        Raises CheckpointError for a state that this loader cannot go on from.
+        """
+        position = Position.from_dict(state_dict)
+        plan = self.plan()
+        streams = self._source.workers if is_iterable(self.base_dataloader) else None
+        position.check_fits(plan.unit, total_of(plan), streams)
+        self._order = None
+        self._place = 0
+        self._pending = position if position.in_epoch else None
+        if position.own is not None:
+            self._new_order().restore_own(position.own)
+        self.set_epoch(position.epoch)
+
+
+class DataLoaderShard(PreparedLoader):
+    """The loader of one shard: every process reads its own part.
+
+    Takes the arguments of torch's `DataLoader` after its own. `device`: where batches are put (None: left where they
+    are). `rng_types`: generators to synchronise before every pass ("torch", "cuda", "generator", ...), the last one
+    being `synchronized_generator`. `skip_batches`: steps left out at the start of every pass.
+    """
+
+
+class SkipDataLoader(PreparedLoader):
+    """A loader without its first `skip_batches`. Map-style datasets are not read for them; a stream is read on."""
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, skip_batches=skip_batches, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+
+
+def _restored(cls: type[PreparedLoader], fields: dict[str, Any]) -> PreparedLoader:
+    loader = cls.__new__(cls)
+    loader.__dict__.update(fields)
+    loader._ready()
+    return loader
+
+
+def _without_generator(kinds: list[Any] | None) -> list[Any] | None:
+    return None if kinds is None else [kind for kind in kinds if str(getattr(kind, "value", kind)) != "generator"]
+
+
+def _last_size(counts: tuple[int, ...] | None, plan: Plan) -> int:
+    """The remainder of a last step that its counts tell; -1 where they are not known."""
+    if counts is None:
+        return -1
+    total = sum(counts)
+    if plan.global_batch is None:
+        return total if 0 in counts else 0
+    return total if total < plan.global_batch else 0

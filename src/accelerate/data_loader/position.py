@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where in the epoch a loader is: how much of the global order all shards have read, independent of their number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core.errors import CheckpointError
+
+FORMAT = 1
+
+
+@dataclass(slots=True)
+class Place:
+    """A position in one epoch's order.
+
+    Fields:
+        consumed: samples (or batches, as the loader's plan counts) that all shards together have read.
+        workers: for an iterable dataset, the samples of each worker's own stream (one where there are no workers).
+        turn: the worker whose batch comes next.
+        inner: the states of a dataset that keeps its own, one for each worker.
+    """
+
+    consumed: int = 0
+    workers: tuple[int, ...] | None = None
+    turn: int = 0
+    inner: list[Any] | None = None
+
+
+@dataclass(slots=True)
+class Position:
+    """What a loader's `state_dict` says.
+
+    Fields:
+        epoch: the loader's epoch. unit: what `place.consumed` counts. total: the length of the order, where known.
+        order: the states that the epoch's order was drawn from; None between epochs.
+        own: between epochs, the states of what the loader draws from and nobody else keeps (generators, seed).
+    """
+
+    epoch: int
+    unit: str
+    total: int | None
+    place: Place = field(default_factory=Place)
+    order: dict[str, Any] | None = None
+    own: dict[str, Any] | None = None
+
+    @property
+    def in_epoch(self) -> bool:
+        return self.order is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and byte tensors."""
+        found: dict[str, Any] = {
+            "format": FORMAT,
+            "epoch": self.epoch,
+            "unit": self.unit,
+            "total": self.total,
+            "consumed": self.place.consumed,
+        }
+        if self.place.workers is not None:
+            found["workers"] = list(self.place.workers)
+            found["turn"] = self.place.turn
+        if self.place.inner is not None:
+            found["inner"] = self.place.inner
+        if self.order is not None:
+            found["order"] = self.order
+        if self.own:
+            found["own"] = self.own
+        return found
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> Position:
+        """The position in a `state_dict`. Raises CheckpointError for anything else."""
+        try:
+            if state["format"] != FORMAT:
+                raise CheckpointError(
+                    f"the state of this data loader has format {state['format']}, and this version reads {FORMAT}: "
+                    "load it with the version that wrote it"
+                )
+            workers = state.get("workers")
+            workers = None if workers is None else tuple(workers)
+            place = Place(int(state["consumed"]), workers, state.get("turn", 0), state.get("inner"))
+            return cls(int(state["epoch"]), state["unit"], state["total"], place, state.get("order"), state.get("own"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"this is not the state of a prepared data loader ({type(error).__name__}: {error}); "
+                "it has the keys format, epoch, unit, total and consumed"
+            ) from error
+
+    def check_fits(self, unit: str, total: int | None, workers: int | None) -> None:
+        """Raise CheckpointError where a loader of that order cannot go on from here."""
+        if not self.in_epoch:
+            return
+        if self.unit != unit:
+            raise CheckpointError(
+                f"the state counts {self.unit} of the epoch and this loader {unit}: it was saved with another kind of "
+                "batch sampler. Prepare the loader as in the run that saved it."
+            )
+        if self.total is not None and total is not None and self.total != total:
+            raise CheckpointError(
+                f"the state was saved in the middle of an epoch over {self.total} {unit}, and this loader has "
+                f"{total}: with another dataset or sampler the rest of that epoch is not defined"
+            )
+        if workers is not None and self.place.workers is not None and len(self.place.workers) != workers:
+            raise CheckpointError(
+                f"the state was saved with {len(self.place.workers)} worker(s), each with its part of an iterable "
+                f"dataset, and this loader has {workers}: set num_workers={len(self.place.workers)} for this epoch"
+            )
+
+
+def total_of(plan: Any) -> int | None:
+    """The length of a plan's order, or None where it has none."""
+    try:
+        return int(plan.total())
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batches of one shard: a batch sampler that gives each process its part of another one's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+from ..core.errors import PrepareError
+from .samplers import SkipBatchSampler
+from .steps import Cut, Plan
+
+
+class BatchSamplerShard(BatchSampler):
+    """The part of `batch_sampler`'s batches that process `process_index` of `num_processes` reads.
+
+    Batch `i` goes to process `i % num_processes`; with `split_batches` each batch is cut into `num_processes` parts
+    instead. `even_batches` completes the last step with samples from the start of the epoch, so that every process
+    has as many batches of the same length. `exact` repeats nothing: the last step falls as it falls, and a process
+    without samples in it gets the step's first sample as a placeholder, so that all make as many steps.
+
+    Raises PrepareError for `split_batches` where the batch size is no multiple of `num_processes` (with `exact` a
+    sampler that tells no batch size may be split: each of its batches is a global batch, cut into equal parts).
+
+    Example:
+        list(BatchSamplerShard(BatchSampler(range(6), 2, False), num_processes=2, process_index=1))
+        # [[2, 3], [0, 1]]
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        exact: bool = False,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.exact = exact
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        check_part(self.batch_size, num_processes, split_batches, exact, type(self).__name__)
+
+    @property
+    def total_length(self) -> int:
+        """The batches of all processes together."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return len(self.plan())
+
+    def __iter__(self) -> Iterator[Any]:
+        plan = self.plan()
+        return (indices for indices, _, _ in plan.steps(iter(plan.stream)))
+
+    def plan(self) -> Plan:
+        """The order that these batches come from and this shard's cut of it, as the attributes now say."""
+        cut = Cut(self.num_processes, self.process_index, self.split_batches, self.even_batches, self.exact)
+        return order_of(self.batch_sampler, cut)
+
+
+def check_part(batch_size: int | None, shards: int, split: bool, exact: bool, who: str) -> None:
+    """Raise PrepareError where batches of `batch_size` cannot be cut into `shards` equal parts."""
+    if not split or shards == 1 or (exact and batch_size is None):
+        return
+    if batch_size is None:
+        raise PrepareError(
+            f"{who}: split_batches=True cuts each batch into {shards} parts, and this loader tells no batch size. "
+            "Give the DataLoader a `batch_size`, its batch sampler a `batch_size`, or use split_batches=False."
+        )
+    if batch_size % shards:
+        raise PrepareError(
+            f"{who}: split_batches=True cuts each batch into {shards} parts (one a process), and the batch size "
+            f"{batch_size} is no multiple of {shards}. Use one that is, or split_batches=False."
+        )
+
+
+def order_of(batch_sampler: Any, cut: Cut) -> Plan:
+    """The order behind a batch sampler: its samples where torch's own batching is used, else its batches."""
+    if isinstance(batch_sampler, SkipBatchSampler):
+        inner = order_of(batch_sampler.batch_sampler, cut)
+        inner.skip += batch_sampler.skip_batches * (inner.size if inner.of_samples and inner.size else 1)
+        return inner
+    size = getattr(batch_sampler, "batch_size", None)
+    drop_last = bool(getattr(batch_sampler, "drop_last", False))
+    if isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__:
+        return Plan(batch_sampler.sampler, True, size, drop_last, cut)
+    return Plan(batch_sampler, False, size, drop_last, cut)
+
+
+def plan_of(batch_sampler: Any) -> Plan:
+    """The plan of any batch sampler; one that is no shard is read whole."""
+    if isinstance(batch_sampler, SkipBatchSampler):
+        plan = plan_of(batch_sampler.batch_sampler)
+        plan.skip += batch_sampler.skip_batches * plan.stride
+        return plan
+    if type(batch_sampler) is BatchSamplerShard:
+        return batch_sampler.plan()
+    return order_of(batch_sampler, Cut())

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batches of one epoch from a torch loader, each with what is known of its step; in this process if possible."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
+
+from ..core.errors import PrepareError
+from .fetch import finished, map_fetch
+from .iterable import IterableDatasetShard, open_stream
+from .order import Order, draw_worker_seed
+from .position import Place
+from .samplers import innermost
+from .shard import plan_of
+from .steps import Cut, Plan
+from .workers import MapWorker, Meter, StreamWorker, WorkerStart, altered, as_is, keeps_state, opened, unwrapped
+
+# A batch; the samples that each shard has in its step; the place after it; whether it is the last.
+Batch = tuple[Any, tuple[int, ...] | None, "Place | int", bool]
+
+_END: Any = object()
+
+
+def stateful_class() -> type[DataLoader] | None:
+    """torchdata's `StatefulDataLoader` where it has been imported: else no loader is one."""
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return None if module is None else module.StatefulDataLoader
+
+
+def tells_state(loader: DataLoader) -> bool:
+    """Whether the position of `loader` holds the state of its dataset."""
+    kind = stateful_class()
+    return kind is not None and isinstance(loader, kind) and keeps_state(unwrapped(loader.dataset))
+
+
+def is_native(loader: DataLoader) -> bool:
+    """Whether iterating `loader` is torch's (or torchdata's) own doing, which can be done another way."""
+    if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
+        return False
+    return any(
+        type(loader).__iter__ is kind.__iter__ and type(loader)._get_iterator is kind._get_iterator
+        for kind in (DataLoader, stateful_class())
+        if kind is not None
+    )
+
+
+def is_iterable(loader: DataLoader) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def plan_for(loader: DataLoader, skip_batches: int = 0) -> Plan:
+    """The order that `loader` reads and the cut of it that its samplers or dataset make."""
+    if is_iterable(loader):
+        plan = _plan_of_stream(loader)
+    elif loader.batch_sampler is not None:
+        plan = plan_of(loader.batch_sampler)
+    else:
+        # The dataset is handed what the sampler gives: whole batches where that is a batch sampler.
+        plan = plan_of(loader.sampler)
+        if not isinstance(innermost(loader.sampler), BatchSampler):
+            plan.counted, plan.size = False, None
+    plan.skip += skip_batches * plan.stride
+    return plan
+
+
+def _plan_of_stream(loader: DataLoader) -> Plan:
+    dataset: Any = loader.dataset
+    size = loader.batch_size
+    if isinstance(dataset, IterableDatasetShard):
+        plan = dataset.plan()
+        if size is None:
+            # The dataset's elements, batches already, go round the shards.
+            return Plan(dataset.dataset, False, None, plan.drop_last, plan.cut, counted=False)
+        if plan.stride == size * dataset.num_processes:
+            return plan
+    return Plan(dataset, size is not None, size, loader.drop_last, Cut(), counted=size is not None)
+
+
+class Source:
+    """Reads a loader epoch by epoch. Keeps the loader that has the workers, where they are persistent."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+        self._kept: tuple[Any, Any] | None = None
+
+    @property
+    def seeds_workers(self) -> bool:
+        """Whether the next pass draws a seed for workers; persistent ones have theirs already."""
+        return self._kept is None
+
+    @property
+    def workers(self) -> int:
+        """How many streams an iterable dataset is read in."""
+        return max(1, self.loader.num_workers)
+
+    def open(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+        """The batches of one pass from `start` on. Draws at once what torch's loader draws when it is iterated."""
+        loader = self.loader
+        if not is_native(loader):
+            return self._foreign(plan, order, start)
+        if is_iterable(loader):
+            read = self._streamed if loader.num_workers else self._stream_in_process
+            return read(plan, order, start)
+        if loader.num_workers == 0:
+            return self._map_in_process(plan, order, start)
+        return self._metered(plan, order, start) if loader.in_order else self._foreign(plan, order, start)
+
+    # -- in this process
+
+    def _map_in_process(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+        loader: Any = self.loader
+        if start.inner is not None:
+            loader.dataset.load_state_dict(start.inner[0])
+        stream = order.open(plan.stream, loader.generator)
+        if not order.redraw:
+            draw_worker_seed(loader.generator)
+        fetch = finished(loader, map_fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None))
+        steps = plan.read(stream, start.consumed)
+        if tells_state(loader):
+            return _fetched_with_state(steps, fetch, loader.dataset)
+        return ((fetch(indices), counts, position, last) for indices, counts, position, last in steps)
+
+    def _stream_in_process(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+        loader = self.loader
+        if not order.redraw:
+            draw_worker_seed(loader.generator)
+        fetch = finished(loader, loader.collate_fn)
+        if start.inner is not None or tells_state(loader):
+            return _streamed_with_state(loader, plan, start, fetch)
+        # A generator's body runs when it is first asked: torch draws the workers' seed before a stream is opened.
+        stream = order.open(_later(loader.dataset), loader.generator) if order.redraw else open_stream(loader.dataset)
+        steps = plan.read(stream, start.consumed)
+        return ((fetch(items), counts, position, last) for items, counts, position, last in steps)
+
+    # -- in worker processes
+
+    def _metered(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+        engine, meter = self._with_meter(plan, order, start)
+        with order.undisturbed():
+            batches = iter(engine)
+        tells = isinstance(engine.dataset, MapWorker)
+        return _metered_batches(batches, meter.log, start, self.workers if tells else 0)
+
+    def _with_meter(self, plan: Plan, order: Order, start: Place) -> tuple[Any, Meter]:
+        loader = self.loader
+        if self._kept is not None and start.inner is None:
+            engine, meter = self._kept
+        else:
+            meter = Meter(loader)
+            changes: dict[str, Any] = {"sampler" if loader.batch_sampler is None else "batch_sampler": meter}
+            if loader.num_workers and is_native(loader) and tells_state(loader):
+                changes["dataset"] = MapWorker(loader, start.inner)
+                changes["collate_fn"] = as_is
+                changes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
+            engine = altered(loader, **changes)
+            self._kept = (engine, meter) if loader.persistent_workers else None
+        meter.arm(plan, order, start.consumed)
+        return engine, meter
+
+    def _streamed(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+        loader = self.loader
+        # The first batches are stepped over here: which worker's they are shows when they come.
+        steps, plan.skip = (plan.skip // plan.stride if start.workers is None else 0), 0
+        key = (plan.cut, plan.size, start)
+        if self._kept is None or self._kept[1] != key:
+            engine = altered(
+                loader,
+                dataset=StreamWorker(loader, plan, start, tells_state(loader)),
+                batch_sampler=None,
+                batch_size=None,
+                drop_last=False,
+                collate_fn=as_is,
+                worker_init_fn=WorkerStart(loader.worker_init_fn),
+            )
+            self._kept = (engine, key) if loader.persistent_workers else None
+        else:
+            engine = self._kept[0]
+        with order.applied():
+            batches = iter(engine)
+        return itertools.islice(_streamed_batches(batches, start, self.workers), steps, None)
+
+    # -- loaders that iterate in a way of their own
+
+    def _foreign(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+        loader = self.loader
+        begin = max(start.consumed, plan.skip)
+        batches: Iterator[Any]
+        if is_iterable(loader):
+            with order.applied():
+                batches = iter(loader)
+            steps = begin // plan.stride
+            return _looking_ahead(itertools.islice(batches, steps, None), plan, steps * plan.stride)
+        engine, meter = self._with_meter(plan, order, start)
+        with order.undisturbed():
+            batches = iter(engine)
+        if plan.cut.shards > 1:
+            batches = _asking(batches, meter, loader)
+        return _looking_ahead(batches, plan, begin)
+
+
+def _later(dataset: Any) -> Iterator[Any]:
+    yield from open_stream(dataset)
+
+
+def _marked(batches: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
+    """Tuples with whether each is the last, by a look ahead."""
+    present = next(batches, _END)
+    while present is not _END:
+        following = next(batches, _END)
+        yield *present, following is _END
+        present = following
+
+
+def _fetched_with_state(steps: Iterator[Any], fetch: Any, dataset: Any) -> Iterator[Batch]:
+    for indices, counts, position, last in steps:
+        batch = fetch(indices)
+        yield batch, counts, Place(position, inner=[dataset.state_dict()]), last
+
+
+def _streamed_with_state(loader: DataLoader, plan: Plan, start: Place, fetch: Any) -> Iterator[Batch]:
+    own = unwrapped(loader.dataset)
+
+    def batches() -> Iterator[Any]:
+        for items, counts, position in opened(loader.dataset, plan, start):
+            place = Place(position, (position,), 0, [own.state_dict()])
+            yield fetch(items), counts, place
+
+    return _marked(batches())
+
+
+def _metered_batches(
+    batches: Iterator[Any], log: deque[tuple[Any, int, bool]], start: Place, workers: int
+) -> Iterator[Batch]:
+    if not workers:
+        for batch in batches:
+            counts, position, last = log.popleft()
+            yield batch, counts, position, last
+        return
+    states = list(start.inner or [None] * workers)
+    for batch, worker, state in batches:
+        counts, position, last = log.popleft()
+        states[worker] = state
+        yield batch, counts, Place(position, inner=list(states)), last
+
+
+def _streamed_batches(batches: Iterator[Any], start: Place, workers: int) -> Iterator[Batch]:
+    read = list(start.workers or [0] * workers)
+    states = list(start.inner or [None] * workers)
+
+    def placed() -> Iterator[Any]:
+        for batch, counts, position, worker, state in batches:
+            read[worker], states[worker] = position, state
+            inner = None if state is None else list(states)
+            place = Place(sum(read), tuple(read), (worker + 1) % workers, inner)
+            # Pinning makes lists of tuples.
+            yield batch, None if counts is None else tuple(counts), place
+
+    return _marked(placed())
+
+
+def _looking_ahead(batches: Iterator[Any], plan: Plan, begin: int) -> Iterator[Batch]:
+    stride = plan.stride
+    placed = ((batch, None, begin + stride * step) for step, batch in enumerate(batches, 1))
+    return _marked(placed)
+
+
+def _asking(batches: Iterator[Any], meter: Meter, loader: DataLoader) -> Iterator[Any]:
+    """`batches`, which must come from `meter`: else every shard would read everything."""
+    for batch in batches:
+        if not meter.asked:
+            raise PrepareError(
+                f"{type(loader).__name__} does not take its batches from its `batch_sampler`, so that it cannot be "
+                "shared out between processes. Let the main process read it (dispatch_batches=True), or give "
+                "`prepare` a torch DataLoader."
+            )
+        yield batch

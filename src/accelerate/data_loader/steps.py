@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who reads what: one order of samples or batches, cut into global steps and each step between the shards. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+# What a shard reads in one step; the samples each shard really has in that step, in shard order (None: not known);
+# how much of the order all shards together have read after it.
+Step = tuple[Any, tuple[int, ...] | None, int]
+# The same, and whether it is this shard's last.
+MarkedStep = tuple[Any, tuple[int, ...] | None, int, bool]
+
+_END: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the global order is shared out.
+
+    Fields:
+        shards, index: how many shards there are, and which one this is.
+        split: a batch of the order is the global batch and each shard takes a part; otherwise each takes a batch.
+        even: an incomplete last step is completed with samples from the start of the epoch.
+        exact: nothing is repeated; the last step falls as it falls, and a shard without samples reads one
+            placeholder, so that all shards make as many steps.
+    """
+
+    shards: int = 1
+    index: int = 0
+    split: bool = False
+    even: bool = True
+    exact: bool = False
+
+    @property
+    def repeats(self) -> bool:
+        """Whether an incomplete last step is completed. One shard reads what there is, as a plain loop does."""
+        return self.even and not self.exact and self.shards > 1
+
+
+@dataclass(slots=True)
+class Plan:
+    """One epoch's order and its cut.
+
+    Fields:
+        stream: the order: a sampler (of indices), an iterable dataset (of samples), or a batch sampler (of batches).
+        of_samples: the stream gives single samples, which are batched here; otherwise whole batches.
+        size: samples in one batch of the order (before the cut); None where its batches tell themselves.
+        skip: how much of the stream is left out at the start of every epoch, in samples or batches.
+        counted: the length of a batch is the number of its samples; otherwise that is not known.
+    """
+
+    stream: Iterable[Any]
+    of_samples: bool
+    size: int | None
+    drop_last: bool
+    cut: Cut
+    skip: int = 0
+    counted: bool = True
+
+    @property
+    def unit(self) -> str:
+        """What the position in the stream counts."""
+        return "samples" if self.of_samples else "batches"
+
+    @property
+    def stride(self) -> int:
+        """How much of the stream one full global step reads."""
+        groups = 1 if self.cut.split else self.cut.shards
+        return groups * self.size if self.of_samples and self.size is not None else groups
+
+    @property
+    def global_batch(self) -> int | None:
+        """Samples in a full global step, where that is a fixed number."""
+        return None if self.size is None else self.size * (1 if self.cut.split else self.cut.shards)
+
+    def read(self, stream: Iterator[Any], start: int = 0) -> Iterator[MarkedStep]:
+        """The steps of this shard from position `start` of `stream` on, with one look ahead."""
+        return mark_last(self.steps(stream, start))
+
+    def steps(self, stream: Iterator[Any], start: int = 0) -> Iterator[Step]:
+        """The steps of this shard from position `start` of `stream` on (never before `skip`)."""
+        start = max(start, self.skip)
+        if self.of_samples:
+            return sample_steps(stream, self.stride, self.cut, self.drop_last, start)
+        if self.cut.shards == 1:
+            return whole_steps(stream, start, self.counted)
+        if self.cut.split:
+            return split_steps(stream, self.size, self.cut, self.drop_last, start)
+        size = self.size if self.counted else None
+        return batch_steps(stream, size, self.cut, self.drop_last, start, self.counted)
+
+    def total(self) -> int:
+        """The length of the stream. Raises TypeError where it has none."""
+        return len(self.stream)  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        """The steps of this shard in one epoch. Raises TypeError where the stream has no length."""
+        rest = max(0, self.total() - self.skip)
+        steps, left = divmod(rest, self.stride)
+        if left and not self.drop_last:
+            cut = self.cut
+            part = self.stride // cut.shards
+            steps += cut.even or cut.exact or left > part * cut.index
+        return steps
+
+    def last_size(self, start: int = 0) -> int:
+        """Samples in the last global step, for a pass from `start`: 0 where it is full, -1: not known or dropped."""
+        if self.drop_last or not self.of_samples:
+            return -1
+        try:
+            return max(0, self.total() - max(self.skip, start)) % self.stride
+        except TypeError:
+            return -1
+
+
+def mark_last(steps: Iterator[Step]) -> Iterator[MarkedStep]:
+    """`steps`, each with whether it is the last. The next one is asked for before the present one is handed out."""
+    present = next(steps, _END)
+    while present is not _END:
+        items, counts, position = present
+        present = next(steps, _END)
+        yield items, counts, position, present is _END
+
+
+def real_counts(samples: int, part: int, shards: int) -> tuple[int, ...]:
+    """How `samples` consecutive samples fall into `shards` parts of `part`, in order."""
+    return tuple(min(part, max(0, samples - part * shard)) for shard in range(shards))
+
+
+def completed(items: list[Any], size: int, start: list[Any]) -> list[Any]:
+    """`items` filled up to `size` with those of `start`, as often as it takes."""
+    return items + list(itertools.islice(itertools.cycle(start), size - len(items)))
+
+
+def sample_steps(stream: Iterator[Any], size: int, cut: Cut, drop_last: bool, start: int) -> Iterator[Step]:
+    """Steps of `size` consecutive samples, each shard's part of which follows the one's before it."""
+    part = size // cut.shards
+    low = part * cut.index
+    high = low + part
+    full = (part,) * cut.shards
+    repeats = cut.repeats
+    # What completes the last step is the start of the epoch, also where this run goes on in its middle.
+    head = list(itertools.islice(stream, min(start, size))) if repeats else []
+    _discard(stream, start - len(head))
+    position = start
+    while len(group := list(itertools.islice(stream, size))) == size:
+        if repeats and len(head) < size:
+            head = (head + group)[:size]
+        position += size
+        yield group[low:high], full, position
+    if not group or drop_last:
+        return
+    position += len(group)
+    counts = real_counts(len(group), part, cut.shards)
+    if repeats:
+        group = completed(group, size, (head + group)[:size])
+    if mine := group[low:high]:
+        yield mine, counts, position
+    elif cut.exact:
+        yield group[:1], counts, position
+
+
+def whole_steps(stream: Iterator[Any], start: int, counted: bool = True) -> Iterator[Step]:
+    """Every batch as it is: the steps of the only shard."""
+    _discard(stream, start)
+    for position, batch in enumerate(stream, start + 1):
+        yield batch, (len(batch),) if counted else None, position
+
+
+def batch_steps(
+    stream: Iterator[Any], size: int | None, cut: Cut, drop_last: bool, start: int, counted: bool = True
+) -> Iterator[Step]:
+    """Steps of as many consecutive batches as there are shards, one each. Batches may differ in length."""
+    shards, index = cut.shards, cut.index
+    head = list(itertools.islice(stream, min(start, shards))) if cut.repeats else []
+    _discard(stream, start - len(head))
+    position = start
+    group = list(itertools.islice(stream, shards))
+    while group:
+        following = list(itertools.islice(stream, shards)) if len(group) == shards else []
+        if len(head) < shards and cut.repeats:
+            head = (head + group)[:shards]
+        position += len(group)
+        if len(group) < shards and drop_last:
+            return
+        counts = (*map(len, group), *[0] * (shards - len(group))) if counted else None
+        if not following and cut.repeats and not drop_last:
+            group = completed_batches(group, shards, size, head)
+        if index < len(group):
+            yield group[index], counts, position
+        elif cut.exact:
+            yield group[0][:1], counts, position
+        group = following
+
+
+def split_steps(stream: Iterator[Any], size: int | None, cut: Cut, drop_last: bool, start: int) -> Iterator[Step]:
+    """Steps of one batch, cut into parts of the same length. A longer batch than `size` has longer parts."""
+    shards, index = cut.shards, cut.index
+    head = next(stream, None) if start and cut.repeats else None
+    _discard(stream, start - (head is not None))
+    position = start
+    for batch in stream:
+        position += 1
+        head = batch if head is None else head
+        whole = len(batch) if size is None else max(size, len(batch))
+        part = -(-whole // shards)
+        if drop_last and size is not None and len(batch) < size:
+            continue
+        counts = real_counts(len(batch), part, shards)
+        if cut.repeats and len(batch) < part * shards:
+            batch = completed(list(batch), part * shards, list(head))
+        mine = batch[part * index : part * (index + 1)]
+        if len(mine):
+            yield mine, counts, position
+        elif cut.exact:
+            yield batch[:1], counts, position
+
+
+def completed_batches(group: list[Any], shards: int, size: int | None, head: list[Any]) -> list[Any]:
+    """A last step with a batch for every shard: batches of `size` from the start of the epoch, or its first ones."""
+    if size is None:
+        return completed(group, shards, head)
+    start = list(itertools.chain.from_iterable(head))
+    following = itertools.cycle(start)
+    filled = [list(batch) for batch in group]
+    # Only the last batch of a sampler falls short by chance; shorter ones before it are meant to be.
+    filled[-1] += itertools.islice(following, max(0, size - len(filled[-1])))
+    return filled + [list(itertools.islice(following, size)) for _ in range(shards - len(filled))]
+
+
+def _discard(stream: Iterator[Any], count: int) -> None:
+    """Step over `count` elements."""
+    next(itertools.islice(stream, count, count), None)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the parts of a step get from the process that read them to the others: a short header and one message each."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..collectives import flat, transport
+from ..collectives.structure import TensorInformation, is_tensor_information
+from ..core import trees
+
+END, PART, FAILED = range(3)
+# Tensors start at a multiple of this in a row: the width of the widest dtype.
+ALIGNMENT = 16
+PREFIX = 8
+# A row that came to a device is read on the host as far as its description goes, which this many bytes hold mostly.
+HEAD = 4096
+READER = 0
+
+
+@dataclass(slots=True)
+class Parcel:
+    """What one shard is told in a step: its batch, and what is known of the step."""
+
+    batch: Any
+    counts: tuple[int, ...] | None
+    position: int
+    last: bool
+    # Whether the reader sends nothing after this.
+    final: bool
+
+
+class Wire:
+    """The way from rank 0 to all ranks of the run. `shard` is whose part this rank takes."""
+
+    def __init__(self, shard: int) -> None:
+        self.group = transport.group_of(None)
+        self.device = transport.home(self.group)
+        self.shards = [found[0] for found in transport.all_gather_numbers([shard], self.group)]
+
+    def send(self, packed: list[torch.Tensor | None]) -> None:
+        """Hand each rank its shard's parcel (`pack` of it); a rank whose shard has none is told that it has ended."""
+        rows = [packed[shard] for shard in self.shards]
+        self._scatter(PART, rows, max((row.numel() for row in rows if row is not None), default=0))
+
+    def end(self) -> None:
+        self._header(torch.tensor([END, 0], dtype=torch.int64, device=self.device))
+
+    def fail(self, reason: str) -> None:
+        """Tell all ranks why there is no next batch."""
+        row = torch.frombuffer(bytearray(reason.encode()), dtype=torch.uint8)
+        self._scatter(FAILED, [row] * len(self.shards), row.numel())
+
+    def receive(self) -> Parcel | None:
+        """The next parcel from rank 0; None where none is left for this rank. RuntimeError where the reader failed."""
+        header = torch.empty(2, dtype=torch.int64, device=self.device)
+        self._header(header)
+        kind, length = header.tolist()
+        if kind == END:
+            return None
+        row = torch.empty(length, dtype=torch.uint8, device=self.device)
+        dist.scatter(row, None, group=self.group, group_src=READER)
+        if kind == FAILED:
+            reason = bytes(row.tolist()).decode(errors="replace").rstrip("\0")
+            raise RuntimeError(f"rank {READER}, which reads the data for all ranks, failed: {reason}")
+        return unpack(row)
+
+    def _header(self, header: torch.Tensor) -> None:
+        transport.broadcast(header, READER, self.group)
+
+    def _scatter(self, kind: int, rows: list[torch.Tensor | None], length: int) -> None:
+        self._header(torch.tensor([kind, length], dtype=torch.int64, device=self.device))
+        padded = [padded_row(row, length).to(self.device) for row in rows]
+        dist.scatter(torch.empty_like(padded[READER]), padded, group=self.group, group_src=READER)
+
+
+def padded_row(row: torch.Tensor | None, length: int) -> torch.Tensor:
+    """A row with zeros after it. No row is all zeros: what `unpack` reads as nothing."""
+    if row is None:
+        return torch.zeros(length, dtype=torch.uint8)
+    if row.numel() == length:
+        return row
+    return torch.cat([row, torch.zeros(length - row.numel(), dtype=torch.uint8)])
+
+
+def pack(parcel: Parcel) -> torch.Tensor:
+    """A parcel as one row of bytes: a description, then the bytes of its tensors."""
+    leaves = list(trees.leaves(parcel.batch, is_dense))
+    segments, length = flat.segments_of(leaves)
+    skeleton = trees.map_leaves(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), parcel.batch, is_dense)
+    known = (skeleton, parcel.counts, parcel.position, parcel.last, parcel.final)
+    told = pickle.dumps(known, protocol=pickle.HIGHEST_PROTOCOL)
+    start = flat.aligned(PREFIX + len(told), ALIGNMENT)
+    head = bytearray(start)
+    head[:PREFIX] = len(told).to_bytes(PREFIX, "little")
+    head[PREFIX : PREFIX + len(told)] = told
+    described = torch.frombuffer(head, dtype=torch.uint8)
+    if not leaves:
+        return described
+    return torch.cat([described, flat.pack(leaves, segments, length, torch.device("cpu"))])
+
+
+def unpack(row: torch.Tensor) -> Parcel | None:
+    """The parcel in a row; its tensors share the row's memory. None where there is none."""
+    head = bytes(row[:HEAD].cpu().numpy())
+    described = PREFIX + int.from_bytes(head[:PREFIX], "little")
+    if described == PREFIX:
+        return None
+    if described > len(head):
+        head = bytes(row[:described].cpu().numpy())
+    skeleton, *known = pickle.loads(head[PREFIX:described])
+    likes = [
+        torch.empty(information.shape, dtype=information.dtype, device="meta")
+        for information in trees.leaves(skeleton, is_tensor_information)
+    ]
+    segments, length = flat.segments_of(likes)
+    start = flat.aligned(described, ALIGNMENT)
+    tensors = flat.unpack(row[start : start + length], segments, likes) if likes else []
+    batch = trees.replace_leaves(skeleton, tensors, is_tensor_information)
+    return Parcel(batch, *known)
+
+
+def is_dense(value: Any) -> bool:
+    """A tensor whose content is one dense block; any other value is pickled as it is."""
+    return type(value) in flat.PLAIN and value.layout is torch.strided and not value.is_nested

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch_xla's own device feed around a prepared loader. Imported only where torch_xla is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch_xla.distributed.parallel_loader as parallel_loader
+
+from ..collectives.rng import synchronize_rng_states
+
+
+class MpDeviceLoaderWrapper(parallel_loader.MpDeviceLoader):
+    """Feeds the device in a thread of its own. What the prepared loader inside knows is asked for here."""
+
+    def __init__(self, dataloader: Any, device: torch.device) -> None:
+        super().__init__(dataloader, device)
+        self._rng_types = dataloader.rng_types
+        # The generators are synchronised here, before the feeding thread starts.
+        dataloader.rng_types = None
+        self.device = device
+        self.dataloader = dataloader
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._rng_types:
+            synchronize_rng_states(self._rng_types, self.dataloader.synchronized_generator)
+        return super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.dataloader.set_epoch(epoch)
+
+    @property
+    def total_batch_size(self) -> int:
+        return self.dataloader.total_batch_size
+
+    @property
+    def total_dataset_length(self) -> int:
+        return self.dataloader.total_dataset_length
+
+    @property
+    def batch_sampler(self) -> Any:
+        return self.dataloader.batch_sampler
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dataloader", "_loader"):
+            raise AttributeError(name)
+        return getattr(self.dataloader, name)
