@@ -15,6 +15,7 @@ from .core import memory
 from .core.enums import DynamoBackend, FP8BackendType, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .data_loader import prepare_data_loader, skip_first_batches
+from .data_loader.diagnose import uneven_epoch
 from .logging import get_logger
 from .optimizer import AcceleratedOptimizer
 from .parallel import ddp
@@ -124,6 +125,7 @@ class Accelerator(ProcessControl, RunServices):
         self._exact = resolved.plan.exact
         self._window = _Window(self, ())
         self._items = ItemWindow(self.strategy)
+        self._said: set[str] = set()
         self._accumulated: tuple[torch.nn.Module, ...] = ()
 
         self._models: list[torch.nn.Module] = []
@@ -376,12 +378,17 @@ class Accelerator(ProcessControl, RunServices):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
         prepared = AcceleratedOptimizer(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
-        prepared._before_first_step = functools.partial(self._check_held, prepared)
+        prepared._before_first_step = functools.partial(self._look_before_first_step, prepared)
         self._optimizers.append(prepared)
         return prepared
 
-    def _check_held(self, optimizer: AcceleratedOptimizer) -> None:
-        """Say once when an optimizer steps on parameters that no prepared model holds."""
+    def _look_before_first_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """Before its first step: say what makes it train something else than it seems to."""
+        loader = self.gradient_state.active_dataloader
+        note = None if loader is None else uneven_epoch(loader, self.gradient_state.num_steps)
+        if note is not None and note not in self._said:
+            self._said.add(note)
+            logger.warning(note)
         held = {id(parameter) for model in self._models for parameter in model.parameters()}
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self._models and own and not any(id(parameter) in held for parameter in own):

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpointing import layout
-from .checkpointing.load import LoadReport, load_newest, load_run
-from .checkpointing.load import resume as resume_run
-from .checkpointing.save import Options, save_run
+from .checkpointing.loading import LoadReport, load_newest, load_run
+from .checkpointing.loading import resume as resume_run
+from .checkpointing.saving import Options, save_run
 from .checkpointing.session import ModelPart, OptimizerPart, RunState, check_custom
-from .checkpointing.weights import save_model, save_object
+from .checkpointing.weights import save, save_model
 from .checkpointing.writer import Writer
 from .config.training import ProfileKwargs, ProjectConfiguration
 from .core.errors import CheckpointError, ConfigurationError
@@ -194,7 +194,7 @@ class RunServices:
 
     def _background_writer(self) -> Writer:
         if self._writer is None:
-            self._writer = Writer(PartialState())
+            self._writer = Writer()
         return self._writer
 
     def _run_state(self) -> RunState:
@@ -239,18 +239,19 @@ class RunServices:
     ) -> None:
         """The weights of a prepared model in files of at most `max_shard_size` (bytes, or "10GB"), with an index."""
         state = self.get_state_dict(model)  # type: ignore[attr-defined]
-        if self.state.is_main_process:
-            save_model(state, save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization)
+        save_model(
+            state,
+            save_directory,
+            max_shard_size,
+            safe_serialization,
+            process=PartialState(),
+            save_on_each_node=self.project_configuration.save_on_each_node,
+        )
         self.state.wait_for_everyone()
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """`torch.save` (or safetensors) on one process of the run, or of each machine with `save_on_each_node`."""
-        save_object(
-            obj,
-            f,
-            save_on_each_node=self.project_configuration.save_on_each_node,
-            safe_serialization=safe_serialization,
-        )
+        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     # -- trackers
 
@@ -274,8 +275,8 @@ class RunServices:
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        if name not in [str(getattr(one, "name", one)) for one in self.log_with] and self.state.is_main_process:
-            known = ", ".join(tracker.name for tracker in self.trackers) or "none"
+        if self.trackers:
+            known = ", ".join(tracker.name for tracker in self.trackers)
             raise ValueError(f"{name} is not a tracker that this run has started (there is: {known})")
         return GeneralTracker(_blank=True)
 
@@ -295,7 +296,8 @@ class RunServices:
     def end_training(self) -> None:
         """Finish what runs in the background, close the trackers, leave the process group."""
         if self._writer is not None:
-            self._writer.close()
+            self._writer.wait()
+            self._writer.release()
             self._writer = None
         for tracker in self.trackers:
             tracker.finish()

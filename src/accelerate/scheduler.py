@@ -37,6 +37,10 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self.gradient_state = GradientState()
+        # Decided here: a step asks nothing that cannot change.
+        self._moves = 1 if split_batches else AcceleratorState().num_processes
+        # A schedule with an end (OneCycleLR) raises beyond it, and the last global step may reach past it.
+        self._ends = hasattr(scheduler, "total_steps")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move the schedule, if this batch ends a window and no optimizer left its step out."""
@@ -50,12 +54,8 @@ class AcceleratedScheduler:
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        if self.split_batches:
-            self.scheduler.step(*args, **kwargs)
-            return
-        for _ in range(AcceleratorState().num_processes):
-            # A schedule with an end (OneCycleLR) raises beyond it; the last global step may reach past it.
-            if not hasattr(self.scheduler, "total_steps") or self.scheduler._step_count <= self.scheduler.total_steps:
+        for _ in range(self._moves):
+            if not self._ends or self.scheduler._step_count <= self.scheduler.total_steps:
                 self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[float]:

@@ -460,7 +460,8 @@ class GradientState:
     @property
     def num_steps(self) -> int:
         """Batches a step of the optimizer is made of."""
-        return int(self.plugin_kwargs.get("num_steps", 1))
+        steps: int = self.plugin_kwargs.get("num_steps", 1)
+        return steps
 
     @property
     def adjust_scheduler(self) -> bool:
@@ -488,7 +489,10 @@ class GradientState:
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the active loader's present batch is its last."""
-        loader = self.active_dataloader
+        reference = self._references[-1]
+        if reference is None:
+            return False
+        loader = reference()
         return False if loader is None else bool(loader.end_of_dataloader)
 
     @property

@@ -44,9 +44,9 @@ def gather_for_metrics(input_data: Any, loader: Any, use_gather_object: bool = F
 
 
 def _is_uneven(loader: Any) -> bool:
-    """Whether the ranks' present batches hold different numbers of rows, in a known way."""
+    """Whether the ranks' present batches hold different numbers of rows, in a known way, and nothing fills them up."""
     counts = loader.batch_counts
-    return counts is not None and not loader.batches_are_even and len(set(counts)) > 1
+    return counts is not None and len(set(counts)) > 1 and not loader.plan().cut.repeats
 
 
 def _only_tensors(data: Any) -> bool:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication hooks of DDP: gradients compressed for the reduction."""
 
-from __future__ import annotations
-
+# No postponed annotations here: DDP compares the hook's own with its classes.
 from typing import Any
 
 import torch

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments, variables and defaults become one plan; what cannot be done is refused by name."""
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.config.training import GradientAccumulationPlugin, ProfileKwargs
+from accelerate.core.env import patch_environment
+from accelerate.core.errors import ConfigurationError
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def test_origins():
+    with patch_environment(accelerate_mixed_precision="bf16", accelerate_gradient_accumulation_steps="3"):
+        plan = Accelerator().plan
+    assert plan.mixed_precision == "bf16"
+    assert plan.accumulation.num_steps == 3
+    assert plan.origins["mixed_precision"] == "variable ACCELERATE_MIXED_PRECISION"
+    assert plan.origins["gradient_accumulation_steps"] == "variable ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+
+
+def test_argument_before_variable():
+    with patch_environment(accelerate_mixed_precision="bf16", accelerate_gradient_accumulation_steps="3"):
+        plan = Accelerator(mixed_precision="no", gradient_accumulation_steps=2).plan
+    assert (plan.mixed_precision, plan.accumulation.num_steps) == ("no", 2)
+    assert plan.origins["mixed_precision"] == "argument"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixed_precision": "fp17"}, "mixed_precision='fp17' is unknown"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
+        ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps=2.5"),
+        ({"kwargs_handlers": [3]}, "kwargs_handlers holds 3"),
+        ({"kwargs_handlers": [ProfileKwargs(), ProfileKwargs()]}, "two ProfileKwargs"),
+        ({"dataloader_config": {}}, "DataLoaderConfiguration"),
+        ({"dynamo_backend": "inductr"}, "dynamo backend 'inductr'"),
+        (
+            {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=4)},
+            "given both",
+        ),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        Accelerator(**options)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("accelerate_mixed_precision", "half", "ACCELERATE_MIXED_PRECISION='half' is unknown"),
+        ("accelerate_gradient_accumulation_steps", "0", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=0"),
+        ("accelerate_gradient_accumulation_steps", "two", "'two' is not a whole number"),
+        ("accelerate_use_cpu", "perhaps", "ACCELERATE_USE_CPU='perhaps'"),
+    ],
+)
+def test_bad_variables(variable, text, message):
+    with patch_environment(**{variable: text}), pytest.raises(ConfigurationError, match=message):
+        Accelerator()
+
+
+def test_missing_main_address():
+    with (
+        patch_environment(rank="0", world_size="2", local_rank="0"),
+        pytest.raises(ConfigurationError, match="MASTER_ADDR and MASTER_PORT are not set"),
+    ):
+        Accelerator()
+    assert not PartialState._shared_state
+
+
+def test_precision_cannot_change():
+    Accelerator(mixed_precision="no")
+    with pytest.raises(ConfigurationError, match="cannot become 'bf16'"):
+        Accelerator(mixed_precision="bf16")
+
+
+def test_device_is_this_machines():
+    accelerator = Accelerator()
+    expected = torch.accelerator.current_accelerator(check_available=True)
+    assert accelerator.device.type == ("cpu" if expected is None else expected.type)
