@@ -9,7 +9,9 @@ import sys
 # name -> module of this package with a `main(arguments)`, and what it is for
 COMMANDS = {
     "config": ("config", "write, update and explain the configuration file"),
+    "env": ("env", "show this installation and machine"),
     "launch": ("launch", "start a script: one process, several, or several machines"),
+    "test": ("test", "prove that this installation trains on this machine"),
 }
 
 

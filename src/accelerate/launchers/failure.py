@@ -146,7 +146,7 @@ def cause_of(code: int, words: str, oom_kills: int = 0) -> str:
         if oom_kills:
             return f"killed by {name}: out of memory (the kernel's record of this control group says so)"
         return f"killed by {name}: by the kernel when memory runs out, by a job scheduler, or by hand (see dmesg)"
-    meaning = _SIGNAL_WORDS.get(signal.Signals(number)) if number in iter(signal.Signals) else None
+    meaning = next((words for known, words in _SIGNAL_WORDS.items() if known == number), None)
     return f"killed by {name}" + (f": {meaning}" if meaning else "")
 
 

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `accelerate` command: finds its sub-commands, starts light, and launches parsers that others may build on."""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+
+from accelerate.commands import main as command
+from accelerate.commands.launch import launch_command, launch_command_parser
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.main", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_unknown_commands_get_the_nearest():
+    done = run("lunch")
+    assert done.returncode == 2 and "did you mean launch" in done.stderr
+
+
+def test_every_command_shows_help_without_torch():
+    script = (
+        "import sys\nfrom accelerate.commands import main\n"
+        "for name in main.COMMANDS:\n    sys.argv = ['accelerate', name, '-h']\n"
+        "    try: main.main()\n    except SystemExit as end: assert not end.code, name\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules and 'yaml' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in command.COMMANDS)
+
+
+def test_env_as_json():
+    told = json.loads(run("env", "--json").stdout)
+    assert told["packages"]["torch"].startswith("2.") and told["cores"] >= 1
+
+
+def test_the_parser_has_both_spellings_and_the_api_s_defaults():
+    parser = launch_command_parser()
+    args = parser.parse_args(["--num-processes", "2", "--mixed_precision", "bf16", "x.py", "--lr", "1", "--cpu"])
+    assert (args.num_processes, args.mixed_precision, args.training_script) == (2, "bf16", "x.py")
+    assert args.training_script_args == ["--lr", "1", "--cpu"] and args.cpu is False
+    assert (args.fsdp_version, args.fsdp_offload_params, args.fsdp_min_num_params) == ("1", "false", 100000000)
+    assert (args.rdzv_backend, args.max_restarts, args.monitor_interval, args.tee) == ("static", 0, 0.1, "0")
+    assert parser.parse_args(["--no_tpu_cluster", "x.py"]).tpu_use_cluster is False
+
+
+def test_the_parser_is_a_sub_command_of_another_tool():
+    tool = argparse.ArgumentParser()
+    launch_command_parser(subparsers=tool.add_subparsers())
+    args = tool.parse_args(["launch", "--num_processes", "3", "x.py", "--a"])
+    assert args.func is launch_command and args.num_processes == 3
+
+
+def test_launch_command_returns_to_its_caller(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, os\nopen(sys.argv[1], 'w').write(os.environ['ACCELERATE_MIXED_PRECISION'])\n"
+        "sys.exit(int(sys.argv[2]))\n"
+    )
+    parser = launch_command_parser()
+    launch_command(
+        parser.parse_args(["-q", "--cpu", "--mixed_precision", "bf16", str(script), str(tmp_path / "out"), "0"])
+    )
+    assert (tmp_path / "out").read_text() == "bf16"
+    with pytest.raises(SystemExit) as end:
+        launch_command(parser.parse_args(["-q", "--cpu", str(script), str(tmp_path / "out"), "5"]))
+    assert end.value.code == 5
+    # A namespace that another tool made: what differs from the defaults counts as given.
+    plain = argparse.Namespace(**vars(parser.parse_args(["-q", str(script), str(tmp_path / "out"), "0"])))
+    del plain.given_options
+    plain.cpu, plain.mixed_precision, plain.quiet = True, "fp16", True
+    launch_command(plain)
+    assert (tmp_path / "out").read_text() == "fp16"
