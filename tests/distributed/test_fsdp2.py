@@ -13,3 +13,7 @@ WORKERS = Path(__file__).parent / "workers"
 def test_parity_loading_and_resume(ranks, tmp_path):
     results = run_ranks(WORKERS / "fsdp2_parity.py", ranks, tmp_path, timeout=150)
     assert all("all equal" in result.stdout for result in results)
+
+
+def test_messages_are_those_of_the_hand_written_step():
+    run_ranks(WORKERS / "fsdp2_messages.py", 2, timeout=60)
