@@ -59,6 +59,15 @@ def extract_model_from_parallel(
     return compiled
 
 
+def is_peft_model(model: torch.nn.Module) -> bool:
+    """Whether the model inside its wrappers is one of peft's, with adapters."""
+    import sys
+
+    # Where the package is not loaded, nothing is made of it.
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel)
+
+
 def _unwrap_children(model: torch.nn.Module, wrappers: tuple[type, ...]) -> None:
     for name, child in model.named_children():
         plain = child

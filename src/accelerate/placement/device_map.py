@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.errors import ConfigurationError
 from .memory import get_max_memory
 from .names import DeviceMap, entry_for, is_within, join, normalized_classes
 from .sizes import Dtype, NamedPart, children_of, compute_module_sizes, get_max_layer_size
@@ -56,6 +57,14 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     if missing:
         raise ValueError(
             "The device_map provided does not give any device for the following parameters: " + ", ".join(missing)
+        )
+
+
+def check_plan_name(kind: str) -> None:
+    """Raises ConfigurationError for text in place of a device map that names no way to plan one."""
+    if kind not in ("auto", "balanced", "balanced_low_0", "sequential"):
+        raise ConfigurationError(
+            "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or 'sequential'."
         )
 
 

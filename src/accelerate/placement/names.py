@@ -73,6 +73,14 @@ def device_for(name: str, device_map: DeviceMap) -> Any:
     return device_map[entry]
 
 
+def as_device_map(device_map: DeviceMap) -> dict[str, Any]:
+    """A device map in which the CPU is always the text `"cpu"`, also where it was given as a torch device."""
+    return {
+        name: "cpu" if isinstance(place, torch.device) and place.type == "cpu" else place
+        for name, place in device_map.items()
+    }
+
+
 def normalized_classes(classes: str | Iterable[str] | None) -> list[str]:
     """Names of classes, given as one name, several or None, as a list."""
     if classes is None:

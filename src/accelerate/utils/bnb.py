@@ -4,8 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "placement": ["load_and_quantize_model"],
-    "placement.quantize": ["has_4bit_bnb_layers"],
+    "placement.quantize": ["has_4bit_bnb_layers", "load_and_quantize_model"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -4,8 +4,8 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "hooks": ["align_module_device", "has_offloaded_params"],
-    "placement": ["is_peft_model"],
+    "parallel.unwrap": ["is_peft_model"],
+    "placement.align": ["align_module_device", "has_offloaded_params"],
     "placement.device_map": ["check_device_map", "clean_device_map", "infer_auto_device_map"],
     "placement.load": ["load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"],
     "placement.memory": ["get_balanced_memory", "get_max_memory"],

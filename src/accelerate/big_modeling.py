@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models larger than a device: built without memory, spread over devices, the CPU and the disk, and run there."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from .core import env
+from .hooks import (
+    AlignDevicesHook,
+    CpuOffload,
+    LayerwiseCastingHook,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    attach_align_device_hook,
+)
+from .placement.device_map import check_device_map, check_plan_name, infer_auto_device_map
+from .placement.dispatch import dispatch
+from .placement.load import load_checkpoint_in_model
+from .placement.memory import get_balanced_memory
+from .placement.names import Place, join
+from .placement.offload import INDEX_NAME, OffloadedWeightsLoader, offload_state_dict
+from .placement.tensors import set_module_tensor_to_device
+
+# Layers that compute in one dtype throughout, so that their weights may be stored in another.
+_CASTABLE = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Inside the block modules are built on the meta device: of any size, in no memory, and without data.
+
+    Parameters only, unless `include_buffers` (default: the variable ACCELERATE_INIT_INCLUDE_BUFFERS, else False).
+
+    Example:
+        with init_empty_weights():
+            model = nn.Sequential(*[nn.Linear(10000, 10000) for _ in range(1000)])
+    """
+    with init_on_device(torch.device("meta"), include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: Place, include_buffers: bool | None = None) -> Iterator[None]:
+    """Inside the block the parameters of modules are put on `device` as they are registered.
+
+    With `include_buffers` every new tensor, buffers among them, is made there.
+    """
+    if include_buffers is None:
+        include_buffers = env.get_flag("ACCELERATE_INIT_INCLUDE_BUFFERS")
+    if include_buffers:
+        with torch.device(device):
+            with (
+                _registering("register_buffer", "_buffers", device),
+                _registering("register_parameter", "_parameters", device),
+            ):
+                yield
+    else:
+        with _registering("register_parameter", "_parameters", device):
+            yield
+
+
+@contextmanager
+def _registering(method: str, table: str, device: Place) -> Iterator[None]:
+    """Inside the block what `nn.Module.<method>` registers is moved to `device`."""
+    former: Callable[..., None] = getattr(nn.Module, method)
+
+    @functools.wraps(former)
+    def register(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
+        former(module, name, *args, **kwargs)
+        if getattr(module, table).get(name) is not None:
+            set_module_tensor_to_device(module, name, device, clear_cache=False)
+
+    setattr(nn.Module, method, register)
+    try:
+        yield
+    finally:
+        setattr(nn.Module, method, former)
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Place | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+) -> nn.Module:
+    """Keep the weights of `model` on the CPU, and bring those of each module to `execution_device` for its forward.
+
+    The default device is that of the first parameter. `state_dict` holds the weights where the model does not.
+    """
+    if execution_device is None:
+        execution_device = next(model.parameters()).device
+    if state_dict is None:
+        state_dict = {name: value.to("cpu") for name, value in model.state_dict().items()}
+    return _offload_all(model, execution_device, state_dict, offload_buffers, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | os.PathLike[str],
+    execution_device: Place | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Sequence[str] | None = None,
+) -> nn.Module:
+    """Keep the weights of `model` in the folder `offload_dir`, and bring those of each module for its forward.
+
+    What the folder holds already is used as it is. The default device is that of the first parameter.
+    """
+    if execution_device is None:
+        execution_device = next(model.parameters()).device
+    if not os.path.isfile(os.path.join(offload_dir, INDEX_NAME)):
+        offload_state_dict(offload_dir, model.state_dict())
+    weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
+
+
+def _offload_all(
+    model: nn.Module,
+    device: Place,
+    weights: Mapping[str, torch.Tensor],
+    offload_buffers: bool,
+    preload: Sequence[str] | None,
+) -> nn.Module:
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        offload_buffers=offload_buffers,
+        weights_map=weights,
+        preload_module_classes=preload,
+    )
+    return model
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: Place | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep the whole of `model` on the CPU until its forward; then it stays on `execution_device` until told to go.
+
+    Returns the model and a handle with `offload()` and `remove()`. Models that run one after the other form a chain:
+    each gets the handle of the one before as `prev_module_hook`, and sends that away when its own turn comes.
+
+    Example:
+        first, first_hook = cpu_offload_with_hook(first, device)
+        second, second_hook = cpu_offload_with_hook(second, device, prev_module_hook=first_hook)
+    """
+    hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main_device: Place | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Put the parts of `model` where `device_map` says (a device, `"cpu"` or `"disk"`) so that it runs as one.
+
+    Parts on the disk, and on the CPU where there is an accelerator in the map, run on `main_device` (default: the
+    first accelerator of the map, else the CPU). Disk weights come from `offload_dir`, to which they are written where
+    it has none, or from the files that `offload_index` names; CPU weights from `state_dict`, by default the model's.
+    A model that goes to one device as a whole is moved there, without hooks unless `force_hooks`.
+
+    Raises ValueError for tensors without a device, disk weights without a folder, and a model that is all on disk.
+    """
+    check_device_map(model, device_map)
+    dispatch(
+        model,
+        device_map,
+        main_device,
+        state_dict,
+        offload_dir,
+        offload_index,
+        offload_buffers,
+        skip_keys,
+        preload_module_classes,
+        force_hooks,
+    )
+    return model
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: str | Mapping[str, Any] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load a checkpoint into `model`, which may be on the meta device, and dispatch it.
+
+    `device_map` is a map, a way to plan one ("auto", "balanced", "balanced_low_0", "sequential", within `max_memory`
+    and without splitting `no_split_module_classes`), or None: load where the model is, and no more. The other
+    arguments are those of `load_checkpoint_in_model` and `dispatch_model`. As one tensor is read at a time,
+    `offload_state_dict` is off unless it is asked for.
+
+    Example:
+        with init_empty_weights():
+            model = Model(config)
+        model = load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto", offload_folder="offload")
+    """
+    if isinstance(device_map, str):
+        check_plan_name(device_map)
+        if device_map != "sequential":
+            max_memory = get_balanced_memory(
+                model,
+                max_memory=max_memory,
+                no_split_module_classes=no_split_module_classes,
+                dtype=dtype,
+                low_zero=device_map == "balanced_low_0",
+            )
+        device_map = infer_auto_device_map(
+            model,
+            max_memory=max_memory,
+            no_split_module_classes=no_split_module_classes,
+            dtype=dtype,
+            offload_buffers=offload_buffers,
+        )
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_state_dict=bool(offload_state_dict),
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map=device_map,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Sequence[str] | None = None,
+    skip_modules_classes: type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Store the weights of linear and convolution layers in `storage_dtype`, cast to `compute_dtype` to compute.
+
+    What is within a module of `skip_modules_classes`, or one whose name a regular expression of
+    `skip_modules_pattern` finds, is left alone. Without either, every such layer is taken.
+    """
+    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
+    _attach_casting("", module, patterns, skip_modules_classes or (), (storage_dtype, compute_dtype, non_blocking))
+
+
+def _attach_casting(
+    name: str,
+    module: nn.Module,
+    patterns: list[str],
+    classes: type[nn.Module] | tuple[type[nn.Module], ...],
+    options: tuple[torch.dtype, torch.dtype, bool],
+) -> None:
+    if isinstance(module, classes) or any(re.search(pattern, name) for pattern in patterns):
+        return
+    if isinstance(module, _CASTABLE):
+        add_hook_to_module(module, LayerwiseCastingHook(*options), append=True)
+        return
+    for child_name, child in module.named_children():
+        _attach_casting(join(name, child_name), child, patterns, classes, options)

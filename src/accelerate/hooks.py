@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks around a module's forward: of the whole model that moves as one, of casts, and those of placement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .core import devices
+from .core.trees import send_to_device
+from .placement.align import (
+    AlignDevicesHook,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    attach_execution_device_hook,
+)
+from .placement.module_hooks import (
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+from .placement.names import Place
+from .placement.tensors import as_device, main_device
+
+__all__ = [
+    "AlignDevicesHook",
+    "CpuOffload",
+    "LayerwiseCastingHook",
+    "ModelHook",
+    "SequentialHook",
+    "UserCpuOffloadHook",
+    "add_hook_to_module",
+    "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
+]
+
+
+class CpuOffload(ModelHook):
+    """Keeps a whole model on the CPU until its forward, and then on `execution_device` until it is told to leave.
+
+    It leaves by the `offload` of its UserCpuOffloadHook, or when the next model of a chain comes: `prev_module_hook`
+    is that of the model before this one, which goes as this one is brought. The default device is the accelerator in
+    use, or the CPU.
+    """
+
+    def __init__(
+        self, execution_device: Place | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = main_device() if execution_device is None else execution_device
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        target = as_device(self.execution_device)
+        previous = self.prev_module_hook
+        if previous is not None and as_device(previous.hook.execution_device) == target:
+            previous.offload()
+            devices.empty_cache()
+        module.to(target)
+        return send_to_device(args, target), send_to_device(kwargs, target)
+
+
+class UserCpuOffloadHook:
+    """The handle of a model with a CpuOffload hook: `offload` sends it to the CPU, `remove` takes the hook away."""
+
+    def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        remove_hook_from_module(self.model)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Stores a module's weights in one dtype (an 8-bit one, say) and casts them to another for each forward."""
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output

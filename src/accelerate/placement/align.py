@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights and inputs meet for a module's forward: weights come from elsewhere and go again, inputs are moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.trees import find_device, send_to_device
+from .module_hooks import ModelHook, SequentialHook, add_hook_to_module
+from .names import Place, join
+from .offload import PrefixedDataset
+from .sizes import named_module_tensors
+from .tensors import TiedCopies, as_device, set_module_tensor_to_device
+
+Weights = Mapping[str, torch.Tensor]
+
+
+class AlignDevicesHook(ModelHook):
+    """Makes a module's weights and its inputs meet on `execution_device` for the forward.
+
+    With `offload` the weights are only there during the forward: they come from `weights_map` (by default, what they
+    are now, on the CPU) and the module holds them on the meta device in between. `offload_buffers` says the same of
+    buffers, which else stay on the device; `place_submodules` makes the hook responsible for the tensors of all
+    submodules. With `io_same_device` outputs go back to the device that the inputs came from; `skip_keys` are keyword
+    arguments, or keys of a dictionary, that are left where they are. `tied_params_map` holds the copies of tied
+    weights that are on a device, by the address of the data, so that one copy serves all.
+    """
+
+    def __init__(
+        self,
+        execution_device: Place | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Weights | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: TiedCopies | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self._borrowed: list[tuple[int, torch.device]] = []
+
+    def __repr__(self) -> str:
+        names = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!s}' for name in names)})"
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        if self.execution_device is not None and as_device(self.execution_device).type == "meta":
+            # Nothing that runs there has data to share.
+            self.tied_params_map = None
+        if not self.offload:
+            if self.execution_device is not None:
+                for name, _ in list(named_module_tensors(module, recurse=self.place_submodules)):
+                    self._put(module, name, self.execution_device)
+            return module
+        tensors = list(named_module_tensors(module, recurse=self.place_submodules))
+        self.original_devices = {name: tensor.device for name, tensor in tensors}
+        if self.weights_map is None:
+            self.weights_map = {name: tensor.to("cpu") for name, tensor in self._offloaded(module)}
+        offloaded = [name for name, _ in self._offloaded(module)]
+        for name in offloaded:
+            set_module_tensor_to_device(module, name, "meta", clear_cache=False)
+        if self.execution_device is not None:
+            stay = set(self.original_devices).difference(offloaded)
+            for name in (name for name, _ in tensors if name in stay):
+                self._put(module, name, self.execution_device)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self.offload:
+            for name, _ in self._offloaded(module):
+                self._bring(module, name)
+        device = self.execution_device
+        if device is None:
+            return args, kwargs
+        target = as_device(device)
+        return (
+            send_to_device(args, target),
+            send_to_device(kwargs, target, skip_keys=self.skip_keys),
+        )
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if self.offload:
+            for name, _ in self._offloaded(module):
+                set_module_tensor_to_device(module, name, "meta", clear_cache=False)
+            if type(module).__name__ == "Linear8bitLt":
+                # It keeps the weights that it computed with beside the parameter.
+                state: Any = module.state
+                state.SCB = state.CB = None
+            for address, device in self._borrowed:
+                copies = (self.tied_params_map or {}).get(address)
+                if copies is not None:
+                    copies.pop(device, None)
+            self._borrowed = []
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        if self.offload:
+            for name, device in self.original_devices.items():
+                if device.type != "meta":
+                    value = self._value(name)
+                    set_module_tensor_to_device(module, name, device, value=value, fp16_statistics=self._scales(name))
+        return module
+
+    def _offloaded(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of the module that this hook brings and takes away."""
+        tensors = named_module_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True)
+        return list(tensors)
+
+    def _put(self, module: nn.Module, name: str, device: Place) -> None:
+        set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map, clear_cache=False)
+
+    def _value(self, name: str) -> torch.Tensor | None:
+        weights = self.weights_map
+        return weights[name] if weights is not None and name in weights else None
+
+    def _scales(self, name: str) -> torch.Tensor | None:
+        """The row scales that go with an 8-bit weight, where the weights have any."""
+        return self._value(name[: -len("weight")] + "SCB") if name.endswith("weight") else None
+
+    def _bring(self, module: nn.Module, name: str) -> None:
+        """Put one offloaded weight on the execution device."""
+        assert self.weights_map is not None and self.execution_device is not None
+        value = self.weights_map[name]
+        tied = self.tied_params_map
+        if tied:
+            # A tied weight that is not there yet is this hook's to take away; one that is serves as it is.
+            target = as_device(self.execution_device)
+            copies = tied.get(value.data_ptr())
+            if copies is not None and target not in copies:
+                self._borrowed.append((value.data_ptr(), target))
+        set_module_tensor_to_device(
+            module,
+            name,
+            self.execution_device,
+            value=value,
+            fp16_statistics=self._scales(name) if value.dtype == torch.int8 else None,
+            tied_params_map=tied,
+            clear_cache=False,
+        )
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    """Whether a module itself, not a submodule of it, holds a parameter or buffer."""
+    return next(named_module_tensors(module), None) is not None
+
+
+def _is_preloaded(module: nn.Module, classes: Sequence[str] | None) -> bool:
+    return classes is not None and type(module).__name__ in classes
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Place,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedCopies | None = None,
+) -> None:
+    """Make every module inside `module` that holds weights, and has no hook yet, get its inputs on one device.
+
+    Below a module of `preload_module_classes` (class names) none is attached.
+    """
+    holds = any(True for _ in named_module_tensors(module, recurse=True, remove_non_persistent=True))
+    if holds and not hasattr(module, "_hf_hook"):
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if _is_preloaded(module, preload_module_classes):
+        return
+    for child in module.children():
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Place | None = None,
+    offload: bool = False,
+    weights_map: Weights | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedCopies | None = None,
+) -> None:
+    """Attach an AlignDevicesHook to every module inside `module` that holds weights itself.
+
+    `module_name` is the name under which `weights_map` knows the module. One of `preload_module_classes` (class names)
+    brings the weights of all its submodules at once, as it uses them without calling their forward.
+    """
+    whole = offload and _is_preloaded(module, preload_module_classes)
+    if whole or _has_tensors(module):
+        prefix = f"{module_name}." if module_name else ""
+        hook = AlignDevicesHook(
+            execution_device,
+            offload=offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=whole,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if whole:
+        return
+    for name, child in module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device,
+            offload,
+            weights_map,
+            offload_buffers,
+            join(module_name, name),
+            skip_keys,
+            preload_module_classes,
+            tied_params_map,
+        )
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Place | Mapping[str, Place] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Weights | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedCopies | None = None,
+) -> None:
+    """Attach hooks by block: `execution_device` and `offload` say for names of submodules where each runs, and whether
+    its weights are offloaded. One value for either holds for all the names of the other, or for the whole module.
+    """
+    named = next((given for given in (execution_device, offload) if isinstance(given, Mapping)), (module_name,))
+    blocks = _Blocks(
+        execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(named, execution_device),
+        offload if isinstance(offload, Mapping) else dict.fromkeys(named, offload),
+        weights_map,
+        offload_buffers,
+        skip_keys,
+        preload_module_classes,
+        tied_params_map,
+    )
+    blocks.attach(module, module_name, outermost=True)
+
+
+class _Blocks:
+    """Hooks for the blocks of a model, each on its own device."""
+
+    def __init__(
+        self,
+        execution_device: Mapping[str, Any],
+        offload: Mapping[str, bool],
+        weights_map: Weights | None,
+        offload_buffers: bool,
+        skip_keys: str | list[str] | None,
+        preload: Sequence[str] | None,
+        tied: TiedCopies | None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied}
+        self.preload = preload
+
+    def attach(self, module: nn.Module, name: str, outermost: bool) -> None:
+        device: Any = self.execution_device.get(name)
+        if name in self.execution_device and name in self.offload:
+            if self.offload[name]:
+                self._attach_offloaded(module, name, device, outermost)
+            else:
+                hook = AlignDevicesHook(
+                    device,
+                    offload_buffers=self.offload_buffers,
+                    io_same_device=outermost,
+                    place_submodules=True,
+                    **self.common,
+                )
+                add_hook_to_module(module, hook)
+                attach_execution_device_hook(module, device, **self.common)
+        elif outermost:
+            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=True, **self.common), append=True)
+        for child_name, child in module.named_children():
+            self.attach(child, join(name, child_name), outermost=False)
+
+    def _attach_offloaded(self, module: nn.Module, name: str, device: Any, outermost: bool) -> None:
+        attach_align_device_hook(
+            module,
+            device,
+            offload=True,
+            weights_map=self.weights_map,
+            offload_buffers=self.offload_buffers,
+            module_name=name,
+            preload_module_classes=self.preload,
+            **self.common,
+        )
+        if not hasattr(module, "_hf_hook"):
+            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=outermost, **self.common))
+        attach_execution_device_hook(module, device, preload_module_classes=self.preload, **self.common)
+
+
+def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
+    """The hook that brings the weights of `module` for its forward, where it has one."""
+    hook = getattr(module, "_hf_hook", None)
+    for found in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
+        if isinstance(found, AlignDevicesHook) and found.offload:
+            return found
+    return None
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether the weights of `module` itself are elsewhere, and brought by a hook for its forward."""
+    return _offloading_hook(module) is not None
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Place | None = None) -> Iterator[None]:
+    """Inside the block the weights of `module` itself are on `execution_device`, also where they are offloaded.
+
+    Without a device, offloaded weights come to where the module runs and others stay. What the block writes to
+    offloaded weights is lost afterwards.
+    """
+    hook = _offloading_hook(module)
+    if hook is not None:
+        usual = hook.execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
+        try:
+            hook.pre_forward(module)
+            yield
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = usual
+    elif execution_device is not None:
+        usual_devices = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
+        try:
+            for name in usual_devices:
+                set_module_tensor_to_device(module, name, execution_device)
+            yield
+        finally:
+            for name, device in usual_devices.items():
+                set_module_tensor_to_device(module, name, device)
+    else:
+        yield
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model with all its weights on the CPU, also those that hooks keep elsewhere.
+
+    Weights on disk are read when they are used, so that the whole need not fit in memory at once.
+    """
+    state: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        hook = _offloading_hook(module)
+        if hook is not None and hook.weights_map is not None:
+            for tensor_name, _ in hook._offloaded(module):
+                state[join(name, tensor_name)] = hook.weights_map[tensor_name].to("cpu")
+    # In the model's order, with what is not offloaded, and with the further names of tied weights.
+    whole = {}
+    for name, value in model.state_dict().items():
+        whole[name] = state.get(name, value.to("cpu") if isinstance(value, torch.Tensor) else value)
+    return whole

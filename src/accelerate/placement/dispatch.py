@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose parts are in several places, made to run as one: hooks, offloaded weights, a guard against moves."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .align import attach_align_device_hook_on_blocks
+from .names import Place, as_device_map, tensor_at
+from .offload import INDEX_NAME, OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
+from .tensors import TiedCopies, as_device
+from .tied import find_tied_parameters, retie_parameters
+
+logger = logging.getLogger(__name__)
+
+# Ways to move a module, by device type where it has one of its own.
+_MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
+_NO_FOLDER = (
+    "We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules need to "
+    "be offloaded: {}."
+)
+
+
+def dispatch(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    main_device: Place | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload: Sequence[str] | None = None,
+    force_hooks: bool = False,
+) -> None:
+    """`big_modeling.dispatch_model` for a map that was checked to name every tensor."""
+    places = as_device_map(device_map)
+    if len(set(places.values())) > 1 or force_hooks or _is_quantized(model):
+        _attach(
+            model,
+            places,
+            main_device,
+            state_dict,
+            offload_dir,
+            offload_index,
+            offload_buffers,
+            skip_keys,
+            preload,
+        )
+    elif "disk" in places.values():
+        if offload_dir is None and offload_index is None:
+            raise ValueError(_NO_FOLDER.format(", ".join(places)))
+        raise ValueError(
+            "You are trying to offload the whole model to the disk. Please use the `disk_offload` function instead."
+        )
+    else:
+        for place in set(places.values()):
+            model.to(as_device(place))
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    """Whether bitsandbytes quantised the model: such weights move through hooks alone."""
+    marks = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    method = getattr(model, "quantization_method", "bitsandbytes")
+    return method == "bitsandbytes" and any(getattr(model, mark, False) for mark in marks)
+
+
+def _attach(
+    model: nn.Module,
+    places: Mapping[str, Any],
+    main_device: Place | None,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    offload_dir: str | os.PathLike[str] | None,
+    offload_index: Mapping[str, Any] | None,
+    offload_buffers: bool,
+    skip_keys: str | list[str] | None,
+    preload: Sequence[str] | None,
+) -> None:
+    if main_device is None:
+        main_device = next((place for place in places.values() if place not in ("cpu", "disk")), "cpu")
+    # Main memory is no device apart from the CPU, and from the GPU of a machine where both share it.
+    offloaded = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
+    tied = find_tied_parameters(model)
+    weights = _offloaded_weights(model, places, offloaded, state_dict, offload_dir, offload_index)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={
+            "": main_device,
+            **{name: main_device if place in ("cpu", "disk") else place for name, place in places.items()},
+        },
+        offload={name: place in offloaded for name, place in places.items()},
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload,
+        tied_params_map=_tied_copies(model, tied, weights),
+    )
+    if offloaded_to := [place for place in offloaded if place in places.values()]:
+        logger.warning(
+            "Some parameters are on the meta device because they were offloaded to the "
+            f"{' and '.join(reversed(offloaded_to))}."
+        )
+    _retie_by_device(model, tied)
+    for name in _MOVES:
+        if hasattr(model, name):
+            move = functools.partial(_move_of_dispatched, model, name)
+            setattr(model, name, functools.update_wrapper(move, getattr(model, name)))
+
+
+def _offloaded_weights(
+    model: nn.Module,
+    places: Mapping[str, Any],
+    offloaded: Sequence[str],
+    state_dict: Mapping[str, torch.Tensor] | None,
+    offload_dir: str | os.PathLike[str] | None,
+    offload_index: Mapping[str, Any] | None,
+) -> OffloadedWeightsLoader | None:
+    """Where the weights of the offloaded parts are read from; None where no part has any."""
+    on_cpu = [name for name, place in places.items() if place == "cpu" and "cpu" in offloaded]
+    on_disk = [name for name, place in places.items() if place == "disk"]
+    if on_cpu and state_dict is None:
+        kept = extract_submodules_state_dict(model.state_dict(), on_cpu)
+        state_dict = {name: value.to("cpu") for name, value in kept.items() if isinstance(value, torch.Tensor)}
+    if on_disk and offload_dir is None and offload_index is None:
+        raise ValueError(_NO_FOLDER.format(", ".join(on_disk)))
+    folder = offload_dir if on_disk else None
+    if folder is not None and offload_index is None and not os.path.isfile(os.path.join(folder, INDEX_NAME)):
+        weights = extract_submodules_state_dict(model.state_dict(), on_disk)
+        if weights:
+            offload_state_dict(folder, weights)
+        else:
+            folder = None
+    if state_dict is None and folder is None and offload_index is None:
+        return None
+    return OffloadedWeightsLoader(state_dict=state_dict, save_folder=folder, index=offload_index)
+
+
+def _tied_copies(model: nn.Module, tied: list[list[str]], weights: OffloadedWeightsLoader | None) -> TiedCopies:
+    """An empty entry for each tied parameter, by the addresses under which hooks may meet it."""
+    kept = {} if weights is None else weights.state_dict
+    copies: TiedCopies = {}
+    for name in (name for group in tied for name in group):
+        for tensor in (tensor_at(model, name), kept.get(name)):
+            if tensor is not None and tensor.device.type != "meta":
+                copies[tensor.data_ptr()] = {}
+    return copies
+
+
+def _retie_by_device(model: nn.Module, tied: list[list[str]]) -> None:
+    """Make tied parameters one again where they are on one device: those apart each stay where they run."""
+    for group in tied:
+        by_device: dict[torch.device, list[str]] = {}
+        for name in group:
+            by_device.setdefault(tensor_at(model, name).device, []).append(name)
+        retie_parameters(model, by_device.values())
+
+
+def _move_of_dispatched(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
+    """`model.to` and its like, for a model whose parts hooks have put where they are."""
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
+        if any(parameter.device.type == "meta" for parameter in model.parameters()):
+            raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
+    return getattr(type(model), method)(model, *args, **kwargs)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks around the forward of a module: what one is, and how it is attached and removed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ModelHook:
+    """What is called around the forward of a module, and when it is attached and detached. This one does nothing.
+
+    With `no_grad` the forward itself runs without gradients.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Called once, when the hook is attached; returns the module."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called before each forward; returns the arguments that it gets."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Called after each forward; returns the output that the caller gets."""
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called once, when the hook is removed; returns the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one, called in their order."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Attach `hook` around the forward of `module` and return the module.
+
+    A hook that is there already is replaced, or, with `append`, runs before the new one. The forward without hooks
+    stays at `module._old_forward`, the hook at `module._hf_hook`.
+    """
+    present = getattr(module, "_hf_hook", None)
+    if append and present is not None:
+        remove_hook_from_module(module)
+        earlier = present.hooks if type(present) is SequentialHook else (present,)
+        hook = SequentialHook(*earlier, hook)
+    former: Any = getattr(module, "_old_forward", None) or module.forward
+    module._old_forward = former
+    module = hook.init_hook(module)
+    vars(module)["_hf_hook"] = hook
+    # A partial of a function of this file, unlike a closure, can be pickled and copied with the module. What asks for
+    # the signature of the forward finds that of the former one.
+    wrapped = functools.update_wrapper(functools.partial(_forward_with_hook, module), former)
+    module.forward = wrapped
+    return module
+
+
+def _forward_with_hook(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    hook: Any = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    if hook.no_grad:
+        with torch.no_grad():
+            output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
+    else:
+        output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
+    return module._hf_hook.post_forward(module, output)  # type: ignore[union-attr, operator]
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Take the hook of `module` away, with `recurse` those of all its submodules too; returns the module."""
+    if hasattr(module, "_hf_hook"):
+        hook: Any = module._hf_hook
+        hook.detach_hook(module)
+        del module._hf_hook
+    if hasattr(module, "_old_forward"):
+        former: Any = module._old_forward
+        del module._old_forward
+        if getattr(former, "__self__", None) is module and former.__func__ is getattr(type(module), "forward", None):
+            # It is the class's own: the instance needs none.
+            vars(module).pop("forward", None)
+        else:
+            module.forward = former
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Take the hooks of `module` and all its submodules away."""
+    remove_hook_from_module(module, recurse=True)

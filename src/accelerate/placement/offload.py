@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights kept on disk: one flat file a weight and an index, or entries of safetensors files, read when asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..core.errors import CheckpointError
+from ..core.files import atomic_write
+from .names import Place, is_within
+from .sizes import as_dtype
+from .tensors import as_device
+from .weight_files import SafetensorsFiles
+
+INDEX_NAME = "index.json"
+Index = MutableMapping[str, dict[str, Any]]
+
+
+def offload_weight(weight: torch.Tensor, weight_name: str, offload_folder: Any, index: Index | None = None) -> Any:
+    """Write one weight to `offload_folder/<weight_name>.dat`, its bytes and nothing else, and enter it in `index`.
+
+    Returns the index. What still reads a former file of that name goes on reading it as it was.
+    """
+    if is_traceable_wrapper_subclass(weight):
+        raise TypeError(
+            f"{weight_name} is a {type(weight).__name__}, which holds more than its numbers: only plain tensors can "
+            "be written to an offload folder"
+        )
+    if weight.device.type == "meta":
+        raise ValueError(f"{weight_name} is on the meta device: it has no data to write to {offload_folder}")
+    data = weight.detach().as_subclass(torch.Tensor).to("cpu").contiguous()
+    path = Path(offload_folder, f"{weight_name}.dat")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A new file, never an old one cut short: weights that were read from that are mapped to it.
+    path.unlink(missing_ok=True)
+    with open(path, "wb") as file:
+        file.write(data.reshape(-1).view(torch.uint8).numpy().data)
+    if index is not None:
+        index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """The weight in a file of `offload_weight`, by its entry in the index (`dtype`, `shape`).
+
+    Its memory is the file's, read as it is touched; changes stay in this process and never reach the file.
+    Raises CheckpointError where the file is missing or too short.
+    """
+    dtype = as_dtype(weight_info["dtype"])
+    empty = torch.empty(tuple(weight_info["shape"]), dtype=dtype, device="meta")
+    if not empty.numel():
+        return torch.empty_like(empty, device="cpu")
+    try:
+        flat = torch.from_file(os.fspath(weight_file), shared=False, size=empty.numel(), dtype=dtype)
+    except RuntimeError as error:
+        raise CheckpointError(f"the offloaded weight {weight_file} cannot be read: {error}") from None
+    return flat.view(empty.shape)
+
+
+def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
+    """Write `index` to `offload_folder/index.json`, added to what that holds already; an empty one writes nothing."""
+    if not index:
+        return
+    path = Path(offload_folder, INDEX_NAME)
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    with atomic_write(path, "w") as file:
+        json.dump({**known, **index}, file, indent=2)
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write every weight of a state dict, and the index of them, to the folder `save_dir`."""
+    os.makedirs(save_dir, exist_ok=True)
+    index: Index = {}
+    for name, weight in state_dict.items():
+        offload_weight(weight, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """The entries of a state dict that lie in any of the named submodules; the name `""` is all of it."""
+    names = list(submodule_names)
+    return {key: value for key, value in state_dict.items() if any(is_within(key, name) for name in names)}
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """The part of a mapping whose keys begin with `prefix`, under the rest of the key."""
+
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key[len(self.prefix) :] for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, key: object) -> bool:
+        return f"{self.prefix}{key}" in self.dataset
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights by name, some in memory (`state_dict`), others on disk, read at each access.
+
+    `save_folder` is a folder of `offload_state_dict`; `index` holds its entries, or such as name a tensor of a
+    safetensors file: `{"safetensors_file": path, "weight_name": name, "dtype": dtype}`. `device` is where weights of
+    safetensors files come out, by default the CPU. Raises ValueError where it is given nothing to read from.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Any] | None = None,
+        device: Place | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("Need either a `state_dict`, a `save_folder` or an `index` containing offloaded weights.")
+        self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        if index is None and save_folder is not None:
+            index = _read_index(save_folder)
+        self.index: Mapping[str, Any] = {} if index is None else index
+        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        self.device = device
+        self._files = SafetensorsFiles()
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        entry = self.index[key]
+        if entry.get("safetensors_file") is None:
+            if self.save_folder is None:
+                raise CheckpointError(f"the index names {key} as a file of an offload folder, and no folder was given")
+            return load_offloaded_weight(os.path.join(self.save_folder, f"{key}.dat"), entry)
+        tensor = self._files.tensor(entry["safetensors_file"], entry.get("weight_name", key))
+        device = None if self.device is None else as_device(self.device)
+        return tensor.to(device=device, dtype=as_dtype(entry.get("dtype")))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+
+def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    path = Path(folder, INDEX_NAME)
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder} has no {INDEX_NAME}: no weights were offloaded to it") from None

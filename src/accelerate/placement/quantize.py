@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers with 8- or 4-bit weights through bitsandbytes: which are replaced, by what, and where they may go."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.quantization import BnbQuantizationConfig
+from ..core.availability import is_4bit_bnb_available, is_8bit_bnb_available
+from ..core.errors import ConfigurationError
+from .device_map import check_device_map, check_plan_name, infer_auto_device_map
+from .dispatch import dispatch
+from .load import load_checkpoint_in_model
+from .memory import get_balanced_memory, get_max_memory
+from .names import is_within
+from .sizes import named_module_tensors
+from .tensors import QUANTIZED, main_device, set_module_tensor_to_device
+from .tied import find_tied_parameters
+
+logger = logging.getLogger(__name__)
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Whether some layer of `model` has 4-bit weights of bitsandbytes'."""
+    # Where the package is not loaded, nothing is made of it.
+    layers = sys.modules.get("bitsandbytes.nn")
+    return layers is not None and any(isinstance(module, layers.Linear4bit) for module in model.modules())
+
+
+def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
+    """Raises ImportError where the package is missing or too old for what `config` asks for."""
+    if config.load_in_8bit and not is_8bit_bnb_available():
+        raise ImportError("quantising to 8 bits needs the package bitsandbytes >= 0.37.2: pip install bitsandbytes")
+    if config.load_in_4bit and not is_4bit_bnb_available():
+        raise ImportError("quantising to 4 bits needs the package bitsandbytes >= 0.39: pip install bitsandbytes")
+
+
+def unquantized_modules(model: nn.Module) -> list[str]:
+    """Modules that keep their precision unless told otherwise: the output layer, and what shares its weights.
+
+    A model that is itself the body of a larger one has no output layer: all of it may be quantised.
+    """
+    tied = {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
+    prefix = getattr(model, "base_model_prefix", None)
+    if not tied and prefix is not None and not hasattr(model, prefix):
+        return []
+    children = [name for name, _ in model.named_children()]
+    return sorted({*children[-1:], *tied})
+
+
+def replace_linear_layers(model: nn.Module, config: BnbQuantizationConfig, skip: Sequence[str]) -> int:
+    """Replace the linear layers of `model`, but for those within `skip`, by quantising ones; how many there were.
+
+    The weights are taken over as they are: they are quantised when they reach the device they run on.
+    """
+    replaced = 0
+    for name, module in list(model.named_modules()):
+        # The attention of torch reads this one's weight past its forward.
+        if not isinstance(module, nn.Linear) or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            continue
+        if not name or any(is_within(name, part) or f".{part}." in f".{name}." for part in skip):
+            continue
+        model.set_submodule(name, _quantizing(module, config))
+        replaced += 1
+    if not replaced:
+        logger.warning(
+            "You are loading your model in 8bit or 4bit but no linear modules were found in your model. "
+            "This can happen for some architectures such as gpt2 that uses Conv1D instead of Linear layers."
+        )
+    return replaced
+
+
+def _quantizing(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
+    import bitsandbytes
+
+    shape = (layer.in_features, layer.out_features, layer.bias is not None)
+    with torch.device("meta"):
+        if config.load_in_8bit:
+            new = bitsandbytes.nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=config.llm_int8_threshold)
+        else:
+            new = bitsandbytes.nn.Linear4bit(
+                *shape,
+                compute_dtype=config.bnb_4bit_compute_dtype,
+                compress_statistics=config.bnb_4bit_use_double_quant,
+                quant_type=config.bnb_4bit_quant_type,
+            )
+    # The class and options of the new weight, the data of the old one.
+    new.weight = type(new.weight)(layer.weight.data, requires_grad=False, **vars(new.weight))
+    if layer.bias is not None:
+        new.bias = nn.Parameter(layer.bias.data, requires_grad=False)
+    new.train(layer.training)
+    return new
+
+
+def offloaded_places() -> tuple[str, ...]:
+    """Entries of a device map that are not run where they are kept. The CPU is one where there is an accelerator."""
+    return ("disk",) if main_device().type == "cpu" else ("cpu", "disk")
+
+
+def quantized_device_map(
+    model: nn.Module,
+    config: BnbQuantizationConfig,
+    skip: Sequence[str],
+    device_map: str | Mapping[str, Any] | None,
+    max_memory: Mapping[int | str, int | str] | None,
+    no_split_module_classes: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Where the parts of a quantised model go: the map given, a plan of the kind named, or all on the main device.
+
+    Raises ConfigurationError where a plan would offload 4-bit layers, which cannot be kept elsewhere.
+    """
+    if device_map is None:
+        device_map = {"": main_device()}
+        logger.info(f"The device_map was not initialized. Setting device_map to {device_map}.")
+    if isinstance(device_map, str):
+        device_map = _planned(model, config, skip, device_map, max_memory, no_split_module_classes)
+    offloaded = [
+        name
+        for name, place in device_map.items()
+        if place in offloaded_places() and not any(is_within(name, part) for part in skip)
+    ]
+    if offloaded and config.load_in_4bit:
+        raise ConfigurationError(
+            f"{', '.join(name or 'the whole model' for name in offloaded)} would be offloaded, and 4-bit layers "
+            "cannot be. Give `max_memory` or a device with enough memory for the quantised model, or name these "
+            "modules in a `device_map` of your own: they are then kept in `torch_dtype`."
+        )
+    if offloaded:
+        logger.info(
+            "Some modules are offloaded to the CPU or the disk. Note that these modules will be converted to 8-bit"
+        )
+    return dict(device_map)
+
+
+def _planned(
+    model: nn.Module,
+    config: BnbQuantizationConfig,
+    skip: Sequence[str],
+    kind: str,
+    max_memory: Mapping[int | str, int | str] | None,
+    no_split_module_classes: Sequence[str] | None,
+) -> dict[str, Any]:
+    check_plan_name(kind)
+    special = {name: config.torch_dtype for name, _ in model.named_parameters() if _mentions(name, skip)}
+    full = config.keep_in_fp32_modules or []
+    special.update({name: torch.float32 for name, _ in model.named_parameters() if _mentions(name, full)})
+    options: dict[str, Any] = {
+        "no_split_module_classes": no_split_module_classes,
+        "dtype": config.target_dtype,
+        "special_dtypes": special,
+    }
+    if kind == "sequential":
+        limits = get_max_memory(max_memory)
+    else:
+        limits = get_balanced_memory(model, max_memory, low_zero=kind == "balanced_low_0", **options)
+    return infer_auto_device_map(model, max_memory=limits, **options)
+
+
+def _mentions(name: str, parts: Sequence[str]) -> bool:
+    return any(part in name for part in parts)
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    weights_location: str | os.PathLike[str] | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """Quantise the linear layers of `model` with bitsandbytes, as the config says, and return the model.
+
+    A model on the meta device gets the weights at `weights_location`, each quantised as it arrives where `device_map`
+    puts it (default: all on the accelerator in use, or on the CPU). One that holds weights is quantised on that
+    device. Offloaded 8-bit layers are stored quantised; 4-bit layers can only be offloaded by a map of your own, and
+    are then kept in `torch_dtype`.
+
+    Raises ImportError without bitsandbytes, RuntimeError for a meta model without `weights_location`.
+    """
+    config = bnb_quantization_config
+    require_bitsandbytes(config)
+    skip = list(unquantized_modules(model) if config.skip_modules is None else config.skip_modules)
+    skip += config.keep_in_fp32_modules or []
+    if config.load_in_4bit and isinstance(device_map, Mapping) and len(device_map) > 1:
+        skip += [name for name, place in device_map.items() if place in offloaded_places()]
+    on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
+    if on_meta and weights_location is None:
+        raise RuntimeError(
+            "`weights_location` needs to be the folder path containing the weights of the model, but we found "
+            f"{weights_location} "
+        )
+    model.is_loaded_in_4bit = config.load_in_4bit  # type: ignore[assignment]
+    model.is_loaded_in_8bit = config.load_in_8bit  # type: ignore[assignment]
+    replace_linear_layers(model, config, skip)
+    if not on_meta:
+        return _quantize_in_place(model, config)
+    places = quantized_device_map(model, config, skip, device_map, max_memory, no_split_module_classes)
+    assert weights_location is not None
+    load_checkpoint_in_model(
+        model,
+        weights_location,
+        places,
+        dtype=config.torch_dtype,
+        offload_folder=offload_folder,
+        offload_state_dict=offload_state_dict,
+        keep_in_fp32_modules=config.keep_in_fp32_modules,
+        offload_8bit_bnb=config.load_in_8bit and any(place in offloaded_places() for place in places.values()),
+    )
+    check_device_map(model, places)
+    dispatch(model, places, offload_dir=offload_folder)
+    return model
+
+
+def _quantize_in_place(model: nn.Module, config: BnbQuantizationConfig) -> nn.Module:
+    """Convert a model that holds its weights, and move it to the main device, where the new layers quantise."""
+    logger.warning(
+        "It is not recommended to quantize a loaded model. The model should be instantiated under the "
+        "`init_empty_weights` context manager."
+    )
+    full = config.keep_in_fp32_modules or []
+    for name, tensor in list(named_module_tensors(model, recurse=True)):
+        if tensor.is_floating_point() and type(tensor).__name__ not in QUANTIZED:
+            kept = any(f"{part}." in name for part in full)
+            dtype = torch.float32 if kept else config.torch_dtype
+            set_module_tensor_to_device(model, name, tensor.device, dtype=dtype)
+    return model.to(main_device())

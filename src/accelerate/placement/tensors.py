@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One parameter or buffer of a module put somewhere: on a device, in a dtype, with a new value, tied or quantised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core import devices
+from ..core.errors import ConfigurationError
+from .names import Place, owner_of
+from .sizes import as_dtype
+
+# Parameters of bitsandbytes, which quantise their data when it first reaches a device. Known by name: the package
+# is optional, and old releases of it have fewer of these classes.
+QUANTIZED = frozenset({"Int8Params", "Params4bit", "FP4Params"})
+# These hold two values a byte, so that their shape is not that of the weight they stand for.
+PACKED = frozenset({"Params4bit", "FP4Params"})
+
+# For each parameter that is tied, by the address of its data: the copies of it that are on a device now.
+TiedCopies = dict[int, dict[torch.device, torch.Tensor]]
+
+
+def as_device(device: Place) -> torch.device:
+    """A torch device with its index. A number is an accelerator's.
+
+    Raises ConfigurationError for a number on a machine without accelerators.
+    """
+    if isinstance(device, int):
+        kind = devices.accelerator_type()
+        if kind is None:
+            raise ConfigurationError(
+                f"device {device} is the number of an accelerator, and this machine has none. "
+                "Use 'cpu', 'disk' or the full name of a device."
+            )
+        return torch.device(kind, device)
+    found = torch.device(device)
+    if found.index is None and found.type == devices.accelerator_type():
+        return torch.device(found.type, torch.accelerator.current_device_index())
+    return found
+
+
+def main_device() -> torch.device:
+    """Where a model runs that is not told where: this machine's accelerator that is in use now, else the CPU."""
+    kind = devices.accelerator_type()
+    return torch.device("cpu") if kind is None else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Place,
+    value: Any = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: TiedCopies | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put one tensor of `module`, by its dotted name, on `device`, with another `value` where one is given.
+
+    A value takes the dtype that the tensor has, or `dtype`; whole numbers keep their own where `dtype` is given. A
+    tensor on the meta device holds no data and needs a value. `fp16_statistics` are the row scales of an 8-bit weight.
+    With `tied_params_map` a tied tensor that is on the device already is used instead of a second copy.
+    With `clear_cache` memory that is left unused on an accelerator is given back to it.
+
+    The module gets a new parameter: an optimizer that holds the former one does not see it.
+    Raises ValueError for an unknown name, a value of another shape, and a missing value.
+    """
+    owner, leaf = owner_of(module, tensor_name)
+    old = getattr(owner, leaf)
+    if old is None:
+        raise ValueError(f"{tensor_name} of {type(module).__name__} is registered as None: it has no place to be set")
+    target = as_device(device)
+    source = value if value is not None else old
+    copies = _copies_of(source, tied_params_map)
+    if copies is not None and target in copies:
+        _register(owner, leaf, copies[target])
+        return
+    if value is None and old.device.type == "meta" and target.type != "meta":
+        raise ValueError(f"{tensor_name} is on the meta device, we need a `value` to put in on {device}.")
+    wanted = as_dtype(dtype)
+    with torch.no_grad():
+        if value is not None:
+            new = _with_value(old, tensor_name, value, target, wanted, fp16_statistics, non_blocking)
+        elif old.device == target and wanted in (None, old.dtype):
+            new = old
+        else:
+            new = _moved(old, target, wanted if old.is_floating_point() else None, non_blocking)
+    if new is not old:
+        _register(owner, leaf, new)
+    if copies is not None and target.type != "meta":
+        copies[target] = new
+    if clear_cache and value is None and old.device.type not in ("cpu", "meta") and new.device != old.device:
+        devices.empty_cache()
+
+
+def _copies_of(source: Any, tied: TiedCopies | None) -> dict[torch.device, torch.Tensor] | None:
+    """The entry of a tied tensor in the map of tied copies, or None for one that is not tied."""
+    if not tied or not isinstance(source, torch.Tensor) or source.device.type == "meta":
+        return None
+    return tied.get(source.data_ptr())
+
+
+def _register(owner: nn.Module, leaf: str, tensor: torch.Tensor) -> None:
+    # Past __setattr__, which would look through all the lists of a module on each forward of an offloaded one.
+    if leaf in owner._buffers:
+        owner._buffers[leaf] = tensor
+    else:
+        owner._parameters[leaf] = tensor  # type: ignore[assignment]
+
+
+def _moved(old: torch.Tensor, target: torch.device, dtype: torch.dtype | None, non_blocking: bool) -> torch.Tensor:
+    data = old.to(device=target, dtype=dtype, non_blocking=non_blocking)
+    if not isinstance(old, nn.Parameter) or type(old).__name__ in QUANTIZED:
+        # A quantised parameter moves as one, with what it needs to be read.
+        return data
+    return _parameter_like(old, data)
+
+
+def _with_value(
+    old: torch.Tensor,
+    name: str,
+    value: Any,
+    target: torch.device,
+    dtype: torch.dtype | None,
+    statistics: torch.Tensor | None,
+    non_blocking: bool,
+) -> torch.Tensor:
+    kind = type(old).__name__
+    if not isinstance(value, torch.Tensor):
+        value = torch.as_tensor(value)
+    if value.shape != old.shape and kind not in PACKED:
+        raise ValueError(
+            f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), this looks '
+            "incorrect."
+        )
+    whole = not (value.is_floating_point() or value.is_complex())
+    if kind in QUANTIZED:
+        return _quantized_parameter(old, value if whole or dtype is None else value.to(dtype), target, statistics)
+    wanted = old.dtype if dtype is None else value.dtype if whole else dtype
+    data = value.to(device=target, dtype=wanted, non_blocking=non_blocking)
+    return _parameter_like(old, data) if isinstance(old, nn.Parameter) else data
+
+
+def _parameter_like(old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """A parameter that holds `data`, of the class of `old` and with the attributes that were set on it."""
+    trained = old.requires_grad and (data.is_floating_point() or data.is_complex())
+    data = data.detach()
+    kind = type(old)
+    if kind is nn.Parameter or not issubclass(kind, nn.Parameter):
+        # A tensor subclass (a sharded or quantised weight) is a parameter without being of a class derived from it.
+        new = nn.Parameter(data, requires_grad=trained)
+    else:
+        # Past the constructor of the class, which may ask for more than the data.
+        new = torch.Tensor._make_subclass(kind, data, trained)
+    if attributes := vars(old):
+        vars(new).update(attributes)
+    return new
+
+
+def _quantized_parameter(
+    old: torch.Tensor, value: torch.Tensor, target: torch.device, statistics: torch.Tensor | None
+) -> torch.Tensor:
+    """A parameter of bitsandbytes' with another value: full precision is quantised on its way to the device."""
+    options = dict(vars(old))
+    if type(old).__name__ == "Int8Params":
+        options = {"has_fp16_weights": old.has_fp16_weights, "SCB": statistics}  # type: ignore[attr-defined]
+        if value.is_floating_point() and target.type != "meta":
+            # It quantises what comes from main memory only.
+            value = value.to("cpu")
+        if target == value.device and value.dtype == torch.int8:
+            options["CB"] = value
+    kind: Any = type(old)
+    return kind(value, requires_grad=old.requires_grad and value.is_floating_point(), **options).to(target)
+
+
+def quantize_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight of full precision as int8 with one scale a row (LLM.int8()), both on the CPU."""
+    import bitsandbytes
+
+    values, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(weight.to(main_device(), torch.float16))
+    return values.to("cpu"), scales.to("cpu")
