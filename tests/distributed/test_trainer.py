@@ -19,7 +19,7 @@ def test_trainer(world, tmp_path):
     results = run_ranks(
         HERE / "workers" / "trainer.py", world, tmp_path, env={"ACCELERATE_USE_CPU": "true"}, timeout=170
     )
-    found = json.loads(next(line for line in results[0].stdout.splitlines() if line.startswith("{")))
+    found = json.loads(next(line for line in results[0].stdout.splitlines() if line.startswith('{"losses"')))
     expected = EXPECTED[str(world)]
     assert found["losses"] == pytest.approx(expected["losses"], abs=2e-5)
     assert found["bf16_losses"] == pytest.approx(expected["bf16_losses"], abs=2e-3)
