@@ -11,7 +11,6 @@ from ..collectives import gather, gather_object
 from ..collectives.metrics import gather_counted, gather_objects_counted
 from ..core import trees
 from ..logging import get_logger
-from ..state import PartialState
 
 logger = get_logger(__name__)
 
@@ -24,8 +23,6 @@ def gather_for_metrics(input_data: Any, loader: Any, use_gather_object: bool = F
         loader: the prepared loader whose batch the data belongs to, or None.
         use_gather_object: gather as objects also where everything is a tensor.
     """
-    if not PartialState().use_distributed:
-        return input_data
     as_objects = use_gather_object or not _only_tensors(input_data)
     if loader is not None and _is_uneven(loader):
         counts = loader.batch_counts
