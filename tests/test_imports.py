@@ -38,6 +38,18 @@ WITHOUT_TORCH = [
 ]
 
 
+# Parts of torch that cost more than this package, and serve some runs only: those runs import them.
+HEAVY = [
+    "sympy",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers",
+]
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -59,6 +71,16 @@ for name in {WITHOUT_TORCH!r}:
         break
 """
     assert run_python(source) == ""
+
+
+def test_the_facade_imports_no_heavy_part_of_torch() -> None:
+    source = f"""
+import sys, torch
+loaded = set(sys.modules)
+from accelerate import Accelerator
+print(*(set(sys.modules) - loaded) & set({HEAVY!r}))
+"""
+    assert run_python(source).split() == []
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each module is imported in a fork of its own")

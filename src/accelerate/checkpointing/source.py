@@ -11,13 +11,20 @@ import torch
 
 from ..core.constants import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError
-from . import compat, sharded
+from . import compat
 from .blocks import BlockIO, CorruptFile
 from .layout import numbered
 from .manifest import MANIFEST, CorruptCheckpoint, Manifest, check_files, check_sizes, read_manifest
 from .matching import Differences, compare_model
 from .session import ModelPart, RunState, read_document
 from .tensorfile import read_header, read_into, read_tensors
+
+
+def _shards() -> Any:
+    # torch.distributed.checkpoint takes longer to import than all of this package: only who loads a run waits for it.
+    from . import sharded
+
+    return sharded
 
 
 class Source:
@@ -68,8 +75,8 @@ class Source:
             if path.exists():
                 kind = TensorFile if name.endswith(".safetensors") else PickledFile
                 return kind(self, path, index)
-        if sharded.has_model(self.folder, index):
-            return ShardedFolder(self, sharded.model_folder(self.folder, index), index)
+        if _shards().has_model(self.folder, index):
+            return ShardedFolder(self, _shards().model_folder(self.folder, index), index)
         raise CheckpointError(f"{self.folder} holds no weights of model {index}")
 
     def model_extra(self, index: int) -> dict[str, Any]:
@@ -84,8 +91,8 @@ class Source:
 
     def sharded_optimizer(self, index: int) -> Any:
         optimizer = self.run.optimizers[index].optimizer
-        return sharded.read_optimizer(
-            sharded.optimizer_folder(self.folder, index),
+        return _shards().read_optimizer(
+            _shards().optimizer_folder(self.folder, index),
             getattr(optimizer, "optimizer", optimizer),
             [part.target for part in self.run.models],
         )
@@ -189,7 +196,7 @@ class CompatSource(Source):
         return {"models": len(self.manifest.models), "optimizers": len(self.manifest.optimizers)}
 
     def optimizer(self, index: int) -> Any:
-        if sharded.has_optimizer(self.folder, index):
+        if _shards().has_optimizer(self.folder, index):
             return self.sharded_optimizer(index)
         return compat.read_optimizer(self.folder, index, self.allow_pickle)
 
@@ -297,10 +304,10 @@ class ShardedFolder(ModelSource):
     """A folder of shards, put together for a model that is not sharded."""
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        return sharded.model_shapes(self.path)
+        return _shards().model_shapes(self.path)
 
     def state(self) -> dict[str, Any]:
-        return sharded.read_model(self.path)
+        return _shards().read_model(self.path)
 
 
 def _loads_plainly(module: torch.nn.Module) -> bool:

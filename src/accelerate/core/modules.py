@@ -46,7 +46,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether some parameter of `model` is a DTensor: sharded or replicated over a device mesh."""
-    return any(_is_dtensor(parameter) for parameter in model.parameters())
+    return any(is_dtensor(parameter) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
@@ -55,7 +55,8 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     return None if size is None else int(size)
 
 
-def _is_dtensor(parameter: torch.Tensor) -> bool:
+def is_dtensor(parameter: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor. The class takes long to import; where it is not loaded, there is none."""
     import sys
 
     tensors = sys.modules.get("torch.distributed.tensor")
