@@ -47,6 +47,17 @@ SCRIPTS = [
             "import alone": Row("import accelerate, no name used / import torch", "ratio"),
         },
     ),
+    Script(
+        "collectives.py",
+        {
+            "gather": Row("gather of one tensor, 2 gloo ranks / raw", "ratio", 1.2),
+            "gather large": Row("gather of one tensor of 4 MiB, 2 gloo ranks / raw", "ratio", 1.2),
+            "gather nested": Row("gather of a nested batch of 8 tensors, 2 gloo ranks / one flat raw", "ratio", 1.3),
+            "gather_object": Row("gather_object, 2 gloo ranks / raw", "ratio", 1.1),
+            "gather_object large": Row("gather_object of 240 kB, 2 gloo ranks / raw", "ratio", 1.1),
+        },
+        ranks=2,
+    ),
 ]
 
 

@@ -3,29 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core import trees
+from ..core.modules import is_dtensor
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+# torch's stubs know only the form of this function that fills tensors given to it.
+_split_copy: Any = torch.split_with_sizes_copy
 
-
-@dataclass(slots=True)
-class Segment:
-    """The tensors of one dtype in a row of bytes: where they stand in the value, and where in the row."""
-
-    dtype: torch.dtype
-    places: list[int]
-    sizes: list[int]
-    start: int
-    stop: int
+# What the layout of a row follows from: shape and dtype of each tensor.
+Specs = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 def collect(data: Any, operation: str) -> list[torch.Tensor]:
@@ -34,16 +28,27 @@ def collect(data: Any, operation: str) -> list[torch.Tensor]:
     Raises TypeError, naming `operation`, for a value that is neither tensor nor container, and for a tensor whose
     content is not one dense block (sparse, nested, sharded over ranks).
     """
-    if type(data) in PLAIN:
-        found = [data]
-    else:
-        found = []
-        trees.map_leaves(found.append, data, strict=operation)
+    found: list[torch.Tensor] = []
+    _collect(data, found, operation)
     for leaf in found:
         if leaf.layout is not torch.strided or leaf.is_nested or type(leaf) not in PLAIN:
-            found = [plain(leaf, operation) for leaf in found]
-            break
+            return [plain(leaf, operation) for leaf in found]
     return found
+
+
+def _collect(data: Any, found: list[torch.Tensor], operation: str) -> None:
+    # The common containers are walked without being rebuilt: this is on the path of every operation.
+    kind = type(data)
+    if kind in PLAIN:
+        found.append(data)
+    elif kind is dict:
+        for value in data.values():
+            _collect(value, found, operation)
+    elif kind is list or kind is tuple:
+        for value in data:
+            _collect(value, found, operation)
+    else:
+        trees.map_leaves(found.append, data, strict=operation)
 
 
 def plain(leaf: torch.Tensor, operation: str) -> torch.Tensor:
@@ -56,7 +61,7 @@ def plain(leaf: torch.Tensor, operation: str) -> torch.Tensor:
         raise TypeError(
             f"{operation} takes dense tensors; it was given one of layout {leaf.layout}: call `.to_dense()`"
         )
-    if isinstance(leaf, DTensor):
+    if is_dtensor(leaf):
         raise TypeError(
             f"{operation} takes plain tensors; it was given a DTensor: call `.full_tensor()` or `.to_local()`"
         )
@@ -70,96 +75,96 @@ def plain(leaf: torch.Tensor, operation: str) -> torch.Tensor:
 def lone_device(leaves: Sequence[torch.Tensor]) -> torch.device | None:
     """The device that all `leaves` share, or None."""
     first = leaves[0].device
-    return first if all(leaf.device == first for leaf in leaves) else None
+    for leaf in leaves:
+        if leaf.device != first:
+            return None
+    return first
 
 
-def segments_of(leaves: Sequence[torch.Tensor], sizes: Sequence[int] | None = None) -> tuple[list[Segment], int]:
-    """How `leaves` are laid out in a row of bytes, and the row's length.
-
-    Wide dtypes come first, so that each segment is aligned to its own width without a gap; the length is a multiple
-    of the widest, so that rows stacked on each other stay aligned. `sizes` replaces the numbers of elements.
-    """
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for place, leaf in enumerate(leaves):
-        by_dtype.setdefault(leaf.dtype, []).append(place)
-    order = sorted(by_dtype, key=_width, reverse=True) if len(by_dtype) > 1 else list(by_dtype)
-    segments = []
-    stop = 0
-    for dtype in order:
-        places = by_dtype[dtype]
-        counts = [leaves[place].numel() if sizes is None else sizes[place] for place in places]
-        start, stop = stop, stop + sum(counts) * dtype.itemsize
-        segments.append(Segment(dtype, places, counts, start, stop))
-    return segments, aligned(stop, order[0].itemsize if order else 1)
+def specs_of(leaves: Sequence[torch.Tensor]) -> Specs:
+    return tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 
 
-def _width(dtype: torch.dtype) -> int:
-    return dtype.itemsize
+@functools.lru_cache(maxsize=256)
+def sizes_of(specs: Specs) -> list[int]:
+    """The number of bytes of each tensor."""
+    return [shape.numel() * dtype.itemsize for shape, dtype in specs]
 
 
-def aligned(length: int, width: int) -> int:
-    """`length` rounded up to a multiple of `width`."""
-    return -(-length // width) * width
-
-
-def pack(
-    leaves: Sequence[torch.Tensor], segments: Sequence[Segment], length: int, device: torch.device | None = None
-) -> torch.Tensor:
-    """The bytes of `leaves` as one row of `length`, laid out as `segments` say, on `device`.
-
-    A lone contiguous tensor is not copied: the row shares its memory.
-    """
-    with torch.no_grad():
-        parts = []
-        for segment in segments:
-            members = [readable(leaves[place], device) for place in segment.places]
-            # One tensor: a view where it is contiguous, its one copy where it is not.
-            joined = members[0].reshape(-1) if len(members) == 1 else _flatten_dense_tensors(members)
-            parts.append(joined.view(torch.uint8))
-        filled = segments[-1].stop if segments else 0
-        if filled < length:
-            parts.append(torch.zeros(length - filled, dtype=torch.uint8, device=parts[0].device))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def readable(leaf: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """`leaf` on `device`, with a pending conjugation or negation done: bytes are read as they lie."""
-    leaf = leaf.detach()
-    if leaf.is_neg() or leaf.is_conj():
-        leaf = leaf.resolve_conj().resolve_neg()
-    return leaf if device is None else leaf.to(device)
-
-
-def unpack(row: torch.Tensor, segments: Sequence[Segment], leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of one row of bytes, with the shapes of `leaves`; they share the row's memory."""
-    found: list[Any] = [None] * len(leaves)
-    for segment in segments:
-        likes = [leaves[place] for place in segment.places]
-        flat = row[segment.start : segment.stop].view(segment.dtype)
-        for place, tensor in zip(segment.places, _unflatten_dense_tensors(flat, likes), strict=True):
-            found[place] = tensor
-    return found
-
-
-def unpack_stacked(
-    rows: torch.Tensor, segments: Sequence[Segment], leaves: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The tensors of `rows` (one row of bytes a rank), each joined over the ranks along dimension 0.
-
-    A tensor without dimensions becomes one of dimension 1 with an element a rank.
-    """
-    world = rows.shape[0]
-    found: list[Any] = [None] * len(leaves)
-    for segment in segments:
-        part = rows[:, segment.start : segment.stop].view(segment.dtype)
-        pieces = torch.split_with_sizes(part, segment.sizes, 1)
-        for place, piece in zip(segment.places, pieces, strict=True):
-            found[place] = piece.reshape(stacked_shape(leaves[place].shape, world))
-    return found
+@functools.lru_cache(maxsize=256)
+def _stacked_likes(specs: Specs, world: int) -> list[torch.Tensor]:
+    """Tensors, without content, of the shapes that joining over `world` ranks gives: `view_as` is the fastest view."""
+    return [torch.empty((), device="meta").expand(stacked_shape(shape, world)) for shape, _ in specs]
 
 
 def stacked_shape(shape: torch.Size, world: int) -> tuple[int, ...]:
     return (world * shape[0], *shape[1:]) if shape else (world,)
+
+
+def as_bytes(leaf: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """The content of `leaf` as contiguous bytes, on `device`; it shares the memory where nothing had to move."""
+    if leaf.is_neg() or leaf.is_conj():
+        # A conjugation or negation that is still pending: bytes are read as they lie.
+        leaf = leaf.resolve_conj().resolve_neg()
+    if device is not None:
+        leaf = leaf.to(device)
+    flat = leaf.contiguous().view(-1)
+    # A lone element may keep a stride of its view, which the view as bytes refuses.
+    return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
+
+
+def pack(leaves: Sequence[torch.Tensor], device: torch.device | None = None, length: int = 0) -> torch.Tensor:
+    """The bytes of `leaves` one after the other in one row on `device`, filled up with zeros to `length`.
+
+    A lone contiguous tensor is not copied: the row shares its memory.
+    """
+    with torch.no_grad():
+        parts = [as_bytes(leaf, device) for leaf in leaves]
+        if length:
+            missing = length - sum(part.numel() for part in parts)
+            parts.append(torch.zeros(missing, dtype=torch.uint8, device=parts[0].device))
+        if len(parts) == 1:
+            return parts[0]
+        row: torch.Tensor = _flatten_dense_tensors(parts)
+        return row
+
+
+def unpack(row: torch.Tensor, specs: Specs) -> list[torch.Tensor]:
+    """The tensors that `pack` has put into a row."""
+    pieces = _split_copy(row, sizes_of(specs))
+    return [piece.view(dtype).view(shape) for piece, (shape, dtype) in zip(pieces, specs, strict=True)]
+
+
+def unpack_stacked(rows: torch.Tensor, specs: Specs) -> list[torch.Tensor]:
+    """The tensors of `rows` (one row of bytes a rank), each joined over the ranks along dimension 0.
+
+    A tensor without dimensions becomes one of dimension 1 with an element a rank.
+    """
+    sizes = sizes_of(specs)
+    pieces = _split_copy(rows, sizes, 1)
+    if 0 in sizes:
+        # An empty piece keeps a stride of one byte a rank, of which no wider dtype can be viewed.
+        pieces = [piece.view(-1) for piece in pieces]
+    likes = _stacked_likes(specs, rows.shape[0])
+    return [piece.view(spec[1]).view_as(like) for piece, spec, like in zip(pieces, specs, likes, strict=True)]
+
+
+def replace(data: Any, values: Sequence[torch.Tensor]) -> Any:
+    """`data` with the tensors that `collect` found replaced, in order, by `values`."""
+    return _replace(data, iter(values))
+
+
+def _replace(data: Any, values: Iterator[torch.Tensor]) -> Any:
+    kind = type(data)
+    if kind in PLAIN:
+        return next(values)
+    if kind is dict:
+        return {key: _replace(value, values) for key, value in data.items()}
+    if kind is list:
+        return [_replace(value, values) for value in data]
+    if kind is tuple:
+        return tuple([_replace(value, values) for value in data])
+    return trees.map_leaves(lambda _: next(values), data)
 
 
 def join(leaves: Sequence[torch.Tensor]) -> torch.Tensor:

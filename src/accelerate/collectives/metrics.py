@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core import trees
 from ..core.errors import ConfigurationError
 from ..state import PartialState
 from . import flat, objects, transport, verify
@@ -38,7 +37,7 @@ def gather_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | 
     mine = [_first_rows(leaf, counts[rank], rank) for leaf in leaves]
     rows = [[(count if leaf.dim() else min(count, 1)) for leaf in leaves] for count in counts]
     joined = _gather_rows(mine, rows, group) if distributed else mine
-    return _rebuild(data, joined)
+    return flat.replace(data, joined)
 
 
 def gather_uneven(data: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -54,9 +53,9 @@ def gather_uneven(data: Any, group: dist.ProcessGroup | None = None) -> Any:
         return data
     mine = [leaf if leaf.dim() else leaf.view(1) for leaf in leaves]
     if not distributed:
-        return _rebuild(data, mine)
+        return flat.replace(data, mine)
     rows = transport.all_gather_numbers([leaf.shape[0] for leaf in mine], transport.group_of(group))
-    return _rebuild(data, _gather_rows(mine, rows, group))
+    return flat.replace(data, _gather_rows(mine, rows, group))
 
 
 def gather_objects_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -91,38 +90,21 @@ def _first_rows(leaf: torch.Tensor, count: int, rank: int) -> torch.Tensor:
     return leaf[:count]
 
 
-def _rebuild(data: Any, values: list[torch.Tensor]) -> Any:
-    return values[0] if isinstance(data, torch.Tensor) else trees.replace_leaves(data, values)
-
-
 def _gather_rows(
     leaves: Sequence[torch.Tensor], rows: Sequence[Sequence[int]], group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
     """Every rank's `leaves` joined; `rows[rank][place]` is the size of dimension 0 there."""
     group = transport.group_of(group)
     target = transport.carrier(group, flat.lone_device(leaves))
-    widths = [_elements_a_row(leaf) for leaf in leaves]
-    layouts = [
-        flat.segments_of(leaves, [n * width for n, width in zip(counts, widths, strict=True)]) for counts in rows
-    ]
-    longest = max(length for _, length in layouts)
+    widths = [leaf.shape[1:].numel() * leaf.dtype.itemsize for leaf in leaves]
+    sizes = [[count * width for count, width in zip(counts, widths, strict=True)] for counts in rows]
     # Each rank's row has its own tensors without gaps; only its end is filled up to the longest.
-    stacked = transport.all_gather(flat.pack(leaves, layouts[group.rank()][0], longest, target), group)
-    pieces: list[list[torch.Tensor]] = [[] for _ in leaves]
-    for row, (segments, _) in zip(stacked.unbind(0), layouts, strict=True):
-        for segment in segments:
-            parts = row[segment.start : segment.stop].view(segment.dtype).split_with_sizes(segment.sizes)
-            for place, part in zip(segment.places, parts, strict=True):
-                pieces[place].append(part)
+    longest = max(sum(each) for each in sizes)
+    stacked = transport.all_gather(flat.pack(leaves, target, longest), group)
+    pieces = [row[: sum(each)].split_with_sizes(each) for row, each in zip(stacked, sizes, strict=True)]
     joined = []
     for place, leaf in enumerate(leaves):
         total = sum(counts[place] for counts in rows)
-        joined.append(torch.cat(pieces[place]).view(total, *leaf.shape[1:]).to(leaf.device))
+        content = torch.cat([parts[place] for parts in pieces])
+        joined.append(content.view(leaf.dtype).view(total, *leaf.shape[1:]).to(leaf.device))
     return joined
-
-
-def _elements_a_row(leaf: torch.Tensor) -> int:
-    count = 1
-    for size in leaf.shape[1:]:
-        count *= size
-    return count

@@ -44,33 +44,24 @@ def gather_nested(data: Any, group: dist.ProcessGroup | None = None) -> Any:
     if not leaves:
         return data
     group = transport.group_of(group)
-    if len(leaves) == 1:
-        gathered = [_gather_one(leaves[0], group)]
-    else:
-        gathered = _gather_many(leaves, group)
-    return gathered[0] if isinstance(data, torch.Tensor) else trees.replace_leaves(data, gathered)
-
-
-def _gather_one(leaf: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A lone tensor is received where it stays: no byte is copied after the message."""
-    own = leaf.device
-    target = transport.carrier(group, own)
-    leaf = flat.readable(leaf, target).contiguous()
-    if leaf.dim() == 0:
-        leaf = leaf.view(1)
-    out = torch.empty(flat.stacked_shape(leaf.shape, group.size()), dtype=leaf.dtype, device=leaf.device)
-    transport.all_gather_bytes(leaf, out, group)
-    return out if target is None else out.to(own)
-
-
-def _gather_many(leaves: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[torch.Tensor]:
     target = transport.carrier(group, flat.lone_device(leaves))
-    segments, length = flat.segments_of(leaves)
-    rows = transport.all_gather(flat.pack(leaves, segments, length, target), group)
-    found = flat.unpack_stacked(rows, segments, leaves)
+    if len(leaves) == 1:
+        gathered = [_gather_one(leaves[0], target, group)]
+    else:
+        specs = flat.specs_of(leaves)
+        gathered = flat.unpack_stacked(transport.all_gather(flat.pack(leaves, target), group), specs)
     if target is not None:
-        found = [value.to(leaf.device) for value, leaf in zip(found, leaves, strict=True)]
-    return found
+        gathered = [value.to(leaf.device) for value, leaf in zip(gathered, leaves, strict=True)]
+    return flat.replace(data, gathered)
+
+
+def _gather_one(leaf: torch.Tensor, target: torch.device | None, group: dist.ProcessGroup) -> torch.Tensor:
+    """A lone tensor is received where it stays: no byte is copied after the message."""
+    content = flat.as_bytes(leaf.detach(), target)
+    shape = flat.stacked_shape(leaf.shape, group.size())
+    out = torch.empty(shape, dtype=leaf.dtype, device=content.device)
+    transport.all_gather_into(out.view(-1).view(torch.uint8), content, group)
+    return out
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
@@ -110,7 +101,7 @@ def reduce_nested(
         values = _reduce_alike([leaves[place] for place in places], reduction, scale, group)
         for place, value in zip(places, values, strict=True):
             reduced[place] = value
-    return reduced[0] if isinstance(data, torch.Tensor) else trees.replace_leaves(data, reduced)
+    return flat.replace(data, reduced)
 
 
 def _check_divisible(leaves: Sequence[torch.Tensor], reduction: str) -> None:
@@ -162,14 +153,12 @@ def broadcast_nested(data: Any, source: int = 0, group: dist.ProcessGroup | None
         return data
     group = transport.group_of(group)
     target = transport.carrier(group, flat.lone_device(leaves))
-    segments, length = flat.segments_of(leaves)
     # The row of a lone contiguous tensor is its own memory: it is received where it stays.
-    row = flat.pack(leaves, segments, length, target)
+    row = flat.pack(leaves, target)
     transport.broadcast(row, source, group)
-    if group.rank() != source:
-        for leaf, value in zip(leaves, flat.unpack(row, segments, leaves), strict=True):
-            if value.data_ptr() != leaf.data_ptr():
-                leaf.detach().copy_(value)
+    if group.rank() != source and row.data_ptr() != leaves[0].data_ptr():
+        for leaf, value in zip(leaves, flat.unpack(row, flat.specs_of(leaves)), strict=True):
+            leaf.detach().copy_(value)
     return data
 
 
@@ -194,8 +183,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     tensor = tensor.to(state.device)
     if state.use_distributed:
         group = transport.group_of(None)
-        segments, length = flat.segments_of([tensor])
-        row = flat.pack([tensor], segments, length, transport.carrier(group, tensor.device))
+        row = flat.pack([tensor], transport.carrier(group, tensor.device))
         transport.broadcast(row, owner, group)
-        (tensor,) = flat.unpack(row, segments, [tensor])
+        (tensor,) = flat.unpack(row, flat.specs_of([tensor]))
     return tensor.to(state.device)

@@ -52,15 +52,14 @@ def all_gather(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Every rank's `row` (one-dimensional, equally long), stacked: shape `[ranks, length]`."""
     world = group.size()
     rows = torch.empty(world * row.shape[0], dtype=row.dtype, device=row.device)
-    if row.shape[0]:
-        _all_gather_single(rows, row, group=group)
+    all_gather_into(rows, row, group)
     return rows.view(world, row.shape[0])
 
 
-def all_gather_bytes(tensor: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_into(out: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Fill `out` with every rank's `tensor`, in rank order. Both are contiguous and have dimensions."""
     if tensor.numel():
-        _all_gather_single(out.view(torch.uint8), tensor.view(torch.uint8), group=group)
+        _all_gather_single(out, tensor, group=group)
 
 
 def broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
