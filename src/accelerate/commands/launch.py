@@ -11,7 +11,7 @@ from ..config import launch_file
 from ..config.launch import GROUPS
 from ..config.launch_settings import Settings, given, resolve
 from ..core import env
-from ..core.errors import ConfigurationError
+from ..core.errors import ConfigurationError, LaunchError
 from ..launchers.plan import plan, summary
 from ..launchers.registry import choose
 from ..launchers.script import is_entered
@@ -90,12 +90,12 @@ def main(argv: list[str] | None = None) -> None:
     args = launch_command_parser().parse_args(argv)
     try:
         launch_command(args, in_place=True)
-    except ConfigurationError as error:
+    except (ConfigurationError, LaunchError) as error:
         # A script that ran as this very process raised it: its own traceback is the right thing to show.
         if is_entered():
             raise
         print(f"accelerate launch: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
 
 
 if __name__ == "__main__":

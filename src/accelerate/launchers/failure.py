@@ -51,8 +51,7 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """What the launcher returns: the rank's own code, or 128 and the signal's number as shells do."""
-        return self.code if self.code > 0 else 128 - self.code
+        return exit_code(self.code)
 
     def lines(self) -> list[str]:
         told = [f"accelerate launch: rank {self.rank} failed: {self.cause}"]
@@ -72,6 +71,17 @@ class Failure:
         Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(Path(path).expanduser(), "w") as file:
             json.dump(told, file, indent=2)
+
+
+def exit_code(code: int) -> int:
+    """What the launcher returns for a process's code: its own, or 128 and the signal's number as shells do."""
+    return code if code >= 0 else 128 - code
+
+
+def in_a_line(rank: Rank) -> str:
+    """A failed rank for the other machines' consoles."""
+    cause = cause_of(rank.exit_code, _last_words(rank))
+    return f"rank {rank.rank} on {socket.gethostname()} (pid {rank.popen.pid}) failed: {cause}"
 
 
 def speaks_of_lost_partner(words: str) -> bool:

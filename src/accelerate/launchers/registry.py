@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from ..core.errors import ConfigurationError
 from .base import Launcher
 from .local import LocalLauncher
 from .spec import LaunchSpec
@@ -12,7 +11,10 @@ from .spec import LaunchSpec
 def choose(spec: LaunchSpec, in_place: bool = False) -> Launcher:
     """The launcher for a spec, checked. `in_place`: a lone process may take over this one."""
     if spec.num_machines > 1:
-        raise ConfigurationError(f"num_machines={spec.num_machines}: only one machine can be launched on yet")
-    launcher = LocalLauncher(spec, in_place)
+        from .static import StaticLauncher
+
+        launcher: Launcher = StaticLauncher(spec)
+    else:
+        launcher = LocalLauncher(spec, in_place)
     launcher.check()
     return launcher

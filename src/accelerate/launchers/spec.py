@@ -130,9 +130,18 @@ class LaunchSpec:
         chosen = dict(part.split(":", 1) for part in self.tee.split(","))
         return int(chosen.get(str(rank), "0"))
 
+    def rendezvous_settings(self) -> dict[str, str]:
+        """The pairs of `rdzv_conf`, written key=value,key=value."""
+        pairs = [part for part in self.rdzv_conf.split(",") if part.strip()]
+        wrong = [part for part in pairs if "=" not in part]
+        if wrong:
+            raise ConfigurationError(f"rdzv_conf={self.rdzv_conf!r}: {wrong[0]!r} is not key=value")
+        return {key.strip(): value.strip() for key, value in (part.split("=", 1) for part in pairs)}
+
     def check(self) -> None:
         """ConfigurationError for a launch that cannot be."""
         self.program.check()
+        self.rendezvous_settings()
         if self.num_processes < 1:
             raise ConfigurationError(f"num_processes={self.num_processes}: at least 1 process is needed")
         if self.num_machines < 1:

@@ -10,10 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from socket import gethostname, socket
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from . import failure as failures
 from .failure import Failure
@@ -21,22 +23,15 @@ from .process import Rank
 from .spec import LaunchSpec, ProcessSpec
 from .streams import LINE_WAIT
 
+if TYPE_CHECKING:
+    from .meeting import Link
+
 # Seconds that a rank gets to show whether another one's failure is its own doing.
 SETTLE = 0.05
 SETTLE_VICTIM = 2.0
 SETTLE_ENDING = 1.0
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 ENDING = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"})
-
-
-class Link(Protocol):
-    """The other machines of a run."""
-
-    def fileno(self) -> int: ...
-    def read(self) -> str | None:
-        """Why this machine must stop, or None."""
-
-    def tell(self, failure: Failure) -> None: ...
 
 
 class Supervisor:
@@ -50,7 +45,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._interrupted: int | None = None
-        self._stop_reason: str | None = None
+        self._stopped_by: tuple[str, int] | None = None
+        self._told_others = False
         self._settle_until: float | None = None
         self._kill_at: float | None = None
         self._oom_kills = failures.oom_kills()
@@ -62,6 +58,7 @@ class Supervisor:
                 while not all(rank.poll() for rank in self.ranks):
                     self._wait()
                     self._act()
+                self._hear_others_out()
             except BaseException:
                 self._kill_all()
                 raise
@@ -76,8 +73,8 @@ class Supervisor:
             self.ranks.append(rank)
             for stream in rank.streams:
                 self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
-        if self.link is not None:
-            self._selector.register(self.link, selectors.EVENT_READ, self._heed_link)
+        for connection, hear in self.link.callbacks(self._stop_for_others) if self.link else []:
+            self._selector.register(connection, selectors.EVENT_READ, partial(self._heed_link, connection, hear))
 
     def _wait(self) -> None:
         """Until something happens: output, an end, a signal, or a time that was set."""
@@ -106,6 +103,7 @@ class Supervisor:
         if self._kill_at is None and self._settle_until is None and any(rank.code for rank in ended):
             self._settle_until = now + self._settling_time()
         if self._settle_until is not None and now >= self._settle_until and self._kill_at is None:
+            self._tell_others()
             self._stop(signal.SIGTERM)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_all()
@@ -118,6 +116,12 @@ class Supervisor:
             return SETTLE_VICTIM
         earlier = [rank for rank in self.ranks if rank.code is None and rank.error.held_since is not None]
         return SETTLE_ENDING if earlier else SETTLE
+
+    def _tell_others(self) -> None:
+        first = failures.find_first(self.ranks)
+        if self.link is not None and first is not None and self._stopped_by is None and not self._told_others:
+            self._told_others = True
+            self.link.failed(failures.in_a_line(first), failures.exit_code(first.exit_code))
 
     def _stop(self, number: int) -> None:
         self._kill_at = time.monotonic() + self.spec.stop_timeout
@@ -142,14 +146,26 @@ class Supervisor:
         else:
             self._kill_all()
 
-    def _heed_link(self) -> None:
-        assert self.link is not None
-        reason = self.link.read()
-        if reason is not None:
-            self._selector.unregister(self.link)
-            self._stop_reason = self._stop_reason or reason
-            if self._kill_at is None:
-                self._stop(signal.SIGTERM)
+    def _hear_others_out(self) -> None:
+        """All ranks here may have failed only because one elsewhere did: its machine says so a moment later."""
+        deadline = time.monotonic() + SETTLE_VICTIM
+        first = failures.find_first(self.ranks)
+        while self.link is not None and first is not None and failures.is_partner_lost(first):
+            if self._stopped_by is not None or time.monotonic() > deadline:
+                return
+            for key, _ in self._selector.select(0.1):
+                key.data()
+
+    def _heed_link(self, connection: socket, hear: Callable[[], bool]) -> None:
+        if not hear():
+            self._selector.unregister(connection)
+
+    def _stop_for_others(self, reason: str, code: int) -> None:
+        """Another machine has failed or is gone."""
+        if self._stopped_by is None:
+            self._stopped_by = (reason, code)
+        if self._kill_at is None:
+            self._stop(signal.SIGTERM)
 
     def _clean_up(self) -> None:
         for rank in self.ranks:
@@ -165,31 +181,38 @@ class Supervisor:
         if self._interrupted is not None:
             return self._finish_interrupted(self._interrupted)
         first = failures.find_first(self.ranks)
+        if self._stopped_by is not None and (first is None or failures.is_partner_lost(first)):
+            return self._finish_for_others(*self._stopped_by)
         if first is None:
             self._release_all()
-            if self._stop_reason is not None:
-                self._say([f"accelerate launch: stopped: {self._stop_reason}"])
-                return 1
             return 0
+        self._tell_others()
         self.failure = failures.describe(self.ranks, first, failures.oom_kills() - self._oom_kills)
         self._release_all()
         if self.failure.traceback:
             sys.stderr.flush()
             sys.stderr.write(self.failure.traceback.rstrip("\n") + "\n")
         self._say(self.failure.lines())
-        if self._stop_reason is not None:
-            self._say([f"  {self._stop_reason}"])
         if self.spec.error_file:
             self.failure.write(self.spec.error_file)
-        if self.link is not None:
-            self.link.tell(self.failure)
         return self.failure.exit_code
+
+    def _finish_for_others(self, reason: str, code: int) -> int:
+        for rank in self.ranks:
+            rank.error.drop()
+        self._release_all()
+        ranks = ", ".join(str(rank.rank) for rank in self.ranks)
+        self._say([f"accelerate launch: {reason}", f"  rank {ranks} on this machine: stopped by the launcher"])
+        return code
 
     def _finish_interrupted(self, number: int) -> int:
         for rank in self.ranks:
             rank.error.drop()
         if all(rank.code == 0 for rank in self.ranks):
             return 0
+        if self.link is not None:
+            host, name = gethostname(), signal.Signals(number).name
+            self.link.failed(f"machine {self.spec.machine_rank} ({host}) was ended by {name}", 128 + number)
         self._say([f"accelerate launch: ended by {signal.Signals(number).name}; all processes are gone"])
         return 128 + number
 

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several machines: launchers meet, disagree, miss one another, and stop together. Two launches here stand for two."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--cpu"]
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """Launch a script once a machine; (code, output, errors) of each. `each` holds a machine's own options."""
+
+    def run(source, each, *options, timeout=60, prefixes=((), ())):
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(source))
+        names = ("ACCELERATE_", "RANK", "WORLD_SIZE", "MASTER_", "OMP_")
+        env = {name: text for name, text in os.environ.items() if not name.startswith(names)}
+        env["HF_HOME"] = str(tmp_path / "home")
+        started = [
+            subprocess.Popen(
+                [*prefix, *COMMAND, *options, *own, str(script)],
+                env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )
+            for own, prefix in zip(each, prefixes, strict=False)
+        ]  # fmt: skip
+        outputs = [process.communicate(timeout=timeout) for process in started]
+        return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
+
+    return run
+
+
+@pytest.fixture
+def meeting():
+    """Options that all machines of a test share."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
+
+
+RANKS = (["--machine_rank", "0"], ["--machine_rank", "1"])
+REPORT = "import os; print(*(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR')))"
+
+
+def test_ranks_count_over_both_machines(machines, meeting):
+    told = machines(REPORT, RANKS, *meeting, "--num_processes", "4")
+    assert [code for code, _, _ in told] == [0, 0], told
+    assert sorted(told[0][1].splitlines()) == ["0 0 4 127.0.0.1", "1 1 4 127.0.0.1"]
+    assert sorted(told[1][1].splitlines()) == ["2 0 4 127.0.0.1", "3 1 4 127.0.0.1"]
+
+
+def test_a_failure_on_one_machine_stops_both(machines, meeting):
+    source = """
+    import os, time
+    if os.environ["RANK"] == "3":
+        raise KeyError("the cause")
+    time.sleep(50)
+    """
+    began = time.monotonic()
+    (code, _, errors), (other_code, _, other_errors) = machines(source, RANKS, *meeting, "--num_processes", "4")
+    assert time.monotonic() - began < 20
+    assert code == other_code == 1
+    assert "rank 3 on" in errors and "KeyError: 'the cause'" in errors and "Traceback" not in errors
+    assert "rank 3 failed: KeyError: 'the cause'" in other_errors and other_errors.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        (["--num_processes", "2"], ["--num_processes", "4"], "started with --num_processes 4, machine 0"),
+        (["--num_processes", "2"], ["--num_processes", "3", "--num_machines", "3"], "started with --num_machines 3"),
+        (*(["--num_processes", "3", "--num_machines", "3"],) * 2, "two machines"),
+    ],
+)  # fmt: skip
+def test_machines_that_disagree_are_told_so_on_each(machines, meeting, first, second, told):
+    each = [[*RANKS[0], *first], [*RANKS[1], *second]]
+    if told == "two machines":
+        each.append(each[1])
+    for code, _, errors in machines(REPORT, each, *meeting, prefixes=((), (), ())):
+        assert code == 2 and told in errors and "Traceback" not in errors
+
+
+def test_a_missing_machine_is_named(machines, meeting):
+    options = [*meeting, "--num_processes", "2", "--rdzv_conf", "join_timeout=1"]
+    for own, told in ((RANKS[0], "machine 1 of 2 did not appear"), (RANKS[1], "machine 0 at 127.0.0.1")):
+        ((code, _, errors),) = machines(REPORT, [own], *options)
+        assert code == 1 and told in errors and "Traceback" not in errors
+    ((code, _, errors),) = machines(REPORT, [RANKS[1]], *options, "--main_process_ip", "no.such.host.invalid")
+    assert code == 2 and "does not resolve" in errors
+
+
+@pytest.fixture
+def namespaces():
+    """Two network namespaces with real addresses, joined by a cable."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and iproute2")
+    tag = uuid.uuid4().hex[:6]
+    names = [f"acc-{tag}-a", f"acc-{tag}-b"]
+    commands = [f"ip netns add {names[0]}", f"ip netns add {names[1]}"]
+    commands += [f"ip link add v{tag}a netns {names[0]} type veth peer name v{tag}b netns {names[1]}"]
+    for name, end, address in ((names[0], "a", "10.77.0.1"), (names[1], "b", "10.77.0.2")):
+        commands += [f"ip -n {name} addr add {address}/24 dev v{tag}{end}", f"ip -n {name} link set v{tag}{end} up"]
+        commands += [f"ip -n {name} link set lo up"]
+    try:
+        for command in commands:
+            done = subprocess.run(command.split(), capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+        yield [("ip", "netns", "exec", name) for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.slow
+def test_two_machines_with_addresses_of_their_own(machines, namespaces):
+    source = """
+    import os, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    print(dist.get_rank(), total.item(), os.environ["GLOO_SOCKET_IFNAME"][-1])
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    options = [
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "2",
+        "--main_process_ip",
+        "10.77.0.1",
+        "--main_process_port",
+        "29500",
+    ]
+    told = machines(source, RANKS, *options, timeout=120, prefixes=namespaces)
+    assert [(code, output.strip()) for code, output, _ in told] == [(0, "0 3.0 a"), (0, "1 3.0 b")], told
