@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text example: its data, a run on a CSV with a model made here, and what it says of wrong input."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+WORDS = ["good", "great", "lovely", "bad", "awful", "poor", "a", "the", "film", "book", "was", "is"]
+
+
+@pytest.fixture
+def text(example):
+    return example("finetune_text")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of a tiny BERT with a word-level tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    vocabulary = {word: index for index, word in enumerate((folder / "vocab.txt").read_text().split("\n"))}
+    transformers.BertTokenizer(vocab=vocabulary).save_pretrained(folder)
+    config = transformers.BertConfig(
+        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def reviews(tmp_path):
+    path = tmp_path / "reviews.csv"
+    lines = ["said,kind"]
+    for thing in ("the film", "a film", "the book", "a book"):
+        for verb in ("was", "is"):
+            lines += [f'"{thing} {verb} {word}",praise' for word in WORDS[:3]] * 2
+            lines += [f'"{thing} {verb} {word}",blame' for word in WORDS[3:6]]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_docstrings_are_real_many_and_even(text):
+    pairs = text.docstrings(each=50)
+    counts = {topic: sum(label == topic for _, label in pairs) for topic in text.TOPICS}
+    assert len({sentence for sentence, _ in pairs}) == len(pairs)
+    assert all(30 <= count <= 50 for count in counts.values()), counts
+    assert pairs == text.docstrings(each=50)
+
+
+def test_the_split_keeps_the_share_of_each_label(text):
+    pairs = [(str(i), "many" if i % 4 else "few") for i in range(80)]
+    train, test = text.split(pairs, 0.25, seed=1)
+    assert sorted(train + test) == sorted(pairs)
+    assert [sum(label == name for _, label in test) for name in ("few", "many")] == [5, 15]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "cannot be read"),
+        ("body,kind\nx,y\n", "has no column 'said': it has body, kind"),
+        ("", "has no column 'said': it has none"),
+        (b"said,kind\n\xff\xfe\x00,y\n", "cannot be read"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_told(text, tmp_path, content, told):
+    path = tmp_path / "file.csv"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit, match=told):
+        text.from_csv(path, "said", "kind")
+
+
+def test_labels_that_cannot_be_learned_are_told(text):
+    with pytest.raises(SystemExit, match="two labels at least"):
+        text.split([("a", "x"), ("b", "x")], 0.5, 0)
+    with pytest.raises(SystemExit, match="the label 'y' has one text"):
+        text.split([("a", "x"), ("b", "x"), ("c", "y")], 0.5, 0)
+
+
+def test_a_folder_that_is_no_model_is_told(text, tmp_path):
+    with pytest.raises(SystemExit, match=r"holds no config\.json"):
+        text.model_folder(tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_on_a_csv_beats_the_commonest_label(script, model, reviews, tmp_path):
+    command = [sys.executable, script("finetune_text"), "--csv", reviews, "--model", model, "--cpu"]
+    command += ["--text_column", "said", "--label_column", "kind", "--output_dir", tmp_path / "out"]
+    command += ["--epochs", 6, "--batch_size", 4, "--lr", 0.01]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "57 to learn, 15 held out, 2 labels" in done.stdout
+    assert "66.7% right" in done.stdout  # always "praise"
+    assert "100.0% right, +33.3% over it" in done.stdout
+    assert json.loads((tmp_path / "out" / "labels.json").read_text()) == ["blame", "praise"]
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert (tmp_path / "out" / "tokenizer.json").is_file()

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The digits example: accuracy on the digits that it was not trained on."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("sklearn")
+
+
+def test_the_split_holds_a_fifth_of_each_class_out(example):
+    train, test = example("train_digits").digits(seed=0)
+    assert (len(train), len(test)) == (1437, 360)
+    images, labels = test.tensors
+    assert images.shape == (360, 1, 8, 8)
+    assert (images.min(), images.max()) == (0, 1)
+    assert (labels.bincount() >= 34).all()
+
+
+@pytest.mark.timeout(300)
+def test_it_reads_held_out_digits(script):
+    command = [sys.executable, script("train_digits"), "--epochs", "8", "--cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1,437 digits, 8 epochs, 360 steps" in done.stdout
+    right, of = re.search(r"\((\d+) of (\d+)\)", done.stdout).groups()
+    assert of == "360"
+    assert int(right) > 0.97 * 360
