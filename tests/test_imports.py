@@ -49,6 +49,9 @@ HEAVY = [
     "transformers",
 ]
 
+# Packages that a module of ours may need as a whole, so that it cannot be imported without them.
+OPTIONAL = ["deepspeed", "torch_xla"]
+
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -95,6 +98,8 @@ for name in {names!r}:
         try:
             importlib.import_module(name)
         except BaseException as error:
+            if isinstance(error, ModuleNotFoundError) and error.name.split(".")[0] in {OPTIONAL!r}:
+                os._exit(0)
             print(f"{{name}}: {{type(error).__name__}}: {{error}}", flush=True)
         os._exit(0)
     os.waitpid(child, 0)
