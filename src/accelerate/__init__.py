@@ -22,6 +22,7 @@ EXPORTS = {
         "init_on_device",
         "load_checkpoint_and_dispatch",
     ],
+    "collectives.batch_size": ["find_executable_batch_size"],
     "collectives.rng": ["synchronize_rng_states"],
     "config.deepspeed": ["DeepSpeedPlugin"],
     "config.fsdp": ["FullyShardedDataParallelPlugin"],
@@ -34,7 +35,6 @@ EXPORTS = {
     ],
     "core.availability": ["is_rich_available"],
     "core.enums": ["DDPCommunicationHookType", "DistributedType"],
-    "core.memory": ["find_executable_batch_size"],
     "data_loader.prepare": ["skip_first_batches"],
     "inference": ["prepare_pippy"],
     "launchers.notebook": ["debug_launcher", "notebook_launcher"],
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         init_on_device,
         load_checkpoint_and_dispatch,
     )
+    from .collectives.batch_size import find_executable_batch_size
     from .collectives.rng import synchronize_rng_states
     from .config.deepspeed import DeepSpeedPlugin
     from .config.fsdp import FullyShardedDataParallelPlugin
@@ -87,7 +88,6 @@ if TYPE_CHECKING:
     )
     from .core.availability import is_rich_available
     from .core.enums import DDPCommunicationHookType, DistributedType
-    from .core.memory import find_executable_batch_size
     from .data_loader.prepare import skip_first_batches
     from .inference import prepare_pippy
     from .launchers.notebook import debug_launcher, notebook_launcher

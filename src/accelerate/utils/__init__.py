@@ -12,14 +12,12 @@ from . import (
     fsdp_utils,
     imports,
     launch,
-    megatron_lm,
     memory,
     modeling,
     offload,
     operations,
     other,
     random,
-    rich,
     torch_xla,
     transformer_engine,
     versions,
@@ -27,8 +25,8 @@ from . import (
 from . import tqdm as _tqdm
 
 _MODULES = (
-    ao, bnb, constants, dataclasses, deepspeed, environment, fsdp_utils, imports, launch, megatron_lm, memory,
-    modeling, offload, operations, other, random, rich, torch_xla, transformer_engine, versions, _tqdm,
+    ao, bnb, constants, dataclasses, deepspeed, environment, fsdp_utils, imports, launch, memory,
+    modeling, offload, operations, other, random, torch_xla, transformer_engine, versions, _tqdm,
 )  # fmt: skip
 
 EXPORTS: dict[str, list[str]] = {
@@ -41,4 +39,4 @@ for _module in _MODULES:
 
 # `accelerate.utils.tqdm` is the function: the module of that name must not stand in its way.
 del globals()["tqdm"]
-__getattr__, __dir__, __all__ = attach(__name__, EXPORTS)
+__getattr__, __dir__, __all__ = attach(__name__, EXPORTS, ["megatron_lm", "rich"])

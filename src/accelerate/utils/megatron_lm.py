@@ -4,7 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "data_loader.prepare": ["prepare_data_loader"],
+    "parallel.megatron": ["prepare_data_loader"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -4,7 +4,8 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "core.memory": ["clear_device_cache", "find_executable_batch_size", "release_memory", "should_reduce_batch_size"],
+    "collectives.batch_size": ["find_executable_batch_size"],
+    "core.memory": ["clear_device_cache", "release_memory", "should_reduce_batch_size"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)
