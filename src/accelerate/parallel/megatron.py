@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def prepare_data_loader(accelerator: Any, dataloader: DataLoader[Any]) -> DataLoader[Any]:
-    """The loader, prepared for the layout of the run: ranks that hold parts of one model replica read the same samples.
+    """The loader, prepared for the layout of the run: ranks that share one model replica read the same samples.
 
     Megatron-LM needed a loader of its own kind for that; here it is what `accelerator.prepare` does with any loader.
     """
