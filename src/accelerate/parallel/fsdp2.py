@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from ..core.errors import ConfigurationError, PrepareError
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime import group, mesh
-from . import fsdp_state, materialize, norms
+from . import fsdp_state, materialize, norms, tensor
 from .activation import checkpoint_activations
 from .base import Bundle, Strategy
 from .remap import ParameterPlaces, Replacements
@@ -44,6 +45,7 @@ class FullyShardedDataParallel(Strategy):
         precision: Precision,
         plugin: FullyShardedDataParallelPlugin,
         parallelism: ParallelismConfig | None = None,
+        tensor_plan: tensor.Plan | None = None,
     ) -> None:
         super().__init__(device, precision)
         if plugin.fsdp_version != 2:
@@ -59,6 +61,7 @@ class FullyShardedDataParallel(Strategy):
         self.shards = mesh.fsdp_mesh(self.layout, self.mesh, device)
         # Ranks that hold the same parameters before sharding, and average gradients after it.
         self.copies = mesh.group_of(self.mesh, "dp_cp")
+        self.tensor_plan = tensor_plan
         self.replacements = Replacements()
         self._deferred: set[int] = set()
         self._whole: dict[int, list[nn.Parameter]] = {}
@@ -85,7 +88,10 @@ class FullyShardedDataParallel(Strategy):
         if isinstance(model, FSDPModule):
             return model
         places = ParameterPlaces(model)
-        shard_model(model, self.plugin, self.shards, self.device, self.copies)
+        split = None
+        if self.layout.tp_enabled and self.mesh is not None:
+            split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], plan=self.tensor_plan)
+        shard_model(model, self.plugin, self.shards, self.device, split=split)
         self.replacements.add(places.replaced())
         whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
         self._whole[id(model)] = [parameter for parameter in whole if parameter.requires_grad]
@@ -148,43 +154,65 @@ def shard_model(
     plugin: FullyShardedDataParallelPlugin,
     shards: DeviceMesh,
     device: torch.device,
-    copies: dist.ProcessGroup | None = None,
+    ranks: dist.ProcessGroup | None = None,
+    split: Callable[[nn.Module], Any] | None = None,
 ) -> nn.Module:
     """Shard a model in place over `shards`: one dimension, or (copies, shards).
 
-    `copies` are the ranks whose weights have to be equal before sharding (None: all). Where the weights are on its
-    first rank only (`cpu_ram_efficient_loading`, or the others built the model without storage) they are spread from
-    there one tensor at a time; where no rank has them, each module is initialised alone.
+    `ranks` are those that hold the same model before this (None: all): they get the weights of the first of them.
+    Where only that one has them (`cpu_ram_efficient_loading`, or the others built the model without storage) they are
+    spread one tensor at a time; where no rank has them, each module is initialised alone. `split` is applied first
+    (tensor parallelism).
     """
     options = copy.copy(plugin)
     options.set_auto_wrap_policy(model)
-    whole = {parameter for part in find_modules(model, plugin.ignored_modules) for parameter in part.parameters()}
-    units = select_units(model, options.auto_wrap_policy, whole)  # type: ignore[arg-type]
-    if plugin.activation_checkpointing:
-        units = checkpoint_activations(model, units, device, bool(plugin.activation_checkpointing_offload))
+    ignored = {parameter for part in find_modules(model, plugin.ignored_modules) for parameter in part.parameters()}
+    units = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
+    whole = _Names(model, ignored)
     _upcast(model, plugin)
-    on_cpu = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-    home = torch.device("cpu") if on_cpu else device
+    home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else device
 
-    meta = materialize.gather_flags(materialize.where_meta(model) is not None, device, copies)
+    def shard(equal: bool) -> None:
+        modules = units
+        if split is not None:
+            split(model)
+        if plugin.activation_checkpointing:
+            modules = checkpoint_activations(model, units, device, bool(plugin.activation_checkpointing_offload))
+        for unit in [*modules, model]:
+            if equal:
+                materialize.make_equal(_not_sharded_yet(unit), device, ranks)
+            _shard_unit(unit, unit is model, plugin, shards, whole.find(model))
+
+    meta = materialize.gather_flags(materialize.where_meta(model) is not None, device, ranks)
     if not any(meta) and not plugin.cpu_ram_efficient_loading:
-        for unit in [*units, model]:
-            materialize.make_equal(_not_sharded_yet(unit), device, copies)
-            _shard_unit(unit, unit is model, plugin, shards, whole)
+        if split is not None:
+            # What is split is cut from equal weights, so these come first, and whole.
+            materialize.make_equal(_not_sharded_yet(model), device, ranks)
+        shard(equal=split is None)
         return model
-    full = dict(materialize.named_tensors(model)) if dist.get_rank(copies) == 0 and not meta[0] else {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    ignored_names = {names[id(parameter)] for parameter in whole}
+    full = dict(materialize.named_tensors(model)) if dist.get_rank(ranks) == 0 and not meta[0] else {}
     materialize.to_meta(model)
-    whole = {parameter for name, parameter in model.named_parameters() if name in ignored_names}
-    for unit in [*units, model]:
-        _shard_unit(unit, unit is model, plugin, shards, whole)
+    shard(equal=False)
     materialize.allocate(model, device, home)
     if meta[0]:
-        materialize.initialise(model, device, copies, plugin.param_init_fn)
+        materialize.initialise(model, device, ranks, plugin.param_init_fn)
     else:
-        materialize.spread(full, materialize.named_tensors(model), device, copies)
+        materialize.spread(full, materialize.named_tensors(model), device, ranks)
     return model
+
+
+class _Names:
+    """Parameters remembered by name, while the objects are replaced."""
+
+    def __init__(self, model: nn.Module, parameters: set[nn.Parameter]) -> None:
+        chosen = {id(parameter) for parameter in parameters}
+        self.names = {name for name, tensor in materialize.named_tensors(model) if id(tensor) in chosen}
+
+    def find(self, model: nn.Module) -> set[nn.Parameter]:
+        if not self.names:
+            return set()
+        named = ((materialize.canonical_name(name), parameter) for name, parameter in model.named_parameters())
+        return {parameter for name, parameter in named if name in self.names}
 
 
 def _not_sharded_yet(unit: nn.Module) -> list[torch.Tensor]:
@@ -257,8 +285,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
         layout = mesh.all_sharded(dist.get_world_size())
         whole_mesh = mesh.build_mesh(layout, dist.get_world_size(), accelerator.device.type)
     shards = mesh.fsdp_mesh(layout, whole_mesh, accelerator.device)
-    copies = mesh.group_of(whole_mesh, "dp_cp")
-    return shard_model(model, accelerator.state.fsdp_plugin, shards, accelerator.device, copies)
+    return shard_model(model, accelerator.state.fsdp_plugin, shards, accelerator.device)
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:

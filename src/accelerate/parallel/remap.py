@@ -30,6 +30,13 @@ class ParameterPlaces:
         now = [(former, module._parameters[name]) for module, name, former in self._places]
         return [(former, present) for former, present in now if present is not None and present is not former]
 
+    def shared(self) -> list[list[tuple[nn.Module, str]]]:
+        """The places of each parameter that stood in several."""
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module, name, former in self._places:
+            places.setdefault(id(former), []).append((module, name))
+        return [found for found in places.values() if len(found) > 1]
+
 
 class Replacements:
     """All replacements of a run. A former parameter is held weakly: nobody needs its memory but its optimizer."""

@@ -59,7 +59,7 @@ def fsdp_mesh(config: ParallelismConfig, mesh: DeviceMesh | None, device: torch.
 
         return init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard_cp",))
     if not config.dp_replicate_enabled:
-        found = _flattened(mesh, "dp_shard_cp")
+        found = _flattened(mesh, "dp_shard_cp" if config.cp_enabled else "dp_shard")
         if found is None:
             raise ConfigurationError(
                 f"{describe(config)}: FSDP has nothing to shard over. Give dp_shard_size (or cp_size) above 1."
