@@ -605,7 +605,7 @@ class Accelerator(ProcessControl, RunServices):
 
 
 class _Window:
-    """One batch of an accumulation window: counts it, and keeps its backward from communicating if it is not the last."""
+    """One batch of an accumulation window: counts it, and keeps its backward silent where it is not the last."""
 
     __slots__ = ("accelerator", "contexts", "models")
 

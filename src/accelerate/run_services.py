@@ -96,7 +96,7 @@ class RunServices:
         layout: str = "native",
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Save models, optimizers, schedulers, loaders' positions, generators and registered objects; returns the folder.
+        """Save models, optimizers, schedulers, loaders, generators and registered objects; returns the folder.
 
         Every process calls it. The folder appears whole or not at all. With automatic naming the folder is
         `<project_dir>/checkpoints/checkpoint_<iteration>`.
@@ -227,7 +227,7 @@ class RunServices:
         return _register(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> HookHandle:
-        """`hook(models, input_dir)` is called before `load_state` loads; models taken out of the list are not loaded."""
+        """`hook(models, input_dir)` is called before `load_state` loads; models it takes out are not loaded."""
         return _register(self._load_hooks, hook)
 
     def save_model(

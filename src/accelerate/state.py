@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared views of a run: PartialState (processes), AcceleratorState (its options), GradientState (accumulation)."""
+"""The shared views of a run: PartialState (processes), AcceleratorState (options), GradientState (accumulation)."""
 
 from __future__ import annotations
 
@@ -316,8 +316,9 @@ class AcceleratorState:
             )
         if mixed_precision is not None and mixed_precision != self.__dict__["_mixed_precision"]:
             raise ConfigurationError(
-                f"AcceleratorState has been made with mixed_precision={self.__dict__['_mixed_precision']!r} already and "
-                f"cannot become {mixed_precision!r}: pass it to the first Accelerator() of the process, or start a new one"
+                f"AcceleratorState has been made with mixed_precision={self.__dict__['_mixed_precision']!r} already "
+                f"and cannot become {mixed_precision!r}: pass it to the first Accelerator() of the process, or start "
+                "a new one"
             )
 
     def __repr__(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names a value may take: kinds of run, precisions, backends, trackers. No torch here: the command line reads it."""
+"""The names a value may take: kinds of run, precisions, backends, trackers. No torch: the command line reads it."""
 
 from __future__ import annotations
 

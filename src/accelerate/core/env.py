@@ -169,7 +169,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    """`NAME=value` lines for an environment file; names or values that could break a line are refused with a warning."""
+    """`NAME=value` lines for an environment file; what could break a line is left out with a warning."""
     import warnings
 
     lines = []

@@ -136,13 +136,12 @@ def send_to_device(
     """
     if isinstance(tensor, torch.Tensor):
         return tensor.to(device, non_blocking=non_blocking)
-    if hasattr(tensor, "to") and callable(tensor.to):
-        # BatchEncoding-like containers move themselves, when nothing has to stay behind.
-        if not (isinstance(tensor, Mapping) and skip_keys):
-            try:
-                return tensor.to(device, non_blocking=non_blocking)
-            except TypeError:
-                return tensor.to(device)
+    # BatchEncoding-like containers move themselves, when nothing has to stay behind.
+    if callable(getattr(tensor, "to", None)) and not (isinstance(tensor, Mapping) and skip_keys):
+        try:
+            return tensor.to(device, non_blocking=non_blocking)
+        except TypeError:
+            return tensor.to(device)
     if isinstance(tensor, (list, tuple)):
         return honor_type(tensor, (send_to_device(value, device, non_blocking, skip_keys) for value in tensor))
     if isinstance(tensor, Mapping):

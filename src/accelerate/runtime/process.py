@@ -66,7 +66,8 @@ def _length(inputs: Any) -> int:
         return len(inputs)
     except TypeError:
         raise TypeError(
-            f"split_between_processes takes a list, tuple, tensor, dataset or a dict of them, not {type(inputs).__name__}"
+            "split_between_processes takes a list, tuple, tensor, dataset or a dict of them, "
+            f"not {type(inputs).__name__}"
         ) from None
 
 
