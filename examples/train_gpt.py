@@ -373,6 +373,7 @@ def main() -> None:
             total_limit=2,
         ),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        exact=True,  # each window counts once an epoch, whatever does not divide
         step_scheduler_with_optimizer=False,  # the schedule counts optimizer steps, whatever the number of processes
     )
     if not args.resume and accelerator.is_main_process:
