@@ -83,6 +83,8 @@ class DataLoaderAdapter:
         # Reached only for what is not here. Without a base (while a copy is being made) nothing is.
         if name == "base_dataloader":
             raise AttributeError(name)
+        if name == "total_batch_size":
+            raise AttributeError("total_batch_size: the batches of this loader have no fixed size")
         return getattr(self.base_dataloader, name)
 
     @property  # type: ignore[misc]

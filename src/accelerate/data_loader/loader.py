@@ -192,7 +192,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Samples in a step over all shards. AttributeError where batches have no fixed size."""
         size = self.plan().global_batch
         if size is None:
-            raise AttributeError("total_batch_size: the batches of this loader have no fixed size")
+            raise AttributeError  # `__getattr__` says why
         return size
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -95,20 +95,24 @@ class Order:
         self.redraw = True
         self.seeds_workers = states["seeds_workers"]
 
-    def open(self, stream: Iterable[Any], generator: torch.Generator | None, twice: bool = False) -> Iterator[Any]:
-        """An iterator over `stream`, which draws its order.
+    def open(
+        self, start: Callable[[], Iterator[Any]], generator: torch.Generator | None, twice: bool = False
+    ) -> Iterator[Any]:
+        """The iterator that `start` makes, which draws the order.
 
         `twice`: torch's iterator with workers asks its sampler for an iterator a second time after it has drawn
         their seed; a redrawn order does the same.
         """
-        return self._drawn_again(stream, generator, twice) if self.redraw else iter(stream)
+        return self._drawn_again(start, generator, twice) if self.redraw else start()
 
-    def _drawn_again(self, stream: Iterable[Any], generator: torch.Generator | None, twice: bool) -> Iterator[Any]:
+    def _drawn_again(
+        self, start: Callable[[], Iterator[Any]], generator: torch.Generator | None, twice: bool
+    ) -> Iterator[Any]:
         with self.applied():
-            found = iter(stream)
+            found = start()
             if self.seeds_workers:
                 draw_worker_seed(generator)
-                found = iter(stream) if twice else found
+                found = start() if twice else found
             # Samplers draw when they are first asked for an index.
             first = list(_one(found))
         yield from first

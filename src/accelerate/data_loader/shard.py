@@ -58,7 +58,7 @@ class BatchSamplerShard(BatchSampler):
 
     def __iter__(self) -> Iterator[Any]:
         plan = self.plan()
-        return (indices for indices, _, _ in plan.steps(iter(plan.stream)))
+        return (indices for indices, _, _ in plan.steps(plan.open()))
 
     def plan(self) -> Plan:
         """The order that these batches come from and this shard's cut of it, as the attributes now say."""

@@ -118,7 +118,7 @@ class Source:
         loader: Any = self.loader
         if start.inner is not None:
             loader.dataset.load_state_dict(start.inner[0])
-        stream = order.open(plan.stream, loader.generator)
+        stream = order.open(plan.open, loader.generator)
         if not order.redraw:
             draw_worker_seed(loader.generator)
         fetch = finished(loader, map_fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None))
@@ -134,8 +134,11 @@ class Source:
         fetch = finished(loader, loader.collate_fn)
         if start.inner is not None or tells_state(loader):
             return _streamed_with_state(loader, plan, start, fetch)
-        # A generator's body runs when it is first asked: torch draws the workers' seed before a stream is opened.
-        stream = order.open(_later(loader.dataset), loader.generator) if order.redraw else open_stream(loader.dataset)
+        if order.redraw:
+            # Torch draws the workers' seed before it opens a stream.
+            stream = order.open(lambda: _later(loader.dataset), loader.generator)
+        else:
+            stream = open_stream(loader.dataset)
         steps = plan.read(stream, start.consumed)
         return ((fetch(items), counts, position, last) for items, counts, position, last in steps)
 

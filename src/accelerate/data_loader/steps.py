@@ -32,13 +32,13 @@ class Cut:
     shards: int = 1
     index: int = 0
     split: bool = False
-    even: bool = True
+    even: bool = False
     exact: bool = False
 
     @property
     def repeats(self) -> bool:
-        """Whether an incomplete last step is completed. One shard reads what there is, as a plain loop does."""
-        return self.even and not self.exact and self.shards > 1
+        """Whether an incomplete last step is completed."""
+        return self.even and not self.exact
 
 
 @dataclass(slots=True)
@@ -77,6 +77,10 @@ class Plan:
         """Samples in a full global step, where that is a fixed number."""
         return None if self.size is None else self.size * (1 if self.cut.split else self.cut.shards)
 
+    def open(self) -> Iterator[Any]:
+        """An iterator over the stream. As in torch, a sampler of single samples starts when it is first asked."""
+        return itertools.chain.from_iterable([self.stream]) if self.of_samples else iter(self.stream)
+
     def read(self, stream: Iterator[Any], start: int = 0) -> Iterator[MarkedStep]:
         """The steps of this shard from position `start` of `stream` on, with one look ahead."""
         return mark_last(self.steps(stream, start))
@@ -86,7 +90,7 @@ class Plan:
         start = max(start, self.skip)
         if self.of_samples:
             return sample_steps(stream, self.stride, self.cut, self.drop_last, start)
-        if self.cut.shards == 1:
+        if self.cut.shards == 1 and not self.cut.repeats:
             return whole_steps(stream, start, self.counted)
         if self.cut.split:
             return split_steps(stream, self.size, self.cut, self.drop_last, start)

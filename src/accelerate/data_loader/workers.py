@@ -57,7 +57,7 @@ class Meter(Sampler):
         log: deque[tuple[Any, int, bool]] = deque()
         self.log = log
         self.asked = True
-        stream = self.order.open(self.plan.stream, self.loader.generator, twice=self.loader.num_workers > 0)
+        stream = self.order.open(self.plan.open, self.loader.generator, twice=self.loader.num_workers > 0)
         return _noted(self.plan.read(stream), log)
 
 
@@ -149,6 +149,7 @@ class WorkerStart:
         assert info is not None
         turned = (info.id + info.dataset.turn) % info.num_workers  # type: ignore[attr-defined]
         # Past the guard of torch's object, which is there for users.
-        info.__dict__.update(id=turned, dataset=unwrapped(info.dataset))
+        object.__setattr__(info, "dataset", unwrapped(info.dataset))
+        object.__setattr__(info, "id", turned)
         if self.user_function is not None:
             self.user_function(turned)

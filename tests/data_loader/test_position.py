@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The position of a loader: saved after any batch, resumed on any number of shards, reading only what is left."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from loaders import (
+    EagerBatches,
+    EagerOrder,
+    Ids,
+    Numbers,
+    PythonShuffle,
+    StatefulNumbers,
+    ids,
+    keep_states,
+    seed,
+    states,
+)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+
+from accelerate.core.errors import CheckpointError
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+
+LENGTH = 23
+
+
+def as_saved(value: Any) -> Any:
+    """Through JSON and back, byte tensors as lists: what a checkpoint does."""
+
+    def listed(part):
+        if isinstance(part, torch.Tensor):
+            assert part.dtype == torch.uint8
+            return {"bytes": part.tolist()}
+        if isinstance(part, dict):
+            assert all(isinstance(key, str) for key in part)
+            return {key: listed(inner) for key, inner in part.items()}
+        return [listed(inner) for inner in part] if isinstance(part, list) else part
+
+    def back(part):
+        if isinstance(part, dict):
+            if part.keys() == {"bytes"}:
+                return torch.tensor(part["bytes"], dtype=torch.uint8)
+            return {key: back(inner) for key, inner in part.items()}
+        return [back(inner) for inner in part] if isinstance(part, list) else part
+
+    return back(json.loads(json.dumps(listed(value))))
+
+
+LOADERS = {
+    "sequential": lambda: DataLoader(Ids(LENGTH), batch_size=2),
+    "shuffled": lambda: DataLoader(Ids(LENGTH), batch_size=2, shuffle=True),
+    "drop_last": lambda: DataLoader(Ids(LENGTH), batch_size=2, shuffle=True, drop_last=True),
+    "generator": lambda: DataLoader(
+        Ids(LENGTH), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "replacement": lambda: DataLoader(
+        Ids(LENGTH), batch_size=2, sampler=RandomSampler(range(LENGTH), replacement=True, num_samples=40)
+    ),
+    "weighted": lambda: DataLoader(Ids(LENGTH), batch_size=2, sampler=WeightedRandomSampler([1.0] * LENGTH, 19)),
+    "python's": lambda: DataLoader(Ids(LENGTH), batch_size=2, sampler=PythonShuffle(LENGTH)),
+    "drawn when iterated": lambda: DataLoader(Ids(LENGTH), batch_size=2, sampler=EagerOrder(LENGTH)),
+    "own batches": lambda: DataLoader(Ids(LENGTH), batch_sampler=EagerBatches(LENGTH)),
+    "workers": lambda: DataLoader(Ids(LENGTH), batch_size=2, shuffle=True, num_workers=2),
+    "persistent": lambda: DataLoader(Ids(LENGTH), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True),
+    "stream": lambda: DataLoader(Numbers(LENGTH), batch_size=2),
+    "shuffled stream": lambda: DataLoader(Numbers(LENGTH, shuffled=True), batch_size=2),
+    "stream with workers": lambda: DataLoader(Numbers(LENGTH), batch_size=2, num_workers=2),
+    "no batches": lambda: DataLoader(Ids(LENGTH), batch_size=None, shuffle=True),
+}
+
+
+def single(name, **options):
+    return prepare_data_loader(LOADERS[name](), num_processes=1, process_index=0, **options)
+
+
+def batch_ids(batch):
+    found = ids(batch)
+    return found if isinstance(found, list) else [found]
+
+
+def run(loader, epochs):
+    return [[batch_ids(batch) for batch in loader] for _ in range(epochs)]
+
+
+SEEDABLE = ("shuffled", "generator", "workers", "persistent")
+
+
+@pytest.mark.parametrize(
+    ("name", "seedable"), [*((name, False) for name in LOADERS), *((name, True) for name in SEEDABLE)]
+)
+def test_a_resumed_run_goes_on_like_one_that_never_stopped(name, seedable):
+    options = {"use_seedable_sampler": True} if seedable else {}
+    seed(11)
+    wanted = run(single(name, **options), 3)
+    points = (1, 4, len(wanted[1]))
+    for point in points:
+        seed(11)
+        loader = single(name, **options)
+        run(loader, 1)
+        passing = iter(loader)
+        for _ in range(point):
+            next(passing)
+        saved, put_back = as_saved(loader.state_dict()), keep_states()
+        generators = states()
+        del passing
+        # Another process, with other random numbers until the saved ones are put back.
+        seed(99)
+        resumed = single(name, **options)
+        resumed.load_state_dict(saved)
+        put_back()
+        assert resumed.iteration == 1
+        assert run(resumed, 1) == [wanted[1][point:]], point
+        # The global generators are where they were: the rest of the epoch drew no order.
+        assert states() == generators
+        if name != "persistent":
+            assert run(resumed, 1) == [wanted[2]], point
+
+
+@pytest.mark.parametrize("name", ["sequential", "shuffled", "generator", "own batches", "workers"])
+def test_no_sample_is_read_to_be_thrown_away(name):
+    loader = single(name)
+    passing = iter(loader)
+    for _ in range(4):
+        next(passing)
+    saved = loader.state_dict()
+    resumed = single(name)
+    resumed.load_state_dict(saved)
+    left = [sample for batch in resumed for sample in ids(batch)]
+    if name != "workers":
+        assert resumed.dataset.read == left
+
+
+@pytest.mark.parametrize("name", ["sequential", "shuffled", "generator", "own batches", "stream"])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3), (3, 2)])
+def test_another_number_of_shards_reads_exactly_what_is_left(name, before, after):
+    def build(count, index):
+        return prepare_data_loader(LOADERS[name](), num_processes=count, process_index=index, exact=True)
+
+    def real(loader, batch):
+        index = loader.plan().cut.index
+        return ids(batch)[: loader.batch_counts[index]] if loader.batch_counts else ids(batch)
+
+    seen, saved = [], []
+    for index in range(before):
+        seed(4)
+        loader = build(before, index)
+        passing = iter(loader)
+        for _ in range(3):
+            seen += real(loader, next(passing))
+        saved.append(loader.state_dict())
+    assert len({state["consumed"] for state in saved}) == 1
+    rest = []
+    for index in range(after):
+        seed(77 + index)
+        loader = build(after, index)
+        loader.load_state_dict(as_saved(saved[0]))
+        counted = [(real(loader, batch), loader.batch_counts) for batch in loader]
+        rest += [sample for samples, _ in counted for sample in samples]
+    assert sorted(seen + rest) == list(range(LENGTH))
+    assert {loader.iteration} == {1}
+
+
+def test_even_shards_are_completed_from_the_start_of_the_epoch_after_a_resume():
+    loader = prepare_data_loader(DataLoader(Ids(9), batch_size=1), num_processes=2, process_index=0)
+    passing = iter(loader)
+    next(passing)
+    next(passing)
+    found = []
+    for index in range(3):
+        resumed = prepare_data_loader(DataLoader(Ids(9), batch_size=1), num_processes=3, process_index=index)
+        resumed.load_state_dict(loader.state_dict())
+        found.append([ids(batch) for batch in resumed])
+        assert resumed.remainder == 2
+    assert found == [[[4], [7]], [[5], [8]], [[6], [0]]]
+
+
+def test_between_epochs_a_generator_goes_on():
+    wanted = run(single("generator"), 2)
+    loader = single("generator")
+    run(loader, 1)
+    saved = as_saved(loader.state_dict())
+    assert (saved["epoch"], saved["consumed"]) == (1, 0) and "order" not in saved
+    fresh = single("generator")
+    fresh.load_state_dict(saved)
+    assert run(fresh, 1) == [wanted[1]] and fresh.iteration == 2
+
+
+def test_a_seedable_samplers_seed_is_part_of_the_position():
+    seed(1)
+    loader = single("shuffled", use_seedable_sampler=True)
+    wanted = run(loader, 2)
+    seed(1)
+    loader = single("shuffled", use_seedable_sampler=True)
+    run(loader, 1)
+    saved = loader.state_dict()
+    seed(2)
+    fresh = single("shuffled", use_seedable_sampler=True)
+    fresh.load_state_dict(saved)
+    assert run(fresh, 1) == [wanted[1]]
+
+
+def test_the_state_counts_what_was_handed_out():
+    loader = single("sequential")
+    assert loader.state_dict()["consumed"] == 0
+    consumed = [loader.state_dict()["consumed"] for _ in loader]
+    assert consumed == [*range(2, LENGTH, 2), LENGTH]
+    assert (loader.state_dict()["consumed"], loader.state_dict()["epoch"]) == (0, 1)
+    for _ in loader:
+        break
+    assert (loader.state_dict()["consumed"], loader.state_dict()["epoch"]) == (2, 1)
+    saved = loader.state_dict()
+    fresh = single("sequential")
+    fresh.load_state_dict(saved)
+    assert fresh.state_dict()["consumed"] == 2, "a position that was loaded is told until it is used"
+    skipped = skip_first_batches(fresh, 3)
+    next(iter(skipped))
+    assert skipped.state_dict()["consumed"] == 8
+
+
+def test_after_the_last_batch_nothing_is_left_of_the_epoch():
+    loader = single("sequential")
+    for _ in loader:
+        saved = loader.state_dict()
+    fresh = single("sequential")
+    fresh.load_state_dict(saved)
+    assert run(fresh, 2) == [[], run(single("sequential"), 1)[0]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_dataset_that_keeps_its_position_goes_on_by_itself(workers, shards):
+    pytest.importorskip("torchdata")
+
+    def build(dataset):
+        return prepare_data_loader(
+            DataLoader(dataset, batch_size=2, num_workers=workers),
+            num_processes=shards,
+            process_index=0,
+            use_stateful_dataloader=True,
+        )
+
+    wanted = run(build(StatefulNumbers(30)), 2)
+    for point in (1, 3, 4):
+        loader = build(StatefulNumbers(30))
+        passing = iter(loader)
+        for _ in range(point):
+            next(passing)
+        saved = as_saved(loader.state_dict())
+        del passing
+        dataset = StatefulNumbers(30)
+        resumed = build(dataset)
+        resumed.load_state_dict(saved)
+        whole = point + len(run(resumed, 1)[0]) == len(wanted[0])
+        assert whole
+        resumed.load_state_dict(saved)
+        dataset.read = 0
+        assert run(resumed, 1) == [wanted[0][point:]]
+        if not workers:
+            assert dataset.read == 30 - 2 * shards * point, "what was read before is not read again"
+        assert run(resumed, 1) == [wanted[1]]
+
+
+class Counting(Ids):
+    """A map-style dataset with a state of its own: how often it was asked."""
+
+    asked = 0
+
+    def __getitem__(self, index):
+        self.asked += 1
+        return {**super().__getitem__(index), "asked": self.asked}
+
+    def state_dict(self):
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state):
+        self.asked = state["asked"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_map_style_dataset_with_a_state(workers):
+    pytest.importorskip("torchdata")
+
+    def build():
+        raw = DataLoader(Counting(10), batch_size=2, num_workers=workers)
+        return prepare_data_loader(raw, num_processes=1, process_index=0, use_stateful_dataloader=True)
+
+    def asked(batches):
+        return [batch["asked"].tolist() for batch in batches]
+
+    wanted = asked(build())
+    loader = build()
+    passing = iter(loader)
+    next(passing)
+    next(passing)
+    resumed = build()
+    resumed.load_state_dict(as_saved(loader.state_dict()))
+    assert asked(resumed) == wanted[2:]
+
+
+def test_a_state_that_does_not_fit_is_refused():
+    loader = single("sequential")
+    next(iter(loader))
+    saved = loader.state_dict()
+    with pytest.raises(CheckpointError, match="counts samples of the epoch and this loader batches"):
+        single("own batches").load_state_dict(saved)
+    with pytest.raises(CheckpointError, match="over 23 samples, and this loader has 9"):
+        prepare_data_loader(DataLoader(Ids(9), batch_size=2), num_processes=1, process_index=0).load_state_dict(saved)
+    with pytest.raises(CheckpointError, match="not the state of a prepared data loader"):
+        loader.load_state_dict({"epoch": 1})
+    with pytest.raises(CheckpointError, match="format 99"):
+        loader.load_state_dict({**saved, "format": 99})
+    stream = single("stream with workers")
+    next(iter(stream))
+    with pytest.raises(CheckpointError, match=r"2 worker\(s\).*set num_workers=2"):
+        single("stream").load_state_dict(stream.state_dict())
+
+
+def test_random_numbers_of_the_process_are_left_alone_by_a_resume():
+    for name in ("shuffled", "python's", "own batches", "drawn when iterated"):
+        loader = single(name)
+        next(iter(loader))
+        fresh = single(name)
+        fresh.load_state_dict(loader.state_dict())
+        seed(8)
+        before = states()
+        assert run(fresh, 1)
+        assert states() == before
+
+
+def test_batch_samplers_of_torch_count_samples_whatever_they_are_given_as():
+    batches = BatchSampler(SequentialSampler(range(9)), 2, False)
+    loader = prepare_data_loader(
+        DataLoader(torch.arange(9), batch_size=None, sampler=batches), num_processes=1, process_index=0
+    )
+    passing = iter(loader)
+    next(passing)
+    assert (loader.state_dict()["unit"], loader.state_dict()["consumed"]) == ("samples", 2)
