@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import uuid
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from .checkpointing.loading import LoadReport, load_newest, load_run
 from .checkpointing.loading import resume as resume_run
 from .checkpointing.saving import Options, save_run
 from .checkpointing.session import ModelPart, OptimizerPart, RunState, check_custom
+from .checkpointing.sharded import FullyShardedState
 from .checkpointing.weights import save, save_model
 from .checkpointing.writer import Writer
 from .config.training import ProfileKwargs, ProjectConfiguration
@@ -70,6 +72,7 @@ class RunServices:
         self._save_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
         self._load_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
         self._writer: Writer | None = None
+        self._shards: FullyShardedState | None = None
 
     # -- folders
 
@@ -201,7 +204,7 @@ class RunServices:
         """References to all that a checkpoint holds."""
         return RunState(
             models=[self._model_part(model) for model in self._models],
-            optimizers=[OptimizerPart(optimizer) for optimizer in self._optimizers],
+            optimizers=[self._optimizer_part(optimizer) for optimizer in self._optimizers],
             schedulers=list(self._schedulers),
             dataloaders=list(self._dataloaders),
             scaler=self.scaler,  # type: ignore[attr-defined]
@@ -209,13 +212,48 @@ class RunServices:
             progress={"accumulation_step": self.step, "iteration": self.save_iteration},
             save_hooks=list(self._save_hooks.values()),
             load_hooks=list(self._load_hooks.values()),
-            sharded=self.strategy.sharded_state(self._models, self._optimizers),
+            sharded=self._sharded_state(),
         )
 
     def _model_part(self, model: torch.nn.Module) -> ModelPart:
-        return ModelPart(
-            model, inner=self.unwrap_model(model, keep_torch_compile=False), sharded=self.strategy.is_sharded
-        )  # type: ignore[attr-defined]
+        strategy: Any = self.strategy
+        part = ModelPart(model, inner=self.unwrap_model(model, keep_torch_compile=False), sharded=strategy.is_sharded)  # type: ignore[attr-defined]
+        if strategy.holds_parts and not strategy.is_sharded:
+            part.state_dict = functools.partial(strategy.state_dict, model)
+            part.load_state_dict = functools.partial(strategy.load_state_dict, model)
+        return part
+
+    def _optimizer_part(self, optimizer: AcceleratedOptimizer) -> OptimizerPart:
+        strategy: Any = self.strategy
+        part = OptimizerPart(optimizer, sharded=strategy.is_sharded)
+        if strategy.holds_parts and not strategy.is_sharded:
+            model = self._trained_by(optimizer)
+            part.state_dict = functools.partial(strategy.optimizer_state_dict, model, optimizer)
+            part.load_state_dict = functools.partial(strategy.load_optimizer_state_dict, model, optimizer)
+        return part
+
+    def _sharded_state(self) -> FullyShardedState | None:
+        """How what no process holds whole is saved, each process its parts."""
+        if not self.strategy.is_sharded:
+            return None
+        models = [(index, self.strategy.unwrap(model)) for index, model in enumerate(self._models)]
+        optimizers = [
+            (index, self.strategy.unwrap(self._trained_by(optimizer)), optimizer.optimizer)
+            for index, optimizer in enumerate(self._optimizers)
+        ]
+        if self._shards is None:
+            self._shards = FullyShardedState(models, optimizers)
+        # One object for the run: it owns the group on which it writes in the background.
+        self._shards.models, self._shards.optimizers = models, optimizers
+        return self._shards
+
+    def _trained_by(self, optimizer: AcceleratedOptimizer) -> torch.nn.Module:
+        """The prepared model whose parameters an optimizer holds."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self._models:
+            if any(id(parameter) in held for parameter in model.parameters()):
+                return model
+        raise CheckpointError(f"{type(optimizer.optimizer).__name__} holds parameters of no prepared model")
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Objects with `state_dict` and `load_state_dict` that `save_state` and `load_state` shall include."""

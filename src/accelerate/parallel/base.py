@@ -32,6 +32,8 @@ class Strategy:
     name = "single process"
     # Whether no process holds a whole model: its state is then written and read in parts by `sharded_state`.
     is_sharded = False
+    # Whether a process holds parts of models only: taking a whole state is then everybody's work.
+    holds_parts = False
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
         self.device = device

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,26 +16,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from ..config.fsdp import FullyShardedDataParallelPlugin
-from ..core.devices import kind_of
-from ..core.errors import ConfigurationError, PrepareError
+from ..core.errors import ConfigurationError
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
-from ..runtime import group, mesh
-from . import fsdp_state, materialize, norms, tensor
+from ..runtime import mesh
+from . import fsdp_state, materialize, tensor
 from .activation import checkpoint_activations
-from .base import Bundle, Strategy
-from .remap import ParameterPlaces, Replacements
+from .remap import switch_parameters
+from .sharded import ShardedStrategy
 from .units import find_modules, select_units
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class FullyShardedDataParallel(Strategy):
-    """Each rank keeps a part of every parameter, gradient and optimizer state, and gathers a unit when it computes.
-
-    Optimizers may be made before `prepare`: they are re-pointed to the shards, by the identity of their parameters.
-    """
+class FullyShardedDataParallel(ShardedStrategy):
+    """Each rank keeps a part of every parameter, gradient and optimizer state, and gathers a unit when it computes."""
 
     name = "FSDP2"
 
@@ -47,52 +43,31 @@ class FullyShardedDataParallel(Strategy):
         parallelism: ParallelismConfig | None = None,
         tensor_plan: tensor.Plan | None = None,
     ) -> None:
-        super().__init__(device, precision)
         if plugin.fsdp_version != 2:
             raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP2")
-        if not dist.is_initialized():
-            group.start_alone(kind_of(device).backend)
+        super().__init__(device, precision, parallelism)
         self.plugin = plugin
         if precision.name in ("bf16", "fp16", "fp8"):
             plugin.set_mixed_precision(precision.name)
-        world = dist.get_world_size()
-        self.layout = parallelism or mesh.all_sharded(world)
-        self.mesh = mesh.build_mesh(self.layout, world, device.type)
         self.shards = mesh.fsdp_mesh(self.layout, self.mesh, device)
-        # Ranks that hold the same parameters before sharding, and average gradients after it.
+        # The ranks that average gradients with each other.
         self.copies = mesh.group_of(self.mesh, "dp_cp")
         self.tensor_plan = tensor_plan
-        self.replacements = Replacements()
         self._deferred: set[int] = set()
         self._whole: dict[int, list[nn.Parameter]] = {}
 
     @property
-    def data_shard(self) -> tuple[int, int]:
-        return mesh.data_shard(self.layout, dist.get_rank())
-
-    def prepare(self, bundle: Bundle) -> Bundle:
-        """Shard each model, unit by unit, and re-point the optimizers. Models for evaluation are only placed."""
-        if bundle.evaluation:
-            return super().prepare(bundle)
-        for position, model in enumerate(bundle.models):
-            model = self.wrap_model(self.precision.wrap_forward(model))
-            for transform in self.transforms:
-                model = transform.apply(model)
-            bundle.models[position] = model
-        for optimizer in bundle.optimizers:
-            self.replacements.repoint(optimizer)
-            _check_trains_shards(optimizer, bundle.models)
-        return bundle
+    def is_sharded(self) -> bool:  # type: ignore[override]
+        """Whether state is saved in parts, each rank its own (`state_dict_type`)."""
+        return self.plugin.state_dict_type.name == "SHARDED_STATE_DICT"  # type: ignore[union-attr]
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         if isinstance(model, FSDPModule):
             return model
-        places = ParameterPlaces(model)
         split = None
         if self.layout.tp_enabled and self.mesh is not None:
             split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], plan=self.tensor_plan)
         shard_model(model, self.plugin, self.shards, self.device, split=split)
-        self.replacements.add(places.replaced())
         whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
         self._whole[id(model)] = [parameter for parameter in whole if parameter.requires_grad]
         return model
@@ -127,26 +102,6 @@ class FullyShardedDataParallel(Strategy):
 
     def reduce_items(self, count: torch.Tensor) -> Any:
         return dist.all_reduce(count, group=self.copies, async_op=True)
-
-    def clip_grad_norm(
-        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
-        return norms.clip_grad_norm(parameters, max_norm, norm_type)
-
-    def clip_grad_value(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
-        norms.clip_grad_value(parameters, clip_value)
-
-    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full state under the plain names: on the host of rank 0, empty on the other ranks."""
-        return fsdp_state.full_model_state(self.unwrap(model))
-
-    def load_state_dict(self, model: nn.Module, state: dict[str, torch.Tensor], strict: bool = True) -> None:
-        """Take a full state, which rank 0 alone needs to hold."""
-        fsdp_state.load_full_model_state(self.unwrap(model), state, self.device, strict)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        inner = getattr(model, "_orig_mod", model)
-        return inner if isinstance(inner, nn.Module) else model
 
 
 def shard_model(
@@ -262,17 +217,6 @@ def _sharded_module(model: nn.Module) -> FSDPModule | None:
     return inner if isinstance(inner, FSDPModule) else None
 
 
-def _check_trains_shards(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> None:
-    if not models:
-        return
-    held = {id(parameter) for group_ in optimizer.param_groups for parameter in group_["params"]}
-    if held and not any(id(parameter) in held for model in models for parameter in model.parameters()):
-        raise PrepareError(
-            f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to a model of this prepare "
-            "call: it would train nothing. Make the optimizer from the model's parameters, and prepare both together."
-        )
-
-
 # The API's functions for those who shard by hand. `accelerator` gives the plugin, the device and the mesh.
 
 
@@ -303,6 +247,11 @@ def fsdp2_load_full_state_dict(
     """Fill a sharded model from a full state that rank 0 holds; parameters without storage get one."""
     materialize.allocate(model, accelerator.device, torch.device("cpu") if cpu_offload else None)
     fsdp_state.load_full_model_state(model, dict(full_sd), accelerator.device)
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:
+    """Have an optimizer train sharded parameters; `mapping` leads from each former one, or its `data_ptr()`, to it."""
+    switch_parameters(optimizer, mapping)
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,16 +60,59 @@ def _state_tensors(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
 
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The whole state by parameter name, copied to the host of rank 0; empty on the others. Every rank calls it."""
+    """The whole state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0.
+
+    Copied to host memory. Every rank calls it.
+    """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    optimizer = _plain(optimizer)
     # What torch gives aliases the optimizer's counters, which its next step would change under the reader.
-    return copy.deepcopy(get_optimizer_state_dict(model, _plain(optimizer), options=options))
+    named: Any = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    if dist.get_rank() != 0:
+        return {}
+    positions = {name: position for position, name in enumerate(_names(model, optimizer))}
+    groups = []
+    for saved, held in zip(_groups_in_order(named, positions), optimizer.param_groups, strict=True):
+        listed = [positions[name] for name in saved["params"]]
+        groups.append({**{key: saved[key] for key in held if key in saved}, "params": sorted(listed)})
+    return {"state": {positions[name]: state for name, state in named["state"].items()}, "param_groups": groups}
 
 
 def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Take a whole state, which rank 0 alone needs to hold. Every rank calls it."""
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=False)
-    set_optimizer_state_dict(model, _plain(optimizer), copy.deepcopy(dict(state)), options=options)
+    """Take the state of a plain run's optimizer, which rank 0 alone needs to hold. Every rank calls it."""
+    optimizer = _plain(optimizer)
+    named: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        names = _names(model, optimizer)
+        held = [len(group["params"]) for group in optimizer.param_groups]
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        if held != saved:
+            raise CheckpointError(f"the optimizer's groups have {held} parameters, those of the state {saved}")
+        named["state"] = {names[position]: copy.deepcopy(value) for position, value in state["state"].items()}
+        named["param_groups"] = [
+            {**copy.deepcopy(group), "params": [names[position] for position in group["params"]]}
+            for group in state["param_groups"]
+        ]
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, optimizer, named, options=options)
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The plain names of an optimizer's parameters, in its order."""
+    known = {id(parameter): materialize.canonical_name(name) for name, parameter in model.named_parameters()}
+    try:
+        return [known[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    except KeyError:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} holds parameters that are not in {type(model).__name__}: its state can "
+            "only be taken with the one model that it trains"
+        ) from None
+
+
+def _groups_in_order(named: Mapping[str, Any], positions: Mapping[str, int]) -> list[dict[str, Any]]:
+    return sorted(
+        named["param_groups"], key=lambda group: min((positions[name] for name in group["params"]), default=0)
+    )
 
 
 def _detached(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,19 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from ..core.errors import PrepareError
+from ..core.errors import ConfigurationError, PrepareError
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime import mesh
-from . import fsdp_state, materialize, norms
-from .base import Bundle, Strategy
-from .remap import ParameterPlaces, Replacements
+from . import materialize
+from .remap import ParameterPlaces
+from .sharded import ShardedStrategy
 
 Plan = Mapping[str, "str | ParallelStyle"]
 
@@ -49,7 +48,7 @@ _PAIRS: tuple[tuple[frozenset[str], str], ...] = (
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
-class TensorParallel(Strategy):
+class TensorParallel(ShardedStrategy):
     """Every rank computes its part of each split layer, on the same data. Beside FSDP, FSDP's strategy drives."""
 
     name = "tensor parallel"
@@ -57,47 +56,18 @@ class TensorParallel(Strategy):
     def __init__(
         self, device: torch.device, precision: Precision, parallelism: ParallelismConfig, plan: Plan | None = None
     ) -> None:
-        super().__init__(device, precision)
-        self.layout = parallelism
-        self.mesh = mesh.build_mesh(parallelism, dist.get_world_size(), device.type)
+        super().__init__(device, precision, parallelism)
+        if self.mesh is None or list(self.mesh.mesh_dim_names or ()) != ["tp"]:
+            raise ConfigurationError(
+                f"{mesh.describe(parallelism)}: tensor parallelism alone uses every rank for tp; with dp sizes FSDP2 "
+                "drives, which needs an fsdp_plugin"
+            )
         self.plan = plan
-        self.replacements = Replacements()
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        return mesh.data_shard(self.layout, dist.get_rank())
-
-    def prepare(self, bundle: Bundle) -> Bundle:
-        bundle = super().prepare(bundle)
-        for optimizer in bundle.optimizers:
-            self.replacements.repoint(optimizer)
-        return bundle
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        places = ParameterPlaces(model)
-        assert self.mesh is not None
         materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), self.device, None)
-        split_model(model, self.mesh["tp"], self.plan)
-        self.replacements.add(places.replaced())
+        split_model(model, self.mesh["tp"], self.plan)  # type: ignore[index]
         return model
-
-    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        return norms.clip_grad_norm(parameters, max_norm, norm_type)
-
-    def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
-        norms.clip_grad_value(parameters, clip_value)
-
-    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full state under the plain names: on the host of rank 0, empty on the other ranks."""
-        return fsdp_state.full_model_state(self.unwrap(model))
-
-    def load_state_dict(self, model: nn.Module, state: dict[str, torch.Tensor], strict: bool = True) -> None:
-        """Take a full state, which rank 0 alone needs to hold."""
-        fsdp_state.load_full_model_state(self.unwrap(model), state, self.device, strict)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        inner = getattr(model, "_orig_mod", model)
-        return inner if isinstance(inner, nn.Module) else model
 
 
 def split_model(model: nn.Module, ranks: DeviceMesh, plan: Plan | None = None) -> dict[str, str]:

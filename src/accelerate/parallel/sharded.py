@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What strategies share in which a process holds only parts of a model: FSDP2 and tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..core.devices import kind_of
+from ..core.errors import PrepareError
+from ..parallelism_config import ParallelismConfig
+from ..precision.base import Precision
+from ..runtime import group, mesh
+from . import fsdp_state, norms
+from .base import Bundle, Strategy
+from .remap import ParameterPlaces, Replacements
+
+
+class ShardedStrategy(Strategy):
+    """Parameters become DTensors on one mesh; optimizers made before that are re-pointed by identity."""
+
+    holds_parts = True
+
+    def __init__(self, device: torch.device, precision: Precision, layout: ParallelismConfig | None = None) -> None:
+        super().__init__(device, precision)
+        if not dist.is_initialized():
+            group.start_alone(kind_of(device).backend)
+        world = dist.get_world_size()
+        self.layout = layout or mesh.all_sharded(world)
+        self.mesh = mesh.build_mesh(self.layout, world, device.type)
+        self.replacements = Replacements()
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        return mesh.data_shard(self.layout, dist.get_rank())
+
+    def prepare(self, bundle: Bundle) -> Bundle:
+        """Lay out each model and re-point the optimizers. Models for evaluation are only placed."""
+        if bundle.evaluation:
+            return super().prepare(bundle)
+        for position, model in enumerate(bundle.models):
+            model = self.precision.wrap_forward(model)
+            places = ParameterPlaces(model)
+            model = self.wrap_model(model)
+            self.replacements.add(places.replaced())
+            for transform in self.transforms:
+                model = transform.apply(model)
+            bundle.models[position] = model
+        for optimizer in bundle.optimizers:
+            self.replacements.repoint(optimizer)
+            _check_trains(optimizer, bundle.models)
+        return bundle
+
+    def clip_grad_norm(
+        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        return norms.clip_grad_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+        norms.clip_grad_value(parameters, clip_value)
+
+    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The full state under the plain names: on the host of rank 0, empty on the other ranks."""
+        return fsdp_state.full_model_state(self.unwrap(model))
+
+    def load_state_dict(self, model: nn.Module, state: dict[str, torch.Tensor], strict: bool = True) -> None:
+        """Take a full state, which rank 0 alone needs to hold. Every rank calls it."""
+        fsdp_state.load_full_model_state(self.unwrap(model), state, self.device, strict)
+
+    def optimizer_state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The full state as `optimizer.state_dict()` of a plain run gives it: on rank 0, empty on the other ranks."""
+        return fsdp_state.full_optimizer_state(self.unwrap(model), optimizer)
+
+    def load_optimizer_state_dict(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
+        """Take a plain run's optimizer state, which rank 0 alone needs to hold. Every rank calls it."""
+        fsdp_state.load_full_optimizer_state(self.unwrap(model), optimizer, state)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        inner = getattr(model, "_orig_mod", model)
+        return inner if isinstance(inner, nn.Module) else model
+
+
+def _check_trains(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> None:
+    if not models:
+        return
+    held = {id(parameter) for group_ in optimizer.param_groups for parameter in group_["params"]}
+    if held and not any(id(parameter) in held for model in models for parameter in model.parameters()):
+        raise PrepareError(
+            f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to a model of this prepare "
+            "call: it would train nothing. Make the optimizer from the model's parameters, and prepare both together."
+        )
