@@ -14,6 +14,7 @@ calls them; they agree through the process group's store, so a rank that does no
 from ..core.lazy import attach
 
 EXPORTS = {
+    "checkpointing.gradients": ["PendingGradients"],
     "checkpointing.layout": [
         "checkpoint_folder",
         "checkpoints_dir",

@@ -88,10 +88,10 @@ def save_run(
     seconds: nothing of the run is changed, and what `folder` held before is still there.
     """
     options = options or Options()
-    folder = Path(folder)
+    given, folder = Path(folder), Path(folder).absolute()
     if writer is not None:
         writer.wait()
-    draft = _open(folder, process, options)
+    draft = _open(given, folder, process, options)
     try:
         _collect(draft, run, process, options, writer is None)
     except BaseException as error:
@@ -102,9 +102,9 @@ def save_run(
             # The others learn of it through the background's agreement, which the writer of this rank takes part in.
             writer.drop_error()
             raise _own(failure, process)
-        return folder
+        return given
     complete(draft, process, options, Council(process))
-    return folder
+    return given
 
 
 def complete(draft: Draft, process: Process, options: Options, council: Council) -> None:
@@ -154,7 +154,7 @@ def _finish(draft: Draft, process: Process, options: Options, files: dict[str, F
 # --- opening -------------------------------------------------------------------------------------------------------
 
 
-def _open(folder: Path, process: Process, options: Options) -> Draft:
+def _open(given: Path, folder: Path, process: Process, options: Options) -> Draft:
     """The temporary folder this rank writes to. Raises CheckpointError on every rank when the ranks disagree."""
     council = Council(process)
     temporary: Path | None = None
@@ -165,7 +165,7 @@ def _open(folder: Path, process: Process, options: Options) -> Draft:
         except OSError as caught:
             error = caught
     mine = {
-        "folder": str(folder),
+        "folder": str(given),
         "layout": options.layout,
         "temporary": None if temporary is None else temporary.name,
         "error": None if error is None else _tell(error),

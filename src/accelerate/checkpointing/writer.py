@@ -6,10 +6,9 @@ Peak extra memory: one copy of what this rank writes, kept for the next save. A 
 
 from __future__ import annotations
 
-import atexit
+import logging
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,9 +17,11 @@ import torch
 
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
-from .blocks import Segment, nbytes
+from .blocks import BlockIO, Segment, host_view, is_host, nbytes
 from .council import Council, Process
 from .saving import Draft, Options, complete
+
+logger = logging.getLogger(__name__)
 
 _ALIGN = 64  # bytes; the widest vector registers
 
@@ -48,8 +49,7 @@ class Writer:
         self._job: _Job | None = None
         self._buffer: torch.Tensor | None = None
         self.copy_seconds = 0.0  # how long the last save held the caller to copy its state
-        _Living.writers.add(self)
-        _Living.arm()
+        _Waiting.arm()
 
     @property
     def busy(self) -> bool:
@@ -62,6 +62,7 @@ class Writer:
             return
         job.thread.join()
         self._job = None
+        _Waiting.writers.discard(self)
         if job.error is not None:
             raise CheckpointError(f"the background save of {job.folder} failed: {job.error}") from job.error
 
@@ -70,6 +71,7 @@ class Writer:
         job, self._job = self._job, None
         if job is not None:
             job.thread.join()
+            _Waiting.writers.discard(self)
 
     def submit(self, draft: Draft, process: Process, options: Options) -> BaseException | None:
         """Copy a draft to host memory and write it in the background; what has failed before that, if any."""
@@ -93,6 +95,7 @@ class Writer:
 
         failure = draft.error
         self._job = job
+        _Waiting.writers.add(self)
         job.thread.start()
         return failure
 
@@ -119,11 +122,16 @@ class Writer:
             self._buffer = None
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
         copies: list[Segment] = []
-        with torch.no_grad():
-            for tensor, start in zip(tensors, places, strict=True):
-                place = self._buffer[start : start + nbytes(tensor)].view(tensor.dtype).view(tensor.shape)
-                place.copy_(tensor, non_blocking=True)
-                copies.append(place)
+        pairs = []
+        for tensor, start in zip(tensors, places, strict=True):
+            place = self._buffer[start : start + nbytes(tensor)]
+            copies.append(host_view(place) if tensor.numel() else b"")
+            if is_host(tensor) and tensor.numel():
+                pairs.append((host_view(tensor), host_view(place)))
+            elif tensor.numel():
+                place.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+        with BlockIO() as io:
+            io.copy(pairs)
         for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
             torch.accelerator.synchronize(device)
         return copies
@@ -140,20 +148,24 @@ def _clone(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-class _Living:
-    """Writers whose work an exit must not cut off."""
+class _Waiting:
+    """Writers whose last save nobody has waited for: an exit must not cut it off, nor hide its error."""
 
-    writers: ClassVar[weakref.WeakSet[Writer]] = weakref.WeakSet()
+    writers: ClassVar[set[Writer]] = set()
     armed = False
 
     @classmethod
     def arm(cls) -> None:
-        # Registered after the process group's own farewell, so run before it: the ranks still reach each other.
+        # Before an `atexit` function runs, and before threads are waited for, the thread pools of the standard library
+        # refuse new work. Functions registered here run before that (in reverse order of registration; Python 3.9+).
         if not cls.armed:
             cls.armed = True
-            atexit.register(cls.finish)
+            threading._register_atexit(cls.finish)  # type: ignore[attr-defined]
 
     @classmethod
     def finish(cls) -> None:
         for writer in list(cls.writers):
-            writer.wait()
+            try:
+                writer.wait()
+            except CheckpointError as error:
+                logger.error("%s", error)

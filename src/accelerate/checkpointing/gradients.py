@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of an accumulation window that is not complete: each rank's own, so that a resumed window adds up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..core.errors import CheckpointError
+
+
+class PendingGradients:
+    """The gradients of models in the middle of a window: the `rank_state` of a `RunState`.
+
+    `pending` says whether there is such a window now; at the end of one nothing is saved. Not for sharded models.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module], pending: Callable[[], bool]) -> None:
+        self.models = list(models)
+        self.pending = pending
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.pending():
+            return {}
+        return {
+            f"{index}.{name}": parameter.grad
+            for index, model in enumerate(self.models)
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put the gradients back; parameters that had none lose theirs. Raises CheckpointError for another shape."""
+        for index, model in enumerate(self.models):
+            for name, parameter in model.named_parameters():
+                saved = state.get(f"{index}.{name}")
+                if saved is not None and saved.shape != parameter.shape:
+                    raise CheckpointError(
+                        f"the saved gradient of {name} has shape {list(saved.shape)}, the parameter "
+                        f"{list(parameter.shape)}"
+                    )
+                parameter.grad = None if saved is None else saved.to(parameter.device, parameter.dtype)
