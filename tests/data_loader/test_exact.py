@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import pytest
 import torch
 from loaders import EagerBatches, Ids, Numbers, PythonShuffle, ids, seed
@@ -56,14 +59,10 @@ def check_against(plain, shards, epochs=2):
 @pytest.mark.parametrize("length", [1, 2, 7, 12, 13, 23])
 def test_the_shards_read_the_plain_loops_batches(count, length):
     for options in ({}, {"shuffle": True}, {"shuffle": True, "drop_last": True}):
-        plain = DataLoader(Ids(length), batch_size=3 * count, **options)
-        check_against(plain, shards_of(lambda: DataLoader(Ids(length), batch_size=3, **options), count))  # noqa: B023
-        split = shards_of(
-            lambda: DataLoader(Ids(length), batch_size=3 * count, **options),
-            count,
-            split_batches=True,
-        )
-        check_against(plain, split)
+        build = functools.partial(DataLoader, Ids(length), **options)
+        check_against(build(batch_size=3 * count), shards_of(lambda build=build: build(batch_size=3), count))
+        split = shards_of(lambda build=build: build(batch_size=3 * count), count, split_batches=True)
+        check_against(build(batch_size=3 * count), split)
 
 
 SAMPLERS = {
@@ -95,8 +94,8 @@ def test_batches_of_a_batch_sampler_are_taken_as_they_are():
     check_against(DataLoader(Ids(10), batch_sampler=batches), split)
     assert [steps_of(shard)[1][0] for shard in split] == [[1, 2], [3]]
     seed(1)
-    drawn = [batch for batch in EagerBatches(9)]
-    pairs = [sum(drawn[start : start + 2], []) for start in range(0, len(drawn), 2)]
+    drawn = list(EagerBatches(9))
+    pairs = [list(itertools.chain(*drawn[start : start + 2])) for start in range(0, len(drawn), 2)]
     found = []
     for shard in shards_of(lambda: DataLoader(Ids(9), batch_sampler=EagerBatches(9)), 2):
         seed(1)

@@ -73,7 +73,8 @@ class DataLoaderDispatcher(PreparedLoader):
             self._share_out(cut, slice_fn)
 
     def _share_out(self, cut: Cut, slice_fn: SliceFunction | None) -> None:
-        self.cut = cut
+        # One shard reads what there is, as a plain loop does.
+        self.cut = dataclasses.replace(cut, even=cut.even and cut.shards > 1)
         self.slice_fn = slice_fn
         size = super().plan().size
         check_part(size, cut.shards, cut.split, cut.exact, "dispatch_batches=True")

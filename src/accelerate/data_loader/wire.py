@@ -15,8 +15,6 @@ from ..collectives.structure import TensorInformation, is_tensor_information
 from ..core import trees
 
 END, PART, FAILED = range(3)
-# Tensors start at a multiple of this in a row: the width of the widest dtype.
-ALIGNMENT = 16
 PREFIX = 8
 # A row that came to a device is read on the host as far as its description goes, which this many bytes hold mostly.
 HEAD = 4096
@@ -91,36 +89,24 @@ def padded_row(row: torch.Tensor | None, length: int) -> torch.Tensor:
 def pack(parcel: Parcel) -> torch.Tensor:
     """A parcel as one row of bytes: a description, then the bytes of its tensors."""
     leaves = list(trees.leaves(parcel.batch, is_dense))
-    segments, length = flat.segments_of(leaves)
     skeleton = trees.map_leaves(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), parcel.batch, is_dense)
     known = (skeleton, parcel.counts, parcel.position, parcel.last, parcel.final)
     told = pickle.dumps(known, protocol=pickle.HIGHEST_PROTOCOL)
-    start = flat.aligned(PREFIX + len(told), ALIGNMENT)
-    head = bytearray(start)
-    head[:PREFIX] = len(told).to_bytes(PREFIX, "little")
-    head[PREFIX : PREFIX + len(told)] = told
-    described = torch.frombuffer(head, dtype=torch.uint8)
-    if not leaves:
-        return described
-    return torch.cat([described, flat.pack(leaves, segments, length, torch.device("cpu"))])
+    described = torch.frombuffer(bytearray(len(told).to_bytes(PREFIX, "little") + told), dtype=torch.uint8)
+    return torch.cat([described, flat.pack(leaves, torch.device("cpu"))]) if leaves else described
 
 
 def unpack(row: torch.Tensor) -> Parcel | None:
-    """The parcel in a row; its tensors share the row's memory. None where there is none."""
+    """The parcel in a row, its tensors on the row's device. None where there is none."""
     head = bytes(row[:HEAD].cpu().numpy())
-    described = PREFIX + int.from_bytes(head[:PREFIX], "little")
-    if described == PREFIX:
+    start = PREFIX + int.from_bytes(head[:PREFIX], "little")
+    if start == PREFIX:
         return None
-    if described > len(head):
-        head = bytes(row[:described].cpu().numpy())
-    skeleton, *known = pickle.loads(head[PREFIX:described])
-    likes = [
-        torch.empty(information.shape, dtype=information.dtype, device="meta")
-        for information in trees.leaves(skeleton, is_tensor_information)
-    ]
-    segments, length = flat.segments_of(likes)
-    start = flat.aligned(described, ALIGNMENT)
-    tensors = flat.unpack(row[start : start + length], segments, likes) if likes else []
+    if start > len(head):
+        head = bytes(row[:start].cpu().numpy())
+    skeleton, *known = pickle.loads(head[PREFIX:start])
+    specs = tuple((told.shape, told.dtype) for told in trees.leaves(skeleton, is_tensor_information))
+    tensors = flat.unpack(row[start : start + sum(flat.sizes_of(specs))], specs) if specs else []
     batch = trees.replace_leaves(skeleton, tensors, is_tensor_information)
     return Parcel(batch, *known)
 
