@@ -7,8 +7,7 @@ Importing the package imports neither torch nor any room of it: each name is fet
 from typing import TYPE_CHECKING
 
 from .core.lazy import attach
-
-__version__ = "2.0.0.dev0"
+from .core.version import __version__
 
 # Where each public name lives. The imports below say the same to static tools; a test holds the two together.
 EXPORTS = {

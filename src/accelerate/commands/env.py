@@ -10,10 +10,10 @@ import shutil
 import sys
 from typing import Any
 
-from .. import __version__
 from ..config import launch_file
 from ..core import system
 from ..core.errors import ConfigurationError
+from ..core.version import __version__
 from .parser import Parser
 
 PACKAGES = ("torch", "numpy", "safetensors", "transformers", "deepspeed", "torchao", "peft", "bitsandbytes", "ray")

@@ -33,7 +33,7 @@ def main() -> None:
         sys.exit(0 if arguments else 2)
     name, rest = arguments[0], arguments[1:]
     if name in ("-v", "--version"):
-        from .. import __version__
+        from ..core.version import __version__
 
         print(f"accelerate {__version__}")
         return
