@@ -481,8 +481,7 @@ class Accelerator(ProcessControl, RunServices):
         """
         if num_items is not None:
             models = self._accumulated or self._models
-            parameters = {id(p): p for model in models for p in model.parameters()}.values()
-            self._items.backward(loss, num_items, self.gradient_state.sync_gradients, parameters, **kwargs)
+            self._items.backward(loss, num_items, self.gradient_state.sync_gradients, models, **kwargs)
             for optimizer in self._optimizers:
                 optimizer._after_step = self._items.close
             return

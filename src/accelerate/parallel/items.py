@@ -34,10 +34,10 @@ class ItemWindow:
         loss: torch.Tensor,
         num_items: int | float | torch.Tensor,
         sync: bool,
-        parameters: Iterable[torch.nn.Parameter],
+        models: Iterable[torch.nn.Module],
         **kwargs: Any,
     ) -> None:
-        """Backward of a mean over `num_items` (0 for none at all); scales the gradients where `sync`."""
+        """Backward of a mean over `num_items` (0 for none at all); scales the gradients of `models` where `sync`."""
         if self.spent:
             raise AccelerateError(
                 "backward(loss, num_items=...) was called twice for one optimizer step: its gradients are a mean over "
@@ -57,6 +57,8 @@ class ItemWindow:
         if pending is not None:
             pending.wait()
         shards = self.strategy.data_shard[1]
+        # Asked for only now: during the backward a sharded model shows other parameters.
+        parameters = {id(p): p for model in models for p in model.parameters()}.values()
         _multiply(parameters, self.reference * shards / total.clamp_(min=torch.finfo(total.dtype).tiny))
         self.count, self.spent = None, True
 
