@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -210,7 +210,7 @@ def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
     device_map: str | Mapping[str, Any] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: MutableMapping[int | str, int | str] | None = None,
     no_split_module_classes: Sequence[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,

@@ -65,7 +65,9 @@ def is_peft_model(model: torch.nn.Module) -> bool:
 
     # Where the package is not loaded, nothing is made of it.
     peft = sys.modules.get("peft")
-    return peft is not None and isinstance(extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel)
+    return peft is not None and isinstance(
+        extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel
+    )
 
 
 def _unwrap_children(model: torch.nn.Module, wrappers: tuple[type, ...]) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,19 @@ from .sizes import named_module_tensors
 from .tensors import TiedCopies, as_device, set_module_tensor_to_device
 
 Weights = Mapping[str, torch.Tensor]
+
+
+@torch._disable_dynamo
+def _outside_of_graphs(function: Callable[[nn.Module], None], module: nn.Module) -> None:
+    function(module)
+
+
+def _call_untraced(function: Callable[[nn.Module], None], module: nn.Module) -> None:
+    """`function(module)`, between the graphs where the model is compiled: no graph can take new parameters."""
+    if torch.compiler.is_compiling():
+        _outside_of_graphs(function, module)
+    else:
+        function(module)
 
 
 class AlignDevicesHook(ModelHook):
@@ -52,6 +65,8 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
+        # Tied weights that a module which is not offloaded holds on the same device: neither brought nor taken away.
+        self.resident: set[str] = set()
         self._borrowed: list[tuple[int, torch.device]] = []
 
     def __repr__(self) -> str:
@@ -70,8 +85,8 @@ class AlignDevicesHook(ModelHook):
         tensors = list(named_module_tensors(module, recurse=self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in tensors}
         if self.weights_map is None:
-            self.weights_map = {name: tensor.to("cpu") for name, tensor in self._offloaded(module)}
-        offloaded = [name for name, _ in self._offloaded(module)]
+            self.weights_map = {name: tensor.to("cpu") for name, tensor in self.offloaded(module)}
+        offloaded = [name for name, _ in self.offloaded(module)]
         for name in offloaded:
             set_module_tensor_to_device(module, name, "meta", clear_cache=False)
         if self.execution_device is not None:
@@ -84,8 +99,7 @@ class AlignDevicesHook(ModelHook):
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.offload:
-            for name, _ in self._offloaded(module):
-                self._bring(module, name)
+            _call_untraced(self._bring_all, module)
         device = self.execution_device
         if device is None:
             return args, kwargs
@@ -97,33 +111,46 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.offload:
-            for name, _ in self._offloaded(module):
-                set_module_tensor_to_device(module, name, "meta", clear_cache=False)
-            if type(module).__name__ == "Linear8bitLt":
-                # It keeps the weights that it computed with beside the parameter.
-                state: Any = module.state
-                state.SCB = state.CB = None
-            for address, device in self._borrowed:
-                copies = (self.tied_params_map or {}).get(address)
-                if copies is not None:
-                    copies.pop(device, None)
-            self._borrowed = []
+            _call_untraced(self._take_away, module)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
+    def forward_failed(self, module: nn.Module) -> None:
+        if self.offload:
+            # Where memory ran out, the weights of the modules that were running would stay in its way.
+            self._take_away(module)
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if self.offload:
             for name, device in self.original_devices.items():
-                if device.type != "meta":
+                if device.type != "meta" and name not in self.resident:
                     value = self._value(name)
                     set_module_tensor_to_device(module, name, device, value=value, fp16_statistics=self._scales(name))
         return module
 
-    def _offloaded(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    def offloaded(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the module that this hook brings and takes away."""
         tensors = named_module_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True)
-        return list(tensors)
+        return [(name, tensor) for name, tensor in tensors if name not in self.resident]
+
+    def _bring_all(self, module: nn.Module) -> None:
+        for name, _ in self.offloaded(module):
+            self._bring(module, name)
+
+    def _take_away(self, module: nn.Module) -> None:
+        """Leave the offloaded weights, and the copies of tied ones that this hook brought."""
+        for name, _ in self.offloaded(module):
+            set_module_tensor_to_device(module, name, "meta", clear_cache=False)
+        if type(module).__name__ == "Linear8bitLt":
+            # It keeps the weights that it computed with beside the parameter.
+            state: Any = module.state
+            state.SCB = state.CB = None
+        for address, device in self._borrowed:
+            copies = (self.tied_params_map or {}).get(address)
+            if copies is not None:
+                copies.pop(device, None)
+        self._borrowed = []
 
     def _put(self, module: nn.Module, name: str, device: Place) -> None:
         set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map, clear_cache=False)
@@ -316,7 +343,7 @@ class _Blocks:
         attach_execution_device_hook(module, device, preload_module_classes=self.preload, **self.common)
 
 
-def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
+def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
     """The hook that brings the weights of `module` for its forward, where it has one."""
     hook = getattr(module, "_hf_hook", None)
     for found in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
@@ -327,7 +354,7 @@ def _offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Whether the weights of `module` itself are elsewhere, and brought by a hook for its forward."""
-    return _offloading_hook(module) is not None
+    return offloading_hook(module) is not None
 
 
 @contextmanager
@@ -337,7 +364,7 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
     Without a device, offloaded weights come to where the module runs and others stay. What the block writes to
     offloaded weights is lost afterwards.
     """
-    hook = _offloading_hook(module)
+    hook = offloading_hook(module)
     if hook is not None:
         usual = hook.execution_device
         if execution_device is not None:
@@ -368,9 +395,9 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """
     state: dict[str, Any] = {}
     for name, module in model.named_modules():
-        hook = _offloading_hook(module)
+        hook = offloading_hook(module)
         if hook is not None and hook.weights_map is not None:
-            for tensor_name, _ in hook._offloaded(module):
+            for tensor_name, _ in hook.offloaded(module):
                 state[join(name, tensor_name)] = hook.weights_map[tensor_name].to("cpu")
     # In the model's order, with what is not offloaded, and with the further names of tied weights.
     whole = {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ def check_plan_name(kind: str) -> None:
 
 def infer_auto_device_map(
     model: nn.Module,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: MutableMapping[int | str, int | str] | None = None,
     no_split_module_classes: str | Sequence[str] | None = None,
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Dtype] | None = None,

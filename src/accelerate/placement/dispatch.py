@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -12,16 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .align import attach_align_device_hook_on_blocks
-from .names import Place, as_device_map, tensor_at
+from .align import attach_align_device_hook_on_blocks, offloading_hook
+from .module_hooks import guard_moves
+from .names import Place, as_device_map, owner_of, tensor_at
 from .offload import INDEX_NAME, OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
 from .tensors import TiedCopies, as_device
 from .tied import find_tied_parameters, retie_parameters
 
 logger = logging.getLogger(__name__)
 
-# Ways to move a module, by device type where it has one of its own.
-_MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
 _NO_FOLDER = (
     "We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules need to "
     "be offloaded: {}."
@@ -90,6 +88,8 @@ def _attach(
     offloaded = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
     tied = find_tied_parameters(model)
     weights = _offloaded_weights(model, places, offloaded, state_dict, offload_dir, offload_index)
+    if weights is not None:
+        _name_tied(weights, model, tied)
     attach_align_device_hook_on_blocks(
         model,
         execution_device={
@@ -109,10 +109,7 @@ def _attach(
             f"{' and '.join(reversed(offloaded_to))}."
         )
     _retie_by_device(model, tied)
-    for name in _MOVES:
-        if hasattr(model, name):
-            move = functools.partial(_move_of_dispatched, model, name)
-            setattr(model, name, functools.update_wrapper(move, getattr(model, name)))
+    guard_moves(model)
 
 
 def _offloaded_weights(
@@ -143,6 +140,20 @@ def _offloaded_weights(
     return OffloadedWeightsLoader(state_dict=state_dict, save_folder=folder, index=offload_index)
 
 
+def _name_tied(weights: OffloadedWeightsLoader, model: nn.Module, tied: list[list[str]]) -> None:
+    """Let each tied weight be found under all its names: what is stored or in memory may know one of them only."""
+    for group in tied:
+        stored = next((name for name in group if name in weights), None)
+        present = next((tensor for tensor in (tensor_at(model, name) for name in group) if not tensor.is_meta), None)
+        for name in group:
+            if name in weights:
+                continue
+            if stored is not None:
+                weights.aliases[name] = stored
+            elif present is not None:
+                weights.state_dict = {**weights.state_dict, name: present.detach()}
+
+
 def _tied_copies(model: nn.Module, tied: list[list[str]], weights: OffloadedWeightsLoader | None) -> TiedCopies:
     """An empty entry for each tied parameter, by the addresses under which hooks may meet it."""
     kept = {} if weights is None else weights.state_dict
@@ -155,18 +166,19 @@ def _tied_copies(model: nn.Module, tied: list[list[str]], weights: OffloadedWeig
 
 
 def _retie_by_device(model: nn.Module, tied: list[list[str]]) -> None:
-    """Make tied parameters one again where they are on one device: those apart each stay where they run."""
+    """Make tied parameters one again where they are on one device: those apart each stay where they run.
+
+    One that is offloaded stays with its twin for good where that is on the device on which it would be brought.
+    """
     for group in tied:
         by_device: dict[torch.device, list[str]] = {}
         for name in group:
             by_device.setdefault(tensor_at(model, name).device, []).append(name)
+        for name in by_device.pop(torch.device("meta"), []):
+            owner, leaf = owner_of(model, name)
+            hook = offloading_hook(owner)
+            device = None if hook is None or hook.execution_device is None else as_device(hook.execution_device)
+            if hook is not None and device in by_device:
+                hook.resident.add(leaf)
+                by_device[device].append(name)
         retie_parameters(model, by_device.values())
-
-
-def _move_of_dispatched(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
-    """`model.to` and its like, for a model whose parts hooks have put where they are."""
-    if any(hasattr(module, "_hf_hook") for module in model.modules()):
-        logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
-        if any(parameter.device.type == "meta" for parameter in model.parameters()):
-            raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
-    return getattr(type(model), method)(model, *args, **kwargs)

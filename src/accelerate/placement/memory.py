@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,18 @@ _SHARE_OF_ONE = 0.9
 _SLACK = 1.25
 
 
-def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> MaxMemory:
+def get_max_memory(max_memory: MutableMapping[int | str, int | str] | None = None) -> MaxMemory:
     """The bytes that each device may hold, accelerators by index first, then `mps`, `cpu` and `disk`.
 
     Without an argument: what is free on every accelerator of this machine and in its main memory. Sizes may be text
-    (`"10GiB"`). Raises ConfigurationError for a device that is none of these. The argument is left as it is.
+    (`"10GiB"`): they are numbers in the argument too afterwards, as callers compare the two. Raises ConfigurationError
+    for a device that is none of these.
     """
     if max_memory is None:
         return _free_memory()
+    for device, size in max_memory.items():
+        if isinstance(size, str):
+            max_memory[device] = convert_file_size_to_int(size)
     sizes = {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
     for device in sizes:
         if not (device in _NAMED or (isinstance(device, int) and not isinstance(device, bool))):
@@ -71,7 +75,7 @@ def _free_memory() -> MaxMemory:
 
 def get_balanced_memory(
     model: nn.Module,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: MutableMapping[int | str, int | str] | None = None,
     no_split_module_classes: str | Sequence[str] | None = None,
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Dtype] | None = None,

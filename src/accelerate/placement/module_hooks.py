@@ -4,10 +4,16 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
 from torch import nn
+
+logger = logging.getLogger(__name__)
+
+# Ways to move a module, by device type where it has one of its own.
+_MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
 
 
 class ModelHook:
@@ -29,6 +35,9 @@ class ModelHook:
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Called after each forward; returns the output that the caller gets."""
         return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Called in place of `post_forward` when the forward raises; the error goes on afterwards."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Called once, when the hook is removed; returns the module."""
@@ -55,6 +64,10 @@ class SequentialHook(ModelHook):
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        for hook in self.hooks:
+            hook.forward_failed(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         for hook in self.hooks:
@@ -86,13 +99,18 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 def _forward_with_hook(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     hook: Any = module._hf_hook
+    forward: Any = module._old_forward
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
-    if hook.no_grad:
-        with torch.no_grad():
-            output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
-    else:
-        output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
-    return module._hf_hook.post_forward(module, output)  # type: ignore[union-attr, operator]
+    try:
+        if hook.no_grad:
+            with torch.no_grad():
+                output = forward(*args, **kwargs)
+        else:
+            output = forward(*args, **kwargs)
+    except BaseException:
+        hook.forward_failed(module)
+        raise
+    return hook.post_forward(module, output)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
@@ -109,6 +127,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
             vars(module).pop("forward", None)
         else:
             module.forward = former
+    _unguard_moves(module)
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse)
@@ -118,3 +137,24 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 def remove_hook_from_submodules(module: nn.Module) -> None:
     """Take the hooks of `module` and all its submodules away."""
     remove_hook_from_module(module, recurse=True)
+
+
+def guard_moves(model: nn.Module) -> None:
+    """Warn when `model` is moved as a whole, and refuse it where some of it is offloaded, as long as it has a hook."""
+    for name in _MOVES:
+        if hasattr(model, name):
+            move = functools.partial(_guarded_move, model, name)
+            setattr(model, name, functools.update_wrapper(move, getattr(model, name)))
+
+
+def _unguard_moves(module: nn.Module) -> None:
+    for name in _MOVES:
+        if getattr(vars(module).get(name), "func", None) is _guarded_move:
+            delattr(module, name)
+
+
+def _guarded_move(model: nn.Module, method: str, *args: Any, **kwargs: Any) -> Any:
+    logger.warning("You shouldn't move a model that is dispatched using accelerate hooks.")
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise RuntimeError("You can't move a model that has some modules offloaded to cpu or disk.")
+    return getattr(type(model), method)(model, *args, **kwargs)

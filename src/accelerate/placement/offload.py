@@ -135,9 +135,12 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.index: Mapping[str, Any] = {} if index is None else index
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         self.device = device
+        # Further names of a weight, for parameters that are tied and were stored under one name.
+        self.aliases: dict[str, str] = {}
         self._files = SafetensorsFiles()
 
     def __getitem__(self, key: str) -> torch.Tensor:
+        key = self.aliases.get(key, key)
         if key in self.state_dict:
             return self.state_dict[key]
         entry = self.index[key]
@@ -156,7 +159,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return len(self.all_keys)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.state_dict or key in self.index
+        return key in self.state_dict or key in self.index or key in self.aliases
 
 
 def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ def quantized_device_map(
     config: BnbQuantizationConfig,
     skip: Sequence[str],
     device_map: str | Mapping[str, Any] | None,
-    max_memory: Mapping[int | str, int | str] | None,
+    max_memory: MutableMapping[int | str, int | str] | None,
     no_split_module_classes: Sequence[str] | None,
 ) -> dict[str, Any]:
     """Where the parts of a quantised model go: the map given, a plan of the kind named, or all on the main device.
@@ -144,7 +144,7 @@ def _planned(
     config: BnbQuantizationConfig,
     skip: Sequence[str],
     kind: str,
-    max_memory: Mapping[int | str, int | str] | None,
+    max_memory: MutableMapping[int | str, int | str] | None,
     no_split_module_classes: Sequence[str] | None,
 ) -> dict[str, Any]:
     check_plan_name(kind)
@@ -173,7 +173,7 @@ def load_and_quantize_model(
     weights_location: str | os.PathLike[str] | None = None,
     device_map: str | Mapping[str, Any] | None = None,
     no_split_module_classes: Sequence[str] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: MutableMapping[int | str, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
