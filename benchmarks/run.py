@@ -58,6 +58,14 @@ SCRIPTS = [
         },
         ranks=2,
     ),
+    Script(
+        "data_loader.py",
+        {
+            f"loader: {kind}, batch {size}": Row(f"prepared loader / raw, {kind}, batch {size}", "ratio", 1.0)
+            for kind in ("tensors", "samples", "stream")
+            for size in (8, 64)
+        },
+    ),
 ]
 
 

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepared loaders over the raw torch loaders they were made of, microseconds a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from timing import alternate, emit
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from accelerate.data_loader import prepare_data_loader
+
+BATCHES = 64
+ROUNDS = 15
+FEATURES, LABELS = torch.randn(64 * BATCHES, 16), torch.randint(0, 10, (64 * BATCHES,))
+
+
+class Samples(Dataset):
+    """A list of samples, as most datasets give them."""
+
+    def __init__(self, length: int) -> None:
+        self.samples = [{"x": FEATURES[index], "y": int(LABELS[index])} for index in range(length)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        return self.samples[index]
+
+
+class Stream(IterableDataset):
+    def __init__(self, length: int) -> None:
+        self.samples = Samples(length).samples
+
+    def __iter__(self) -> Iterator[dict[str, object]]:
+        return iter(self.samples)
+
+
+def loaders(size: int) -> dict[str, DataLoader]:
+    length = size * BATCHES
+    return {
+        f"loader: tensors, batch {size}": DataLoader(
+            TensorDataset(FEATURES[:length], LABELS[:length]), batch_size=size, shuffle=True
+        ),
+        f"loader: samples, batch {size}": DataLoader(Samples(length), batch_size=size, shuffle=True),
+        f"loader: stream, batch {size}": DataLoader(Stream(length), batch_size=size),
+    }
+
+
+def read(loader: DataLoader) -> None:
+    for _ in loader:
+        pass
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for size in (8, 64):
+        for what, raw in loaders(size).items():
+            own = prepare_data_loader(raw, num_processes=1, process_index=0)
+            seconds = alternate({"raw": lambda: read(raw), "own": lambda: read(own)}, rounds=ROUNDS, repeat=1)  # noqa: B023
+            emit(what, "us", seconds["raw"] / BATCHES, seconds["own"] / BATCHES)
+
+
+if __name__ == "__main__":
+    main()
