@@ -74,8 +74,11 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     `in_place`: a lone script may run as this very process; only for a caller that has nothing left to do.
     """
     settings = settings_of(args)
+    if settings.file is not None and settings.file.is_sagemaker and not settings["cpu"]:
+        _launch_on_sagemaker(settings, args)
+        return
     spec = plan(settings, program_of(args, settings))
-    launcher = choose(spec, in_place)
+    launcher = choose(spec, settings, in_place)
     if settings["dry_run"]:
         print(launcher.dry_run())
         return
@@ -84,6 +87,14 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     code = launcher.run()
     if code:
         sys.exit(code)
+
+
+def _launch_on_sagemaker(settings: Settings, args: argparse.Namespace) -> None:
+    from ..launchers.sagemaker import launch
+    from .config.config_args import load_config_from_file
+
+    assert settings.file is not None
+    launch(load_config_from_file(settings.file.path), args)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -44,6 +44,12 @@ RESOURCES = Group(
         ),
         Option("num_machines", "int", "How many machines take part.", key="num_machines"),
         Option(
+            "nnodes",
+            "text",
+            "Instead of --num_machines: a number of machines, or a range as 1:4 within which they may come and go.",
+            key="nnodes",
+        ),
+        Option(
             "num_cpu_threads_per_process",
             "int",
             "CPU threads of each process (OMP_NUM_THREADS). By default the machine's cores are shared out.",
@@ -183,6 +189,7 @@ MACHINES = Group(
             "static",
             key="rdzv_backend",
         ),
+        Option("rdzv_id", "text", "Name of the run among those that share a rendezvous.", "none", key="rdzv_id"),
         Option("rdzv_conf", "text", "Further rendezvous settings as key=value,key=value.", "", key="rdzv_conf"),
         Option(
             "max_restarts",
@@ -224,6 +231,15 @@ PROGRAM = Group(
     "program",
     "What is started.",
     (
+        Option(
+            "engine",
+            "text",
+            "What starts the processes: local (this machine), static (machines of given ranks), elastic (machines "
+            "that come and go), mpi, deepspeed (its starter for host files), tpu. auto takes what the options imply.",
+            "auto",
+            choices=("auto", "local", "static", "elastic", "mpi", "deepspeed", "tpu"),
+            key="engine",
+        ),
         Option("config_file", "text", "Configuration file to read, instead of the default one."),
         Option("module", "switch", "The script is a module, as for 'python -m'.", flags=("-m", "--module")),
         Option("no_python", "switch", "The script is a program of its own: do not put 'python' before it."),

@@ -21,10 +21,10 @@ class Launcher:
         """ConfigurationError for what this launcher cannot do, before anything is started."""
         self.spec.check()
 
-    def processes(self, port: int | None = None) -> list[ProcessSpec]:
-        """The processes of this machine."""
+    def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
+        """The processes of this machine; `attempt` counts restarts."""
         shown = self.spec.main_process_port if port is None else port
-        return [self.spec.process(local_rank, shown) for local_rank in range(self.spec.local_processes)]
+        return [self.spec.process(local_rank, shown, attempt) for local_rank in range(self.spec.local_processes)]
 
     def run(self) -> int:
         """Start everything, wait, and return the exit code. The base only shows it."""

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 from ..config.launch_settings import Settings, given, resolve
 from ..core import env, system
 from ..core.errors import ConfigurationError
+from .deepspeed import Hosts, python_path, starter_command
 from .spec import Program
 from .variables import variables
 
@@ -22,11 +22,15 @@ def _settings(args: argparse.Namespace) -> Settings:
     return resolve(flags)
 
 
-def _command(args: argparse.Namespace) -> list[str]:
+def _program(args: argparse.Namespace) -> Program:
     if args.module and args.no_python:
         raise ConfigurationError("--module and --no_python cannot be used together")
     kind = "module" if args.module else "program" if args.no_python else "script"
-    program = Program(args.training_script, tuple(args.training_script_args), kind)
+    return Program(args.training_script, tuple(args.training_script_args), kind)
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    program = _program(args)
     return [part for part in program.argv() if part != "-u" or part in program.args]
 
 
@@ -89,24 +93,15 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     settings = _settings(args)
     environment = _environment(args, settings)
     environment.update({name: text for name, text in _deepspeed_variables(args, settings).items() if text is not None})
-    environment["PYTHONPATH"] = os.pathsep.join(part for part in (env.get("PYTHONPATH"), os.path.abspath(".")) if part)
+    environment["PYTHONPATH"] = python_path()
     machines = args.num_machines or 1
     starter = getattr(args, "deepspeed_multinode_launcher", None) or "pdsh"
     if machines == 1 or starter == "standard":
         prepare_multi_gpu_env(args)
         return None, environment
-    command = ["deepspeed", "--hostfile", str(args.deepspeed_hostfile), "--no_local_rank", "--launcher", starter]
-    if args.deepspeed_exclusion_filter is not None:
-        command += ["--exclude", str(args.deepspeed_exclusion_filter)]
-    elif args.deepspeed_inclusion_filter is not None:
-        command += ["--include", str(args.deepspeed_inclusion_filter)]
-    else:
-        command += ["--num_gpus", str(int(args.num_processes) // machines)]
-    if args.main_process_ip:
-        command += ["--master_addr", str(args.main_process_ip)]
-    command += ["--master_port", str(args.main_process_port or 29500)]
-    flag = ["--module"] if args.module else ["--no_python"] if args.no_python else []
-    return [*command, *flag, args.training_script, *args.training_script_args], environment
+    hosts = Hosts(args.deepspeed_hostfile, starter, args.deepspeed_exclusion_filter, args.deepspeed_inclusion_filter)
+    local = int(args.num_processes) // machines
+    return starter_command(hosts, _program(args), local, args.main_process_ip, args.main_process_port), environment
 
 
 def _deepspeed_variables(args: argparse.Namespace, settings: Settings) -> dict[str, str | None]:

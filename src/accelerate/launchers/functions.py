@@ -59,7 +59,7 @@ def _child(
     if prepare is not None:
         prepare()
     env.publish(variables)
-    _forget_parent()
+    forget_parent()
     try:
         function(*args)
     except BaseException as error:
@@ -68,10 +68,10 @@ def _child(
             own = error.__traceback__.tb_next if error.__traceback__ else None
             report.send((time.monotonic(), "".join(traceback.format_exception(type(error), error, own))))
             sys.exit(1)
-    _leave_group()
+    finish_forked()
 
 
-def _forget_parent() -> None:
+def forget_parent() -> None:
     """State of the parent that must not be this process's: our shared states, and torch's threads."""
     if "accelerate.state" in sys.modules:
         from .. import state
@@ -85,7 +85,7 @@ def _forget_parent() -> None:
         torch.set_num_threads(1)
 
 
-def _leave_group() -> None:
+def finish_forked() -> None:
     """A forked process ends without the interpreter's exit handlers: close the process group here."""
     if "accelerate.runtime.group" in sys.modules:
         from ..runtime import group

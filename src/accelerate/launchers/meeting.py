@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from .. import __version__
 from ..core.errors import ConfigurationError, LaunchError
+from ..core.version import __version__
 from .spec import LaunchSpec
 
 # Seconds until somebody waiting says for whom, and how long it waits at all.
@@ -168,19 +168,30 @@ def join(spec: LaunchSpec, patience: float = PATIENCE) -> Peer:
     """
     where = f"machine 0 at {spec.main_process_ip}:{spec.main_process_port}"
     check_address(spec.main_process_ip)
-    peer = _connect(spec, where, patience)
-    peer.send({"hello": introduction(spec)})
+    until = time.monotonic() + patience
+    while True:
+        peer = _connect(spec, where, patience, until)
+        peer.send({"hello": introduction(spec)})
+        if _is_complete(peer, where):
+            return peer
+        # What answered was the store of an attempt that is ending, or a launcher that was stopped: ask again.
+        peer.socket.close()
+        time.sleep(0.2)
+
+
+def _is_complete(peer: Peer, where: str) -> bool:
+    """Wait for machine 0's word that all are there. False where the connection ends before."""
     while True:
         messages = peer.receive()
         if messages is None:
-            raise LaunchError(f"{where} closed the connection before all machines were there")
+            return False
         for message in messages:
             if "refused" in message:
                 raise ConfigurationError(f"{where} refuses: {message['refused']}")
             if "waiting" in message:
                 _say(f"{where} waits for {message['waiting']}")
             if message.get("go"):
-                return peer
+                return True
 
 
 def check_address(host: str) -> None:
@@ -192,7 +203,7 @@ def check_address(host: str) -> None:
         ) from None
 
 
-def _connect(spec: LaunchSpec, where: str, patience: float) -> Peer:
+def _connect(spec: LaunchSpec, where: str, patience: float, until: float) -> Peer:
     began, next_word = time.monotonic(), FIRST_WORD
     while True:
         try:
@@ -201,7 +212,7 @@ def _connect(spec: LaunchSpec, where: str, patience: float) -> Peer:
             return Peer(_ready(connection), {"machine": 0, "host": spec.main_process_ip})
         except OSError as error:
             waited = time.monotonic() - began
-            if waited > patience:
+            if time.monotonic() > until:
                 raise LaunchError(f"{where} did not answer within {patience:.0f} s: {error}") from None
             if waited > next_word:
                 next_word *= 2
@@ -247,25 +258,26 @@ class Link:
         for peer in peers:
             peer.socket.setblocking(False)
 
-    def callbacks(self, stop: Callable[[str, int], None]) -> list[tuple[socket.socket, Callable[[], bool]]]:
+    def callbacks(self, stop: Callable[[str, int, bool], None]) -> list[tuple[socket.socket, Callable[[], bool]]]:
         """A socket and what to call when it is readable, for each machine; the call says whether it stays open."""
         return [(peer.socket, partial(self._hear, peer, stop)) for peer in self.peers]
 
-    def _hear(self, peer: Peer, stop: Callable[[str, int], None]) -> bool:
+    def _hear(self, peer: Peer, stop: Callable[[str, int, bool], None]) -> bool:
         messages = peer.receive()
         if messages is None:
             if not peer.done:
-                stop(f"{peer.name} is gone: its launcher or its network connection has ended", 1)
+                stop(f"{peer.name} is gone: its launcher or its network connection has ended", 1, False)
             return False
         for message in messages:
             peer.done = peer.done or bool(message.get("done"))
             if "failed" in message:
-                self._tell({"failed": message["failed"], "code": message["code"]}, but=peer)
-                stop(message["failed"], message["code"])
+                self._tell(message, but=peer)
+                stop(message["failed"], message["code"], message["final"])
         return True
 
-    def failed(self, told: str, code: int) -> None:
-        self._tell({"failed": told, "code": code})
+    def failed(self, told: str, code: int, final: bool = False) -> None:
+        """Tell the others what failed here; `final` where the run must not be started again."""
+        self._tell({"failed": told, "code": code, "final": final})
 
     def close(self) -> None:
         self._tell({"done": True})

@@ -14,7 +14,7 @@ def plan(settings: Settings, program: Program) -> LaunchSpec:
     """The launch that the settings ask for. ConfigurationError for one that this machine cannot give."""
     present = system.accelerators()
     device, count = _device(settings, present)
-    machines = settings["num_machines"] or 1
+    machines, nnodes = _machines(settings)
     processes = _processes(settings, device, count, machines)
     shared = variables(settings)
     if device != "cpu" and _gpu_ids(settings) and present.visible:
@@ -39,6 +39,10 @@ def plan(settings: Settings, program: Program) -> LaunchSpec:
         monitor_interval=settings["monitor_interval"],
         rdzv_backend=settings["rdzv_backend"],
         rdzv_conf=settings["rdzv_conf"],
+        rdzv_id=settings["rdzv_id"],
+        nnodes=nnodes,
+        hostfile=settings["mpirun_hostfile"],
+        main_process_ip_given=settings["main_process_ip"] is not None,
     )
     spec.check()
     _check_devices(settings, spec, count)
@@ -64,6 +68,24 @@ def _device(settings: Settings, present: system.Accelerators) -> tuple[str, int]
             f"({present.kind} 0 to {present.count - 1})"
         )
     return present.kind, len(ids)
+
+
+def _machines(settings: Settings) -> tuple[int, str]:
+    """The number of machines, the most of a range, and the range as torch's agent writes it."""
+    text = settings["nnodes"]
+    if text is None:
+        machines = 1 if settings["num_machines"] is None else settings["num_machines"]
+        if machines < 1:
+            raise ConfigurationError(f"{settings.shown('num_machines')}: at least 1 machine is needed")
+        return machines, str(machines)
+    least, colon, most = text.partition(":")
+    if not least.isdigit() or (colon and not most.isdigit()) or not 1 <= int(least) <= int(most or least):
+        raise ConfigurationError(f"{settings.shown('nnodes')}: give a number of machines or a range as 1:4")
+    if settings["num_machines"] is not None and settings["num_machines"] != int(most or least):
+        raise ConfigurationError(
+            f"{settings.shown('nnodes')} and {settings.shown('num_machines')} contradict each other: give only one"
+        )
+    return int(most or least), text if colon and least != most else least
 
 
 def _gpu_ids(settings: Settings) -> list[str]:

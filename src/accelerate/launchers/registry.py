@@ -3,18 +3,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from ..config.launch_settings import Settings
+from ..core.errors import ConfigurationError
 from .base import Launcher
-from .local import LocalLauncher
 from .spec import LaunchSpec
 
+# Each imports its launcher only when it is the one. in_place: a lone process may take this one over.
+Maker = Callable[[LaunchSpec, Settings, bool], Launcher]
 
-def choose(spec: LaunchSpec, in_place: bool = False) -> Launcher:
-    """The launcher for a spec, checked. `in_place`: a lone process may take over this one."""
-    if spec.num_machines > 1:
-        from .static import StaticLauncher
 
-        launcher: Launcher = StaticLauncher(spec)
-    else:
-        launcher = LocalLauncher(spec, in_place)
+def _local(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+    from .local import LocalLauncher
+
+    return LocalLauncher(spec, in_place)
+
+
+def _static(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+    from .static import StaticLauncher
+
+    return StaticLauncher(spec)
+
+
+def _elastic(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+    from .elastic import ElasticLauncher
+
+    return ElasticLauncher(spec)
+
+
+def _mpi(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+    from .mpi import MpiLauncher
+
+    return MpiLauncher(spec)
+
+
+def _deepspeed(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+    from .deepspeed import DeepSpeedLauncher, Hosts
+
+    hosts = Hosts(
+        settings["deepspeed_hostfile"],
+        settings["deepspeed_multinode_launcher"] or "pdsh",
+        settings["deepspeed_exclusion_filter"],
+        settings["deepspeed_inclusion_filter"],
+    )
+    return DeepSpeedLauncher(spec, hosts)
+
+
+def _tpu(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+    from .tpu import TpuLauncher
+
+    return TpuLauncher(spec, settings["main_training_function"] or "main")
+
+
+ENGINES: dict[str, Maker] = {
+    "local": _local,
+    "static": _static,
+    "elastic": _elastic,
+    "mpi": _mpi,
+    "deepspeed": _deepspeed,
+    "tpu": _tpu,
+}
+
+
+def choose(spec: LaunchSpec, settings: Settings, in_place: bool = False) -> Launcher:
+    """The launcher that the settings ask for or imply, checked."""
+    engine = settings["engine"]
+    if engine == "auto":
+        engine = implied(spec, settings)
+    if engine == "local" and spec.num_machines > 1:
+        raise ConfigurationError(f"{settings.shown('engine')} is one machine, {settings.shown('num_machines')} is not")
+    if spec.nnodes != str(spec.num_machines) and engine != "elastic":
+        raise ConfigurationError(f"{settings.shown('nnodes')} is a range of machines: only the elastic engine has it")
+    launcher = ENGINES[engine](spec, settings, in_place)
     launcher.check()
     return launcher
+
+
+def implied(spec: LaunchSpec, settings: Settings) -> str:
+    """The engine for settings that name none."""
+    if settings["tpu"]:
+        return "tpu"
+    if settings["mpirun_hostfile"]:
+        return "mpi"
+    if settings["rdzv_backend"] != "static" or spec.nnodes != str(spec.num_machines):
+        return "elastic"
+    if spec.num_machines == 1:
+        return "local"
+    if settings["use_deepspeed"] and settings["deepspeed_hostfile"]:
+        return "static" if settings["deepspeed_multinode_launcher"] == "standard" else "deepspeed"
+    return "static"

@@ -99,13 +99,17 @@ class LaunchSpec:
     monitor_interval: float = 0.1
     rdzv_backend: str = "static"
     rdzv_conf: str = ""
+    rdzv_id: str = "none"
+    nnodes: str = "1"
+    hostfile: str | None = None
+    main_process_ip_given: bool = False
 
     @property
     def local_processes(self) -> int:
         return self.num_processes // self.num_machines
 
-    def process(self, local_rank: int, port: int, address: str | None = None) -> ProcessSpec:
-        """The process of a local rank on this machine, where rank 0 listens at `address` and `port`."""
+    def process(self, local_rank: int, port: int, attempt: int = 0) -> ProcessSpec:
+        """The process of a local rank on this machine, where rank 0 listens at `port` of machine 0."""
         rank = self.machine_rank * self.local_processes + local_rank
         variables: dict[str, str | None] = dict.fromkeys(FOREIGN)
         variables.update(self.variables)
@@ -118,9 +122,11 @@ class LaunchSpec:
             LOCAL_WORLD_SIZE=str(self.local_processes),
             GROUP_RANK=str(self.machine_rank),
             GROUP_WORLD_SIZE=str(self.num_machines),
-            MASTER_ADDR=address or self.main_process_ip,
+            MASTER_ADDR=self.main_process_ip,
             MASTER_PORT=str(port),
         )
+        if self.max_restarts:
+            variables.update(TORCHELASTIC_RESTART_COUNT=str(attempt), TORCHELASTIC_MAX_RESTARTS=str(self.max_restarts))
         return ProcessSpec(rank, local_rank, tuple(self.program.argv()), variables)
 
     def tee_of(self, rank: int) -> int:
@@ -151,6 +157,8 @@ class LaunchSpec:
                 f"machine_rank={self.machine_rank} is out of range: with num_machines={self.num_machines} it is "
                 f"0 to {self.num_machines - 1}"
             )
+        if self.max_restarts < 0:
+            raise ConfigurationError(f"max_restarts={self.max_restarts}: it cannot be less than 0")
         if self.num_processes % self.num_machines:
             raise ConfigurationError(
                 f"num_processes={self.num_processes} counts the processes of all machines together and must divide "

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ..core import env
 from ..core.errors import ConfigurationError
 from .base import Launcher
-from .meeting import PATIENCE, Host, Link, check_address, interface_of, join
+from .meeting import PATIENCE, Host, Link, Peer, check_address, interface_of, join
 from .ports import HeldPort
 from .spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from .supervisor import Supervisor
 
 DEFAULT_PORT = 29500
 
@@ -30,18 +34,27 @@ class StaticLauncher(Launcher):
         check_address(self.spec.main_process_ip)
 
     def run(self) -> int:
-        if self.spec.machine_rank == 0:
-            # Held before anybody listens on it, so that it is ours when the meeting is over and rank 0 takes it.
-            with HeldPort(self.spec.main_process_port):
-                return self._run(Link(Host(self.spec, self.spec.main_process_port, self._patience()).meet()))
-        return self._run(Link([join(self.spec, self._patience())]))
+        from .supervisor import with_restarts
 
-    def _run(self, link: Link) -> int:
+        if self.spec.machine_rank > 0:
+            return with_restarts(self.spec, lambda number: self._attempt(number, [join(self.spec, self._patience())]))
+        # Held before anybody listens on it, so that it is ours when the meeting is over and rank 0 takes it.
+        with HeldPort(self.spec.main_process_port):
+            return with_restarts(self.spec, lambda number: self._attempt(number, self._host().meet()))
+
+    def _host(self) -> Host:
+        return Host(self.spec, self.spec.main_process_port, self._patience())
+
+    def _attempt(self, number: int, peers: list[Peer]) -> Supervisor:
+        """One run of all machines' processes, from their meeting to their end."""
         from .supervisor import Supervisor
 
+        link = Link(peers)
         try:
             self._use_interface(link)
-            return Supervisor(self.spec, link).run(self.processes())
+            supervisor = Supervisor(self.spec, link)
+            supervisor.run(self.processes(attempt=number))
+            return supervisor
         finally:
             link.close()
 

@@ -42,6 +42,9 @@ class Supervisor:
         self.link = link
         self.ranks: list[Rank] = []
         self.failure: Failure | None = None
+        self.code = 0
+        # Whether somebody wants the run to end, so that it must not be started again.
+        self.final = False
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._interrupted: int | None = None
@@ -52,6 +55,7 @@ class Supervisor:
         self._oom_kills = failures.oom_kills()
 
     def run(self, processes: Sequence[ProcessSpec]) -> int:
+        """Start, watch and end the processes; the exit code, also kept in `code`."""
         with self._catching_signals():
             try:
                 self._start(processes)
@@ -64,7 +68,8 @@ class Supervisor:
                 raise
             finally:
                 self._clean_up()
-            return self._finish()
+            self.code = self._finish()
+            return self.code
 
     def _start(self, processes: Sequence[ProcessSpec]) -> None:
         folder = Path(self.spec.log_dir).expanduser() / _run_name() if self.spec.log_dir else None
@@ -141,7 +146,7 @@ class Supervisor:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(rank.popen.pid, number)
         elif self._interrupted is None:
-            self._interrupted = number
+            self._interrupted, self.final = number, True
             self._stop(number)
         else:
             self._kill_all()
@@ -160,8 +165,9 @@ class Supervisor:
         if not hear():
             self._selector.unregister(connection)
 
-    def _stop_for_others(self, reason: str, code: int) -> None:
-        """Another machine has failed or is gone."""
+    def _stop_for_others(self, reason: str, code: int, final: bool) -> None:
+        """Another machine has failed, is gone or was interrupted (then the end is final)."""
+        self.final = self.final or final
         if self._stopped_by is None:
             self._stopped_by = (reason, code)
         if self._kill_at is None:
@@ -181,7 +187,7 @@ class Supervisor:
         if self._interrupted is not None:
             return self._finish_interrupted(self._interrupted)
         first = failures.find_first(self.ranks)
-        if self._stopped_by is not None and (first is None or failures.is_partner_lost(first)):
+        if self._stopped_by is not None and (first is None or first.stopped or failures.is_partner_lost(first)):
             return self._finish_for_others(*self._stopped_by)
         if first is None:
             self._release_all()
@@ -212,7 +218,8 @@ class Supervisor:
             return 0
         if self.link is not None:
             host, name = gethostname(), signal.Signals(number).name
-            self.link.failed(f"machine {self.spec.machine_rank} ({host}) was ended by {name}", 128 + number)
+            told = f"machine {self.spec.machine_rank} ({host}) was ended by {name}"
+            self.link.failed(told, 128 + number, final=True)
         self._say([f"accelerate launch: ended by {signal.Signals(number).name}; all processes are gone"])
         return 128 + number
 
@@ -255,6 +262,17 @@ class Supervisor:
                 signal.signal(number, handler)
             os.close(wake)
             os.close(alarm)
+
+
+def with_restarts(spec: LaunchSpec, attempt: Callable[[int], Supervisor]) -> int:
+    """Run attempts until one ends well, somebody wants an end, or `max_restarts` are used up; the last exit code."""
+    for number in range(spec.max_restarts + 1):
+        ended = attempt(number)
+        if ended.code == 0 or ended.final:
+            break
+        if number < spec.max_restarts:
+            print(f"accelerate launch: restart {number + 1} of {spec.max_restarts}", file=sys.stderr, flush=True)
+    return ended.code
 
 
 def _run_name() -> str:

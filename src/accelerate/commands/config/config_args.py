@@ -76,6 +76,9 @@ class ClusterConfig(BaseConfig):
     gradient_accumulation_steps: int | None = None
     num_cpu_threads_per_process: int | None = None
     rdzv_conf: str | None = None
+    rdzv_id: str | None = None
+    nnodes: str | None = None
+    engine: str | None = None
     max_restarts: int | None = None
     monitor_interval: float | None = None
     role: str | None = None

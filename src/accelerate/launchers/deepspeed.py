@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's own starter: several machines of a host file, reached through pdsh, Open MPI, Slurm and the like."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core import env
+from ..core.errors import ConfigurationError
+from ..core.files import atomic_write
+from .base import Launcher
+from .spec import LaunchSpec, ProcessSpec, Program
+from .static import DEFAULT_PORT
+
+# The file from which DeepSpeed's starter takes the variables of the processes it starts elsewhere.
+ENVIRONMENT_FILE = ".deepspeed_env"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The machines of a DeepSpeed launch, as the user has named them."""
+
+    hostfile: str | None
+    starter: str = "pdsh"
+    exclude: str | None = None
+    include: str | None = None
+
+
+def starter_command(
+    hosts: Hosts, program: Program, local_processes: int, address: str | None, port: int | None
+) -> list[str]:
+    """The command line of DeepSpeed's starter."""
+    command = ["deepspeed", "--hostfile", str(hosts.hostfile), "--no_local_rank", "--launcher", hosts.starter]
+    if hosts.exclude is not None:
+        command += ["--exclude", hosts.exclude]
+    elif hosts.include is not None:
+        command += ["--include", hosts.include]
+    else:
+        command += ["--num_gpus", str(local_processes)]
+    if address:
+        command += ["--master_addr", address]
+    command += ["--master_port", str(port or DEFAULT_PORT)]
+    flag = {"script": [], "module": ["--module"], "program": ["--no_python"]}[program.kind]
+    return [*command, *flag, program.name, *program.args]
+
+
+class DeepSpeedLauncher(Launcher):
+    """Hands the run to DeepSpeed's starter; the variables go through the file that it reads."""
+
+    name = "deepspeed"
+
+    def __init__(self, spec: LaunchSpec, hosts: Hosts) -> None:
+        super().__init__(spec)
+        self.hosts = hosts
+
+    def check(self) -> None:
+        super().check()
+        if self.hosts.hostfile is None:
+            raise ConfigurationError("several machines under DeepSpeed's starter need --deepspeed_hostfile")
+        if not Path(self.hosts.hostfile).is_file():
+            raise ConfigurationError(f"deepspeed_hostfile={self.hosts.hostfile!r} does not exist")
+        if shutil.which("deepspeed") is None:
+            raise ConfigurationError("the program deepspeed is not on the PATH: pip install deepspeed")
+
+    def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
+        spec = self.spec
+        address = spec.main_process_ip if spec.main_process_ip_given else None
+        command = starter_command(
+            self.hosts, spec.program, spec.local_processes, address, spec.main_process_port or None
+        )
+        return [ProcessSpec(0, 0, tuple(command), {**spec.variables, "PYTHONPATH": python_path()})]
+
+    def run(self) -> int:
+        from .supervisor import Supervisor
+
+        (process,) = self.processes()
+        values = {name: text for name, text in process.variables.items() if text is not None}
+        with atomic_write(ENVIRONMENT_FILE, "w") as file:
+            file.writelines(env.convert_dict_to_env_variables(values))
+        return Supervisor(self.spec).run([process])
+
+
+def python_path() -> str:
+    """The search path for modules, this folder included: the processes elsewhere start in another one."""
+    return os.pathsep.join(part for part in (env.get("PYTHONPATH"), os.path.abspath(".")) if part)

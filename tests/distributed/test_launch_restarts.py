@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Restarts: a killed rank brings the whole group back, on one machine, on several, and under torch's agent."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--cpu", "--num_processes", "2"]
+# The ranks meet through a socket at the main port, so that an attempt that reaches a dead one's peers would show.
+SCRIPT = """
+import os, signal, socket, time
+attempt, rank, port = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK", "MASTER_PORT"))
+token = str(attempt).encode()
+if rank == 0:
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind(("0.0.0.0", port))
+    server.listen()
+    friend, _ = server.accept()
+else:
+    while True:
+        try:
+            friend = socket.create_connection((os.environ["MASTER_ADDR"], port))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+friend.sendall(token)
+assert friend.recv(9) == token
+if attempt < 2 and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if attempt < 2:
+    time.sleep(60)
+print("rank", rank, "attempt", attempt)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def environment(tmp_path):
+    names = ("ACCELERATE_", "RANK", "WORLD_SIZE", "MASTER_", "OMP_", "TORCHELASTIC")
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(names)}
+    return {**kept, "HF_HOME": str(tmp_path / "home")}
+
+
+def start(tmp_path, *arguments):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*COMMAND, *map(str, arguments)], env=environment(tmp_path), text=True, **pipes)
+
+
+def test_a_killed_rank_restarts_the_group(tmp_path, script):
+    launch = start(tmp_path, "--max_restarts", 3, script)
+    output, errors = launch.communicate(timeout=60)
+    assert launch.returncode == 0, errors
+    assert sorted(output.splitlines()) == ["rank 0 attempt 2", "rank 1 attempt 2"]
+    assert "restart 1 of 3" in errors and "restart 2 of 3" in errors and "restart 3" not in errors
+
+
+def test_restarts_are_used_up(tmp_path, script):
+    launch = start(tmp_path, "--max_restarts", 1, script)
+    _, errors = launch.communicate(timeout=60)
+    assert launch.returncode == 137 and errors.count("SIGKILL") == 2 and errors.count("restart 1 of 1") == 1
+
+
+def test_two_machines_restart_together(tmp_path, script):
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--num_machines", 2, "--main_process_ip", "127.0.0.1", "--main_process_port", port, "--max_restarts", 2]
+    launches = [start(tmp_path, *options, "--machine_rank", rank, script) for rank in (0, 1)]
+    outputs = [launch.communicate(timeout=60) for launch in launches]
+    assert [launch.returncode for launch in launches] == [0, 0], outputs
+    assert [output.strip() for output, _ in outputs] == ["rank 0 attempt 2", "rank 1 attempt 2"]
+
+
+@pytest.mark.slow
+def test_torch_s_agent_restarts_on_a_store_of_its_own(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import os, signal, torch, torch.distributed as dist
+            dist.init_process_group("gloo")
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            if attempt == 0:
+                if dist.get_rank() == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                for _ in range(1000000):
+                    dist.all_reduce(total)
+            print("rank", dist.get_rank(), "attempt", attempt, total.item())
+            dist.barrier()
+            dist.destroy_process_group()
+            """
+        )
+    )
+    launch = start(tmp_path, "--engine", "elastic", "--max_restarts", 1, "--main_process_port", 29655, path)
+    output, errors = launch.communicate(timeout=120)
+    assert launch.returncode == 0, errors
+    assert sorted(output.splitlines()) == ["rank 0 attempt 1 2.0", "rank 1 attempt 1 2.0"]
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_mpirun_starts_ranks_that_cooperate(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent(
+            """
+            import os, torch
+            from accelerate.state import PartialState
+            state = PartialState()
+            total = torch.tensor(float(state.process_index + 1))
+            torch.distributed.all_reduce(total)
+            print(state.process_index, state.num_processes, total.item(), os.environ["ACCELERATE_MIXED_PRECISION"])
+            """
+        )
+    )
+    launch = start(tmp_path, "--engine", "mpi", "--mixed_precision", "bf16", path)
+    output, errors = launch.communicate(timeout=120)
+    assert launch.returncode == 0, errors
+    assert sorted(output.splitlines()) == ["0 2 3.0 bf16", "1 2 3.0 bf16"]
+    path.write_text(
+        "import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': raise SystemExit(3)\ntime.sleep(50)\n"
+    )
+    launch = start(tmp_path, "--engine", "mpi", path)
+    launch.communicate(timeout=60)
+    assert launch.returncode == 3
