@@ -11,7 +11,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from accelerate.core.errors import PrepareError
 from accelerate.parallel import materialize, norms
 from accelerate.parallel.activation import checkpoint_activations
-from accelerate.parallel.fsdp2 import fsdp2_canonicalize_names
+from accelerate.parallel.fsdp2 import ensure_weights_retied, fsdp2_canonicalize_names
 from accelerate.parallel.remap import ParameterPlaces, Replacements, switch_parameters
 from accelerate.parallel.units import find_modules, get_parameters_from_modules, select_units
 
@@ -127,3 +127,17 @@ def test_meta_and_back_keeps_ties():
     materialize.allocate(model, torch.device("cpu"))
     assert model[1].weight is model[0].weight and materialize.where_meta(model) is None
     assert isinstance(model[0].weight, nn.Parameter) and not model[2].running_mean.is_meta
+
+
+def test_init_functions_keep_ties():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    cpu = torch.device("cpu")
+    init = ensure_weights_retied(lambda module: module.to_empty(device=cpu, recurse=False), model, cpu)
+    for layer in model:
+        init(layer)
+    assert model[0].weight is model[1].weight and not model[0].weight.is_meta
+    assert model[0].bias is not model[1].bias
+    plain = object()
+    assert ensure_weights_retied(plain, nn.Linear(1, 1), cpu) is plain

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # What the words of FSDP1's sharding strategies mean to FSDP2, which knows one switch: reshard after the forward.
 _RESHARD_WORDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
-_EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+EFFICIENT_LOADING = "FSDP_CPU_RAMEFFICIENT_LOADING"
 
 
 @dataclass
@@ -211,10 +211,10 @@ class FullyShardedDataParallelPlugin:
         if self.ignored_modules is None:
             self.ignored_modules = env.get("FSDP_IGNORED_MODULES")
         if self.cpu_ram_efficient_loading is None:
-            self.cpu_ram_efficient_loading = env.get_flag(_EFFICIENT_LOADING)
+            self.cpu_ram_efficient_loading = env.get_flag(EFFICIENT_LOADING)
         else:
             # Libraries that build the model before `prepare` read this to load weights on rank 0 only.
-            env.publish({_EFFICIENT_LOADING: self.cpu_ram_efficient_loading})
+            env.publish({EFFICIENT_LOADING: self.cpu_ram_efficient_loading})
         if self.fsdp_version == 2:
             self._refuse_flags_of_version_1()
             return

@@ -15,14 +15,15 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..config.fsdp import FullyShardedDataParallelPlugin
+from ..config.fsdp import EFFICIENT_LOADING, FullyShardedDataParallelPlugin
+from ..core import env
 from ..core.errors import ConfigurationError
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime import mesh
 from . import fsdp_state, materialize, tensor
 from .activation import checkpoint_activations
-from .remap import switch_parameters
+from .remap import ParameterPlaces, switch_parameters
 from .sharded import ShardedStrategy
 from .units import find_modules, select_units
 
@@ -247,6 +248,48 @@ def fsdp2_load_full_state_dict(
     """Fill a sharded model from a full state that rank 0 holds; parameters without storage get one."""
     materialize.allocate(model, accelerator.device, torch.device("cpu") if cpu_offload else None)
     fsdp_state.load_full_model_state(model, dict(full_sd), accelerator.device)
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Have libraries that load weights before `prepare` do so on rank 0 only (FSDP_CPU_RAM_EFFICIENT_LOADING)."""
+    env.publish({EFFICIENT_LOADING: True})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Have libraries that load weights before `prepare` do so on every rank."""
+    env.publish({EFFICIENT_LOADING: False})
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device
+) -> Callable[[nn.Module], Any]:
+    """`param_init_fn` that gives parameters which are tied in `model` one new parameter, on `device`, at all places."""
+    ties: dict[tuple[int, str], int] = {}
+    for number, places in enumerate(ParameterPlaces(model).shared()):
+        ties.update({(id(module), name): number for module, name in places})
+    if not ties:
+        return param_init_fn
+    made: dict[int, nn.Parameter] = {}
+
+    def init_and_tie(module: nn.Module) -> nn.Module:
+        param_init_fn(module)
+        for name, parameter in list(module._parameters.items()):
+            number = ties.get((id(module), name))
+            if number is None or parameter is None:
+                continue
+            if number not in made:
+                # Only what this call has given storage counts: a parameter left on meta is not it.
+                made[number] = (
+                    parameter
+                    if not parameter.is_meta
+                    else nn.Parameter(
+                        torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                    )
+                )
+            module._parameters[name] = made[number]
+        return module
+
+    return init_and_tie
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:
