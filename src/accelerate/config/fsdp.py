@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # What the words of FSDP1's sharding strategies mean to FSDP2, which knows one switch: reshard after the forward.
 _RESHARD_WORDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
-EFFICIENT_LOADING = "FSDP_CPU_RAMEFFICIENT_LOADING"
+EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 @dataclass

@@ -263,7 +263,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device
 ) -> Callable[[nn.Module], Any]:
-    """`param_init_fn` that gives parameters which are tied in `model` one new parameter, on `device`, at all places."""
+    """`param_init_fn` that gives parameters which are tied in `model` one new parameter, on `device`, everywhere."""
     ties: dict[tuple[int, str], int] = {}
     for number, places in enumerate(ParameterPlaces(model).shared()):
         ties.update({(id(module), name): number for module, name in places})
