@@ -122,12 +122,36 @@ def usable_cpus() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+def share_of_cpus(index: int, count: int) -> list[int]:
+    """The logical processors of one of `count` processes that share this machine: whole cores, near each other.
+
+    Processors are ordered by memory node and core, so that a share crosses a node's border only where it must. With
+    fewer cores than processes some processes get the same.
+    """
+    cores: dict[tuple[int, str], list[int]] = {}
+    for cpu in usable_cpus():
+        cores.setdefault((_memory_node(cpu), _siblings(cpu)), []).append(cpu)
+    ordered = [cpus for _, cpus in sorted(cores.items(), key=lambda item: (item[0][0], item[1][0]))]
+    if count >= len(ordered):
+        return ordered[index % len(ordered)]
+    start, end = index * len(ordered) // count, (index + 1) * len(ordered) // count
+    return sorted(cpu for cpus in ordered[start:end] for cpu in cpus)
+
+
+def _memory_node(cpu: int) -> int:
+    nodes = [path.name[4:] for path in Path(f"/sys/devices/system/cpu/cpu{cpu}").glob("node[0-9]*")]
+    return int(nodes[0]) if nodes else 0
+
+
+def _siblings(cpu: int) -> str:
+    """The hyper-threads of a processor's core, as the kernel lists them."""
+    listed = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return listed.read_text().strip() if listed.exists() else str(cpu)
+
+
 def physical_cores() -> int:
     """The cores this process may use: hyper-threads of one core count once, and a container's quota is heeded."""
-    cores = set()
-    for cpu in usable_cpus():
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(siblings.read_text().strip() if siblings.exists() else str(cpu))
+    cores = {_siblings(cpu) for cpu in usable_cpus()}
     quota = _container_quota()
     return max(1, min(len(cores), quota) if quota else len(cores))
 

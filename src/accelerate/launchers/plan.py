@@ -28,6 +28,7 @@ def plan(settings: Settings, program: Program) -> LaunchSpec:
         main_process_port=settings["main_process_port"] or 0,
         device=device,
         threads=_threads(settings, processes // machines),
+        cpu_affinity=settings["enable_cpu_affinity"],
         variables=shared,
         role=settings["role"],
         tee=settings["tee"],

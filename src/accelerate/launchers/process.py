@@ -40,7 +40,7 @@ class Rank:
                 stdout=output,
                 stderr=error,
                 process_group=0 if os.name == "posix" else None,
-                preexec_fn=die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid(), process.cpus),
             )
         finally:
             os.close(output)
@@ -146,8 +146,8 @@ def _channel(number: int) -> tuple[int, int]:
     return os.pipe()
 
 
-def die_with(parent: int) -> Callable[[], None] | None:
-    """What the new process does first: ask the kernel to be killed when its launcher dies (Linux)."""
+def die_with(parent: int, cpus: tuple[int, ...] | None = None) -> Callable[[], None] | None:
+    """What the new process does first: ask the kernel to be killed when its launcher dies, bind itself (Linux)."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -156,5 +156,7 @@ def die_with(parent: int) -> Callable[[], None] | None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
+        if cpus:
+            os.sched_setaffinity(0, cpus)
 
     return prepare

@@ -53,7 +53,8 @@ def _deepspeed(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher
 def _tpu(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
     from .tpu import TpuLauncher
 
-    return TpuLauncher(spec, settings["main_training_function"] or "main")
+    function = settings["main_training_function"] or "main"
+    return TpuLauncher(spec, function, settings["tpu_use_cluster"], settings["downcast_bf16"])
 
 
 ENGINES: dict[str, Maker] = {

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..core import system
 from ..core.errors import ConfigurationError
 
 # Variables of a process that another starter may have left in this environment, and that would mislead ours.
@@ -63,12 +64,16 @@ class Program:
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to be: its place in the run, what it runs, and the variables set for it (None removes one)."""
+    """One process to be: its place in the run, what it runs, and the variables set for it (None removes one).
+
+    cpus: the processors it is bound to; None binds it to none.
+    """
 
     rank: int
     local_rank: int
     argv: tuple[str, ...]
     variables: Mapping[str, str | None]
+    cpus: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,7 @@ class LaunchSpec:
     main_process_port: int = 0
     device: str = "cpu"
     threads: int | None = None
+    cpu_affinity: bool = False
     variables: Mapping[str, str | None] = field(default_factory=dict)
     role: str = "default"
     tee: str = "0"
@@ -127,7 +133,13 @@ class LaunchSpec:
         )
         if self.max_restarts:
             variables.update(TORCHELASTIC_RESTART_COUNT=str(attempt), TORCHELASTIC_MAX_RESTARTS=str(self.max_restarts))
-        return ProcessSpec(rank, local_rank, tuple(self.program.argv()), variables)
+        return ProcessSpec(rank, local_rank, tuple(self.program.argv()), variables, self._cpus(local_rank))
+
+    def _cpus(self, local_rank: int) -> tuple[int, ...] | None:
+        # Beside an accelerator each process binds itself to the processors near its device, once it knows that.
+        if not self.cpu_affinity or self.device != "cpu":
+            return None
+        return tuple(system.share_of_cpus(local_rank, self.local_processes))
 
     def tee_of(self, rank: int) -> int:
         """Which streams of a rank are marked on the console: 1 standard output, 2 standard error, 3 both."""

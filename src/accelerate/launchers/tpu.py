@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from ..core import env
@@ -16,18 +17,23 @@ from .spec import LaunchSpec
 
 
 class TpuLauncher(Launcher):
-    """`function`: name of the script's function that each core runs."""
+    """`function`: name of the script's function that each core runs. `pod`: several machines were asked for."""
 
     name = "tpu"
 
-    def __init__(self, spec: LaunchSpec, function: str) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: LaunchSpec, function: str, pod: bool = False, downcast: bool = False) -> None:
+        super().__init__(
+            spec if not downcast else replace(spec, variables={**spec.variables, "XLA_DOWNCAST_BF16": "1"})
+        )
         self.function = function
+        self.pod = pod
 
     def check(self) -> None:
         super().check()
         if not is_available("torch_xla"):
             raise ConfigurationError("--tpu needs torch_xla, which is not installed: pip install torch_xla[tpu]")
+        if self.pod:
+            raise ConfigurationError("--tpu_cluster: pods are started with gcloud on each worker, not from here")
         if self.spec.program.kind == "program":
             raise ConfigurationError("--tpu runs a function of a script or module: --no_python cannot be used with it")
 
