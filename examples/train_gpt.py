@@ -2,7 +2,7 @@
 """Train a small GPT, byte by byte, on the Python sources of this interpreter's standard library.
 
     python examples/train_gpt.py                                        one process
-    accelerate launch --num_processes 2 examples/train_gpt.py           two processes, about two minutes on two cores
+    accelerate launch --num_processes 2 examples/train_gpt.py           two processes, a minute or two on two cores
     torchrun --nproc_per_node 2 examples/train_gpt.py                   the same, started by torchrun
     accelerate launch --num_processes 2 examples/train_gpt.py --resume  go on from the newest checkpoint
 
@@ -48,14 +48,14 @@ def parse_arguments() -> argparse.Namespace:
     run = parser.add_argument_group("run")
     run.add_argument("--output_dir", type=Path, default=Path("runs/gpt"), help="where everything goes (%(default)s)")
     run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --output_dir")
-    run.add_argument("--save_every", type=positive(int), default=150, help="steps between checkpoints (%(default)s)")
-    run.add_argument("--eval_every", type=positive(int), default=150, help="steps between evaluations (%(default)s)")
+    run.add_argument("--save_every", type=positive(int), default=250, help="steps between checkpoints (%(default)s)")
+    run.add_argument("--eval_every", type=positive(int), default=100, help="steps between evaluations (%(default)s)")
     run.add_argument("--log_every", type=positive(int), default=10, help="steps between log entries (%(default)s)")
     run.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data (%(default)s)")
     run.add_argument("--cpu", action="store_true", help="stay on the CPU where there is an accelerator")
     optim = parser.add_argument_group("optimization")
-    optim.add_argument("--max_steps", type=positive(int), default=450, help="optimizer steps (%(default)s)")
-    optim.add_argument("--batch_size", type=positive(int), default=8, help="windows a process and pass (%(default)s)")
+    optim.add_argument("--max_steps", type=positive(int), default=1000, help="optimizer steps (%(default)s)")
+    optim.add_argument("--batch_size", type=positive(int), default=4, help="windows a process and pass (%(default)s)")
     optim.add_argument("--accumulate", type=positive(int), default=2, help="passes an optimizer step (%(default)s)")
     optim.add_argument("--lr", type=positive(float), default=6e-3, help="highest learning rate (%(default)s)")
     optim.add_argument("--warmup", type=positive(int), default=30, help="steps up to it (%(default)s)")
@@ -292,7 +292,7 @@ def draw(position: Position, path: Path) -> str:
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), dpi=150, layout="constrained")
     axes.plot(*zip(*position.train, strict=True), color="#8ab4d8", linewidth=1.5, label="training")
-    axes.plot(*zip(*position.held_out, strict=True), color="#c0392b", marker="o", label="held-out files")
+    axes.plot(*zip(*position.held_out, strict=True), color="#c0392b", marker="o", markersize=4, label="held-out files")
     axes.axhline(math.log(BYTES), color="#999999", linestyle=":", label="guessing, ln 256")
     axes.set(
         xlabel="optimizer step", ylabel="loss (nats a byte)", title="A small GPT on the standard library's sources"
