@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from . import transport
 
 # Seconds for which a rank waits for the others to come to the same operation (variable ACCELERATE_DEBUG_TIMEOUT).
 TIMEOUT = 20.0
-# Seconds between two looks at what the present ranks have said.
-LOOK = timedelta(milliseconds=250)
 PASSED = "ok"
 # What is compared, in this order: the first difference is told.
 ASPECTS = ("operation", "options", "structure", "dtypes", "dimensions", "shapes")
@@ -67,40 +64,50 @@ def _settle(store: dist.Store, turn: int, ranks: list[int], record: dict[str, An
     keys = {rank: f"{turn}/{rank}" for rank in ranks}
     store.set(keys[me], json.dumps(record))
     limit = env.get_float("debug_timeout") or TIMEOUT
-    deadline = time.monotonic() + limit
-    while True:
-        try:
-            store.wait(list(keys.values()), LOOK)
-            present = ranks
-        except dist.DistStoreError:
-            present = [rank for rank in ranks if store.check([keys[rank]])]
+    for waited in pauses():
+        present = [rank for rank in ranks if store.check([keys[rank]])]
         found = {rank: json.loads(store.get(keys[rank])) for rank in present}
         judgement = _difference(found)
-        if judgement is None and len(present) < len(ranks):
-            if store.check([f"{turn}/verdict"]):
+        if judgement is None:
+            if len(present) == len(ranks) or store.check([f"{turn}/verdict"]):
                 judgement = PASSED
             else:
-                judgement = _absence(found, ranks, _departed(ranks), limit, time.monotonic() > deadline)
-        elif judgement is None:
-            judgement = PASSED
+                judgement = _absence(found, ranks, departed(_get_default_store(), ranks), limit, waited > limit)
         if judgement is not None:
-            # The first judgement counts: a rank that comes late must not go on alone.
-            verdict = store.compare_set(f"{turn}/verdict", "", judgement).decode()
-            _forget(store, turn - 2, keys[me], me == ranks[0])
-            return verdict
+            break
+    # The first judgement counts: a rank that comes late must not go on alone.
+    verdict = store.compare_set(f"{turn}/verdict", "", str(judgement)).decode()
+    _forget(store, turn - 2, me, me == ranks[0])
+    return verdict
 
 
-def _forget(store: dist.Store, turn: int, own: str, first: bool) -> None:
+def pauses() -> Iterator[float]:
+    """Look after look at the store: the seconds waited so far, with a sleep between that grows to 20 ms.
+
+    A store's own `wait` with a time limit writes a warning each time that the limit passes.
+    """
+    begin, pause = time.monotonic(), 5e-5
+    while True:
+        yield time.monotonic() - begin
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.02)
+
+
+def _forget(store: dist.Store, turn: int, me: int, first: bool) -> None:
     """Remove what nobody reads any more: who shows a turn has left the one before, so two turns back all have."""
     if turn > 0:
-        store.delete_key(f"{turn}/{own.rpartition('/')[2]}")
+        store.delete_key(f"{turn}/{me}")
         if first:
             store.delete_key(f"{turn}/verdict")
 
 
-def _departed(ranks: list[int]) -> list[int]:
-    """The ranks whose process has come to its end (the process group's farewell says so)."""
-    store = _get_default_store()
+def forget() -> None:
+    """Count from the beginning: the process group is a new one."""
+    _turns.clear()
+
+
+def departed(store: dist.Store, ranks: Iterable[int]) -> list[int]:
+    """Those of `ranks` whose process has come to its end (the process group's farewell in the run's store says so)."""
     return [rank for rank in ranks if store.check([f"accelerate/left/{rank}"])]
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ..core import env
 from ..core.errors import ConfigurationError
@@ -29,6 +32,7 @@ class _Exit:
     armed = False
     owner = False
     failed = False
+    interruptions = 0
     previous_hook: Any = None
 
 
@@ -54,6 +58,7 @@ def start(
         else:
             # Slurm's and MPI's processes are told no address in torch's own variables.
             env.publish({"master_addr": topology.master_addr, "master_port": topology.master_port})
+        _keep_out_of_defaults()
         dist.init_process_group(backend=backend, rank=topology.rank, world_size=topology.world_size, **arguments)
         _Exit.owner = True
     _arm()
@@ -63,9 +68,19 @@ def start(
 def start_alone(backend: str) -> None:
     """Be a group of one, where nothing is joined yet: pieces of torch such as `fully_shard` want a group always."""
     if not dist.is_initialized():
+        _keep_out_of_defaults()
         dist.init_process_group(backend=backend, store=dist.HashStore(), rank=0, world_size=1)
         _Exit.owner = True
     _arm()
+
+
+def _keep_out_of_defaults() -> None:
+    """Import what would hold the group for ever if it were imported later.
+
+    torch.distributed.nn.functional (torch 2.13; DDP imports it) has `group=group.WORLD` as default arguments: imported
+    while a group runs, they keep it and its connections open after it was destroyed.
+    """
+    importlib.import_module("torch.distributed.nn.functional")
 
 
 def _check_address(topology: Topology, init_method: str | None) -> None:
@@ -97,6 +112,48 @@ def stop(group: Any = None) -> None:
         _Exit.owner = False
         # DDP's reducer and work handles hold the group's threads alive in cycles; they must go while Python lives.
         gc.collect()
+
+
+def interrupt() -> Callable[[], None]:
+    """Leave the default group in the middle of whatever its ranks do; the result joins a fresh one of the same ranks.
+
+    A rank that waits in a collective with this one wakes up with an error. Every rank must interrupt and join anew.
+    What was made with the old group (DDP's modules) is of no use afterwards. Raises RuntimeError where groups of some
+    ranks exist beside the default one: nobody could make them anew.
+    """
+    world = dist.distributed_c10d._world
+    if len(world.pg_map) > 1:
+        raise RuntimeError(
+            f"rank {dist.get_rank()} has left a collective that others may wait in, and the process group cannot be "
+            "made anew, since the run has groups of some ranks beside it. Start the run again"
+        )
+    old: Any = dist.group.WORLD
+    backend, rank, size = dist.get_backend(), dist.get_rank(), dist.get_world_size()
+    timeout = old._get_backend(old._device_types[0]).options._timeout
+    _Exit.interruptions += 1
+    store = dist.PrefixStore(f"group_{_Exit.interruptions}", dist.distributed_c10d._get_default_store())
+    owner = _Exit.owner
+    if "gloo" not in backend:
+        # Only gloo's connections close with the group; the kernels of others wait for their abort.
+        old.abort()
+    _disarm_modules()
+    del old
+    stop()
+
+    def join() -> None:
+        dist.init_process_group(backend=backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        _Exit.owner = owner
+
+    return join
+
+
+def _disarm_modules() -> None:
+    """Take the group from DDP's modules: as long as one holds it, its connections stay open."""
+    for module in gc.get_objects():
+        # The type itself is asked: `isinstance` would make lazy objects load what they stand for.
+        if issubclass(type(module), DistributedDataParallel):
+            for name in ("process_group", "reducer", "logger"):
+                module.__dict__.pop(name, None)
 
 
 def _arm() -> None:
