@@ -26,6 +26,7 @@ from accelerate.core.errors import CheckpointError
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 
 LENGTH = 23
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
 def as_saved(value: Any) -> Any:

@@ -27,6 +27,8 @@ from accelerate.data_loader import (
     skip_first_batches,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
 
 def permutation(number, length=10):
     return torch.randperm(length, generator=torch.Generator().manual_seed(number)).tolist()
@@ -121,6 +123,8 @@ def test_bad_input_is_one_clear_error():
             skip_first_batches(raw, number)
     with pytest.raises(PrepareError, match="needs dispatch_batches=True"):
         prepare_data_loader(raw, num_processes=2, process_index=0, slice_fn_for_dispatch=lambda *_, **__: None)
+    with pytest.warns(UserWarning, match="does nothing without use_seedable_sampler=True"):
+        prepare_data_loader(raw, num_processes=1, process_index=0, data_seed=3)
     with pytest.raises(ConfigurationError, match="in no process group"):
         list(prepare_data_loader(raw, num_processes=2, process_index=0, dispatch_batches=True))
 
@@ -223,6 +227,10 @@ def test_a_stateful_loader_is_built_where_it_is_asked_for():
         DataLoader(Ids(7), batch_sampler=[[1, 2], [0]]),
         stateful(Ids(7), batch_size=2),
     ]
+    with pytest.raises(PrepareError, match="load it into the prepared one"):
+        positioned = stateful(Ids(4))
+        positioned.load_state_dict(stateful(Ids(4)).state_dict())
+        prepare_data_loader(positioned, num_processes=1, process_index=0)
     for raw in raws:
         seed(3)
         wanted = [str(batch) for batch in raw]

@@ -140,7 +140,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self._pass(batches, plan, start)
 
     def _open(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
-        order.share()
+        if plan.cut.shards > 1 or self.torch_device_mesh is not None:
+            # The shards of one order, or ranks that work on the same samples. A loader of one rank alone asks nobody.
+            order.share()
         return self._source.open(plan, order, start)
 
     def _pass(self, batches: Iterator[Batch], plan: Plan, start: Place) -> Iterator[Any]:
@@ -240,7 +242,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             if isinstance(place, int):
                 place = Place(place, (place,) if is_iterable(self.base_dataloader) else None)
             position.place = place
-            position.order = self._order.states
+            position.order = self._order.as_saved()
         return position.to_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

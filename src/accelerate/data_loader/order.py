@@ -47,7 +47,7 @@ class Order:
         self.resumes = True
 
     def capture(self) -> States:
-        """The present states, as numbers, lists and tensors."""
+        """The present states."""
         states: States = {"seeds_workers": self.seeds_workers}
         if isinstance(self.sampler, SeedableRandomSampler):
             states["seed"] = self.sampler.initial_seed
@@ -56,10 +56,14 @@ class Order:
         if self.generators:
             states["generators"] = [generator.get_state() for generator in self.generators]
         if not self.torch_only:
-            states["python"] = _listed(random.getstate())
+            states["python"] = random.getstate()
             if "numpy" in sys.modules:
-                states["numpy"] = _listed(sys.modules["numpy"].random.get_state())
+                states["numpy"] = sys.modules["numpy"].random.get_state()
         return states
+
+    def as_saved(self) -> States:
+        """The states of this order as numbers, lists and byte tensors."""
+        return {name: _listed(state) for name, state in self.states.items()}
 
     def own(self) -> States:
         """The part of the present states that is the loader's: its generators and its sampler's seed."""
@@ -169,17 +173,18 @@ def _restore(states: States) -> None:
 
 
 def _listed(value: Any) -> Any:
-    """Tuples and arrays as lists, so that the state can be written as JSON."""
-    if isinstance(value, tuple):
+    """Tuples and arrays as lists, which can be written as JSON and compared."""
+    if isinstance(value, (tuple, list)):
         return [_listed(part) for part in value]
-    return value.tolist() if hasattr(value, "tolist") else value
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, torch.Tensor) else value
 
 
 def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
-        return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and torch.equal(left, right)
+    left, right = _listed(left), _listed(right)
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
     if isinstance(left, list) and isinstance(right, list):
         return len(left) == len(right) and all(map(_same, left, right))
-    return bool(left == right)
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    return type(left) is type(right) and bool(left == right)

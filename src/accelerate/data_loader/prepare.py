@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -94,14 +95,21 @@ def prepare_data_loader(
         return dataloader
     cut = _cut(num_processes, process_index, torch_device_mesh, split_batches, even_batches, exact)
     _check_not_sharded(dataloader, cut)
+    if data_seed is not None and not use_seedable_sampler:
+        warnings.warn(
+            "data_seed is the seed of the seedable sampler: it does nothing without use_seedable_sampler=True"
+        )
     if dispatch_batches is None:
         dispatch_batches = is_iterable(dataloader) and put_on_device
     base = _base(dataloader, use_stateful_dataloader)
     if use_seedable_sampler:
         base = _with_seedable_sampler(base, data_seed)
+    target = torch.device(device) if put_on_device and device is not None else None
+    on_xla = target is not None and target.type == "xla" and is_available("torch_xla")
     options: dict[str, Any] = {
         "use_stateful_dataloader": use_stateful_dataloader,
-        "device": device if put_on_device else None,
+        # torch_xla's own feed copies in a thread.
+        "device": None if on_xla else target,
         "_non_blocking": non_blocking,
         "_drop_last": base.drop_last,
         "torch_device_mesh": torch_device_mesh,
@@ -114,7 +122,11 @@ def prepare_data_loader(
     loader = DataLoaderShard.around(
         _shard(base, cut), rng_types=rng_types, synchronized_generator=generator, **options
     )
-    return _for_xla(loader, device) if put_on_device else loader
+    if target is not None and on_xla:
+        from .xla import MpDeviceLoaderWrapper
+
+        return MpDeviceLoaderWrapper(loader, target)
+    return loader
 
 
 def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> Any:
@@ -183,6 +195,10 @@ def _check_not_sharded(dataloader: DataLoader, cut: Cut) -> None:
 
 def _base(dataloader: DataLoader, stateful: bool) -> Any:
     """A loader of the user's own class (torchdata's where it is asked for) that may be changed."""
+    if getattr(dataloader, "next_iter_state", None) is not None:
+        raise PrepareError(
+            "a position was loaded into this loader before it was prepared: load it into the prepared one"
+        )
     kind = loader_class(stateful)
     if isinstance(dataloader, kind):
         return altered(dataloader)
@@ -264,11 +280,3 @@ def _synchronized_generator(base: Any, cut: Cut) -> torch.Generator | None:
     if cut.shards == 1 or isinstance(sampler, SeedableRandomSampler) or not isinstance(generator, torch.Generator):
         return None
     return generator
-
-
-def _for_xla(loader: Any, device: torch.device | None) -> Any:
-    if device is None or torch.device(device).type != "xla" or not is_available("torch_xla"):
-        return loader
-    from .xla import MpDeviceLoaderWrapper
-
-    return MpDeviceLoaderWrapper(loader, device)

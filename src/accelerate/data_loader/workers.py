@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -118,7 +119,7 @@ def opened(dataset: Any, plan: Plan, place: Place, worker: int = 0) -> Iterator[
         yield from plan.steps(open_stream(dataset), start)
         return
     unwrapped(dataset).load_state_dict(place.inner[worker])
-    for items, counts, position in plan.steps(open_stream(dataset)):
+    for items, counts, position in dataclasses.replace(plan, skip=0).steps(open_stream(dataset)):
         yield items, counts, position + start
 
 
