@@ -379,6 +379,7 @@ class Accelerator(ProcessControl, RunServices):
             raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
         prepared = AcceleratedOptimizer(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
         prepared._before_first_step = functools.partial(self._look_before_first_step, prepared)
+        prepared._after_step.extend(self.strategy.after_step)
         self._optimizers.append(prepared)
         return prepared
 
@@ -483,7 +484,8 @@ class Accelerator(ProcessControl, RunServices):
             models = self._accumulated or self._models
             self._items.backward(loss, num_items, self.gradient_state.sync_gradients, models, **kwargs)
             for optimizer in self._optimizers:
-                optimizer._after_step = self._items.close
+                if self._items.close not in optimizer._after_step:
+                    optimizer._after_step.append(self._items.close)
             return
         steps = self.gradient_state.num_steps
         if self._exact:

@@ -36,8 +36,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._unscaled = False
         # Called once, before the first step: the accelerator's look at what this optimizer holds.
         self._before_first_step: Callable[[], None] | None = None
-        # Called after each step: the accelerator clears what belonged to the gradients that are used up.
-        self._after_step: Callable[[], None] | None = None
+        # Called after each step: what belonged to the gradients that are used up is closed.
+        self._after_step: list[Callable[[], None]] = []
         if device_placement:
             self._place_state()
 
@@ -115,8 +115,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         else:
             result = self._scaled_step(closure)
-        if self._after_step is not None:
-            self._after_step()
+        for call in self._after_step:
+            call()
         return result
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
@@ -148,7 +148,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = dict(self.__dict__)
-        kept.update(_before_first_step=None, _after_step=None)
+        kept.update(_before_first_step=None, _after_step=[])
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:

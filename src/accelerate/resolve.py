@@ -265,6 +265,8 @@ def _strategy_name(state: AcceleratorState, plugins: dict[str, Any]) -> str:
                 f"fsdp_version={version} is not offered in this version: set fsdp_version=2 in the plugin"
             )
         return "fsdp2"
+    if state.device.type == "xla":
+        return "xla"
     return "ddp" if state.use_distributed else "single"
 
 
@@ -272,7 +274,7 @@ def _strategy(
     name: str, state: AcceleratorState, precision: Precision, handlers: Handlers, plugins: dict[str, Any]
 ) -> Strategy:
     arguments: dict[str, Any] = {}
-    if name == "ddp":
+    if name in ("ddp", "xla"):
         arguments["options"] = handlers.ddp
     elif name == "fsdp2":
         arguments["plugin"] = plugins["fsdp_plugin"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .core import devices, env
 from .core.enums import DistributedType, DynamoBackend, PrecisionType
 from .core.errors import ConfigurationError
-from .runtime import group, process
+from .runtime import group, process, xla
 from .runtime.topology import Topology
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class PartialState:
         if topology.world_size > 1:
             # "nccl" is the API's word for the device's own backend.
             wanted = kind.backend if backend in (None, "nccl") else str(backend)
-            used_backend = group.start(topology, wanted, timeout, init_method)
+            used_backend = group.start(topology, wanted, timeout, init_method or kind.init_method)
             distributed_type = kind.distributed
         # Everything has succeeded: the state appears whole.
         self.__dict__.update(
@@ -223,7 +223,7 @@ def _present_topology() -> Topology:
     """The topology of a group that runs already, else what the environment tells."""
     told = Topology.from_environment()
     if not group.is_running():
-        return told
+        return (xla.topology() or told) if told.launcher == "none" else told
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if told.world_size == world_size and told.rank == rank:
         return told

@@ -12,6 +12,7 @@ import torch
 from . import env
 from .enums import DistributedType
 from .errors import ConfigurationError
+from .imports import is_available
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class DeviceKind:
     distributed: DistributedType
     visible: str | None = None
     pin_memory: bool = True
+    init_method: str | None = None
 
 
 DEVICES: dict[str, DeviceKind] = {
@@ -38,7 +40,7 @@ DEVICES: dict[str, DeviceKind] = {
         DeviceKind("sdaa", "tccl", DistributedType.MULTI_SDAA, "SDAA_VISIBLE_DEVICES"),
         DeviceKind("musa", "mccl", DistributedType.MULTI_MUSA, "MUSA_VISIBLE_DEVICES"),
         DeviceKind("neuron", "neuron", DistributedType.MULTI_NEURON, "NEURON_RT_VISIBLE_CORES"),
-        DeviceKind("xla", "xla", DistributedType.XLA, pin_memory=False),
+        DeviceKind("xla", "xla", DistributedType.XLA, pin_memory=False, init_method="xla://"),
     )
 }
 
@@ -78,7 +80,7 @@ def select(local_rank: int, local_world_size: int, cpu: bool = False) -> torch.d
         return torch.device(asked)
     kind = None if cpu else accelerator_type()
     if kind is None:
-        return torch.device("cpu")
+        return torch.device("cpu") if cpu else xla_device() or torch.device("cpu")
     if kind == "mps":
         return torch.device("mps", 0)
     present = device_count(kind)
@@ -90,6 +92,15 @@ def select(local_rank: int, local_world_size: int, cpu: bool = False) -> torch.d
     device = torch.device(kind, local_rank)
     torch.accelerator.set_device_index(device)
     return device
+
+
+def xla_device() -> torch.device | None:
+    """This process's device of torch_xla, which is no `torch.accelerator`; None where the package is not installed."""
+    if not is_available("torch_xla"):
+        return None
+    import torch_xla
+
+    return torch.device(torch_xla.device())
 
 
 def _visible_note(kind: str) -> str:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ class Strategy:
         self.device = device
         self.precision = precision
         self.transforms: tuple[Any, ...] = ()
+        # What has to happen when an optimizer has stepped.
+        self.after_step: tuple[Callable[[], None], ...] = ()
 
     @property
     def data_shard(self) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import Any
 STRATEGIES: dict[str, tuple[str, str]] = {
     "single": ("accelerate.parallel.base", "Strategy"),
     "ddp": ("accelerate.parallel.ddp", "DataParallel"),
+    "xla": ("accelerate.parallel.xla", "XlaDataParallel"),
     "fsdp2": ("accelerate.parallel.fsdp2", "FullyShardedDataParallel"),
 }
 
