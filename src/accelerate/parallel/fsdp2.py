@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,9 @@ class FullyShardedDataParallel(ShardedStrategy):
             raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP2")
         super().__init__(device, precision, parallelism)
         self.plugin = plugin
-        if precision.name in ("bf16", "fp16", "fp8"):
+        # The whole model's output, as under the other strategies, is fp32 unless the user's own policy says else.
+        self.full_outputs = precision.native_amp and plugin.mixed_precision_policy is None
+        if precision.native_amp:
             plugin.set_mixed_precision(precision.name)
         self.shards = mesh.fsdp_mesh(self.layout, self.mesh, device)
         # The ranks that average gradients with each other.
@@ -68,7 +71,7 @@ class FullyShardedDataParallel(ShardedStrategy):
         split = None
         if self.layout.tp_enabled and self.mesh is not None:
             split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], plan=self.tensor_plan)
-        shard_model(model, self.plugin, self.shards, self.device, split=split)
+        shard_model(model, self.plugin, self.shards, self.device, split=split, full_outputs=self.full_outputs)
         whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
         self._whole[id(model)] = [parameter for parameter in whole if parameter.requires_grad]
         return model
@@ -112,13 +115,14 @@ def shard_model(
     device: torch.device,
     ranks: dist.ProcessGroup | None = None,
     split: Callable[[nn.Module], Any] | None = None,
+    full_outputs: bool = False,
 ) -> nn.Module:
     """Shard a model in place over `shards`: one dimension, or (copies, shards).
 
     `ranks` are those that hold the same model before this (None: all): they get the weights of the first of them.
     Where only that one has them (`cpu_ram_efficient_loading`, or the others built the model without storage) they are
     spread one tensor at a time; where no rank has them, each module is initialised alone. `split` is applied first
-    (tensor parallelism).
+    (tensor parallelism). With `full_outputs` what the model returns is fp32, whatever it computed in.
     """
     options = copy.copy(plugin)
     options.set_auto_wrap_policy(model)
@@ -137,7 +141,7 @@ def shard_model(
         for unit in [*modules, model]:
             if equal:
                 materialize.make_equal(_not_sharded_yet(unit), device, ranks)
-            _shard_unit(unit, unit is model, plugin, shards, whole.find(model))
+            _shard_unit(unit, unit is model, plugin, shards, whole.find(model), full_outputs)
 
     meta = materialize.gather_flags(materialize.where_meta(model) is not None, device, ranks)
     if not any(meta) and not plugin.cpu_ram_efficient_loading:
@@ -188,7 +192,11 @@ def _shard_unit(
     plugin: FullyShardedDataParallelPlugin,
     shards: DeviceMesh,
     whole: set[nn.Parameter],
+    full_outputs: bool,
 ) -> None:
+    policy: Any = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    if is_root and full_outputs:
+        policy = dataclasses.replace(policy, output_dtype=torch.float32)
     reshard: Any = plugin.reshard_after_forward
     if is_root and reshard:
         # What the root gathers is the first that the backward needs: torch keeps it by default.
@@ -197,7 +205,7 @@ def _shard_unit(
         unit,
         mesh=shards,
         reshard_after_forward=reshard,
-        mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),  # type: ignore[arg-type]
+        mp_policy=policy,
         offload_policy=plugin.cpu_offload,  # type: ignore[arg-type]
         ignored_params=whole,
     )

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which strategy runs a layout: from sizes and plugins to a name of the registry, or a refusal with its reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config.fsdp import FullyShardedDataParallelPlugin
+from ..core.errors import ConfigurationError
+from ..parallelism_config import ParallelismConfig
+from ..runtime.mesh import describe
+
+# Dimensions that no strategy drives yet, and what to do instead.
+_NOT_DRIVEN = {
+    "pp_size": "split the layers with tp_size, or shard them with dp_shard_size",
+    "cp_size": "shorten the sequence, or shard with dp_shard_size",
+    "sp_size": "shorten the sequence, or shard with dp_shard_size",
+}
+
+
+def choose_strategy(
+    world_size: int,
+    parallelism: ParallelismConfig | None = None,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+) -> tuple[str, dict[str, Any]]:
+    """(name of the registry, its arguments) for a layout of `world_size` processes.
+
+    Raises ConfigurationError for sizes that do not multiply to the processes, and for what is not driven.
+    """
+    if fsdp_plugin is not None and fsdp_plugin.fsdp_version != 2:
+        raise ConfigurationError(
+            f"fsdp_version={fsdp_plugin.fsdp_version} is not driven here: set fsdp_version=2 (FSDP_VERSION=2)"
+        )
+    if parallelism is None:
+        if fsdp_plugin is not None:
+            return "fsdp2", {"plugin": fsdp_plugin}
+        return ("ddp" if world_size > 1 else "single"), {}
+    parallelism.validate(world_size)
+    for name, remedy in _NOT_DRIVEN.items():
+        if getattr(parallelism, name) > 1:
+            raise ConfigurationError(f"{name}={getattr(parallelism, name)} is not driven in this version: {remedy}")
+    sharded = fsdp_plugin is not None or parallelism.dp_shard_enabled
+    if parallelism.tp_enabled and not sharded and not parallelism.dp_replicate_enabled:
+        return "tensor", {"parallelism": parallelism}
+    if sharded and not parallelism.dp_shard_enabled and not parallelism.tp_enabled:
+        raise ConfigurationError(
+            f"an fsdp_plugin is given, but {describe(parallelism)} has nothing to shard over: set dp_shard_size"
+        )
+    if sharded or parallelism.tp_enabled:
+        # Copies of a tensor-parallel model are FSDP's with shards of one rank.
+        plugin = fsdp_plugin or FullyShardedDataParallelPlugin(fsdp_version=2)
+        return "fsdp2", {"plugin": plugin, "parallelism": parallelism}
+    return ("ddp" if world_size > 1 else "single"), {}

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which strategy a layout gets, and what is refused before anything is built."""
+
+import pytest
+
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.parallel.choice import choose_strategy
+from accelerate.parallelism_config import ParallelismConfig
+
+PLUGIN = FullyShardedDataParallelPlugin(fsdp_version=2)
+
+
+@pytest.mark.parametrize(
+    "world, sizes, plugin, expected",
+    [
+        (1, None, None, "single"),
+        (4, None, None, "ddp"),
+        (4, None, PLUGIN, "fsdp2"),
+        (4, {"dp_replicate_size": 4}, None, "ddp"),
+        (4, {"dp_shard_size": 4}, None, "fsdp2"),
+        (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, PLUGIN, "fsdp2"),
+        (4, {"tp_size": 4}, None, "tensor"),
+        (4, {"dp_shard_size": 2, "tp_size": 2}, PLUGIN, "fsdp2"),
+        (4, {"dp_replicate_size": 2, "tp_size": 2}, None, "fsdp2"),
+        (1, {}, None, "single"),
+    ],
+)
+def test_the_strategy_of_a_layout(world, sizes, plugin, expected):
+    name, arguments = choose_strategy(world, None if sizes is None else ParallelismConfig(**sizes), plugin)
+    assert name == expected
+    assert (name == "fsdp2") == ("plugin" in arguments)
+    if plugin is not None:
+        assert arguments["plugin"] is plugin
+
+
+@pytest.mark.parametrize(
+    "world, sizes, plugin, named",
+    [
+        (4, {"tp_size": 2}, None, "tp_size=2 = 2 processes, but 4"),
+        (4, {"pp_size": 4}, None, "pp_size=4"),
+        (4, {"cp_size": 2, "dp_shard_size": 2}, PLUGIN, "cp_size=2"),
+        (4, {"sp_size": 4}, None, "sp_size=4"),
+        (4, {"dp_replicate_size": 4}, PLUGIN, "nothing to shard"),
+        (4, None, FullyShardedDataParallelPlugin(fsdp_version=1), "fsdp_version=1"),
+    ],
+)
+def test_refusals(world, sizes, plugin, named):
+    with pytest.raises(ValueError, match=named):
+        choose_strategy(world, None if sizes is None else ParallelismConfig(**sizes), plugin)
