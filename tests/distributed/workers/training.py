@@ -2,6 +2,7 @@
 """On each rank: what a training loop relies on, held against plain PyTorch in float64."""
 
 import sys
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -125,6 +126,68 @@ def test_no_message_before_the_window_ends():
     close(gradients[0], torch.full((3, 4), (1.0 + rank) / 2, dtype=torch.float64))
     mean = sum((1 + r) / 2 + (11 + r) / 2 for r in range(WORLD)) / WORLD
     close(gradients[1], torch.full((3, 4), mean, dtype=torch.float64))
+
+
+def test_options_of_accumulation():
+    rank = torch.distributed.get_rank() if WORLD > 1 else 0
+    x = torch.full((1, 4), 1.0 + rank, dtype=torch.float64)
+    mean = torch.full((3, 4), sum(1.0 + r for r in range(WORLD)) / WORLD, dtype=torch.float64)
+    accelerator = fresh(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=True))
+    model = accelerator.prepare(linear())
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).sum())
+    assert not accelerator.sync_gradients
+    close(accelerator.unwrap_model(model).weight.grad, mean / 2)
+
+    for follow_loader in (True, False):
+        plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=follow_loader)
+        accelerator = fresh(gradient_accumulation_plugin=plugin)
+        model, loader = accelerator.prepare(linear(), DataLoader(TensorDataset(torch.zeros(3 * WORLD)), batch_size=1))
+        ends = []
+        for _ in range(2):
+            for _batch in loader:
+                with accelerator.accumulate(model):
+                    ends.append(accelerator.sync_gradients)
+        assert ends == ([False, True, True] * 2 if follow_loader else [False, True] * 3), ends
+
+    accelerator = fresh()
+    model = accelerator.prepare(linear())
+    accelerator.backward(model(x).sum())
+    accelerator.clip_grad_value_(model.parameters(), 0.25)
+    close(accelerator.unwrap_model(model).weight.grad, torch.full((3, 4), 0.25, dtype=torch.float64))
+
+
+def test_a_late_sync():
+    """Forwards under no_sync, of which the last backward still synchronises all."""
+    accelerator = fresh()
+    model = accelerator.prepare(linear())
+    x = torch.full((1, 4), 1.0 + accelerator.process_index, dtype=torch.float64)
+    with accelerator.no_sync(model):
+        losses = [model(x).sum(), model(x).sum()]
+        accelerator.backward(losses[0])
+        accelerator.trigger_sync_in_backward(model)
+        accelerator.backward(losses[1])
+    mean = sum(1.0 + r for r in range(WORLD)) / WORLD
+    close(accelerator.unwrap_model(model).weight.grad, torch.full((3, 4), 2 * mean, dtype=torch.float64))
+
+
+def test_who_does_what():
+    accelerator = fresh()
+    note = Path(sys.argv[2]) / "note"
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            note.write_text("written first")
+        assert note.read_text() == "written first"
+    accelerator.wait_for_everyone()
+    done = []
+    accelerator.on_main_process(lambda: done.append("main"))()
+    accelerator.on_last_process(lambda: done.append("last"))()
+    accelerator.on_process(process_index=WORLD - 1)(lambda: done.append("this"))()
+    expected = ["main"] * accelerator.is_main_process + ["last", "this"] * accelerator.is_last_process
+    assert done == expected, done
+    with accelerator.split_between_processes(list(range(2 * WORLD + 1)), apply_padding=True) as part:
+        shared = accelerator.gather(torch.tensor(part))
+    assert sorted(set(shared.tolist())) == list(range(2 * WORLD + 1))
 
 
 def test_communication_hooks():
