@@ -22,7 +22,6 @@ EXPORTS = {
         "load_checkpoint_and_dispatch",
     ],
     "collectives.batch_size": ["find_executable_batch_size"],
-    "collectives.batch_size": ["find_executable_batch_size"],
     "collectives.rng": ["synchronize_rng_states"],
     "config.deepspeed": ["DeepSpeedPlugin"],
     "config.fsdp": ["FullyShardedDataParallelPlugin"],
@@ -75,7 +74,6 @@ if TYPE_CHECKING:
         init_on_device,
         load_checkpoint_and_dispatch,
     )
-    from .collectives.batch_size import find_executable_batch_size
     from .collectives.batch_size import find_executable_batch_size
     from .collectives.rng import synchronize_rng_states
     from .config.deepspeed import DeepSpeedPlugin

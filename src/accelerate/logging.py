@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import MutableMapping
 from typing import Any
@@ -12,10 +11,10 @@ from .core import env
 from .state import PartialState
 
 
-class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
+class MultiProcessAdapter(logging.LoggerAdapter):
     """Adapter whose calls take `main_process_only` (default True) and `in_order` (default False).
 
-    With `in_order` the processes log one after the other: all of them must make the call.
+    With `in_order` every process logs, one after the other: all of them must make the call.
     """
 
     @staticmethod
@@ -23,7 +22,10 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         return not main_process_only or PartialState().is_main_process
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log on the main process only, unless `main_process_only=False`; rank by rank with `in_order=True`."""
+        """Log on the main process only; on all with `main_process_only=False`; on all in turn with `in_order=True`.
+
+        Raises RuntimeError where no `PartialState` or `Accelerator` has been made yet.
+        """
         if not PartialState._shared_state:
             raise RuntimeError(
                 "You must initialize the accelerate state by calling either `PartialState()` or `Accelerator()` "
@@ -32,16 +34,15 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", 2)
-        if not self.isEnabledFor(level):
+        if not in_order:
+            if self.isEnabledFor(level) and self._should_log(main_process_only):
+                self._hand_on(level, msg, args, kwargs)
             return
         state = PartialState()
-        if main_process_only or not in_order:
-            if self._should_log(main_process_only):
-                self._hand_on(level, msg, args, kwargs)
-            return
         for rank in range(state.num_processes):
-            if rank == state.process_index:
+            if rank == state.process_index and self.isEnabledFor(level):
                 self._hand_on(level, msg, args, kwargs)
+            # Also where this rank's level is too high: the others wait here.
             state.wait_for_everyone()
 
     def _hand_on(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -53,10 +54,13 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         """The message after the rank that says it."""
         return f"[RANK {PartialState().process_index}] {msg}", dict(kwargs)
 
-    @functools.lru_cache(None)  # noqa: B019 - the loggers live as long as the process
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """`warning`, once for the same arguments."""
-        self.warning(*args, **{"stacklevel": 3, **kwargs})
+        said = self.__dict__.setdefault("_said", set())
+        key = repr((args, sorted(kwargs.items())))
+        if key not in said:
+            said.add(key)
+            self.warning(*args, **{"stacklevel": 3, **kwargs})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
