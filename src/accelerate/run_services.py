@@ -306,7 +306,8 @@ class RunServices:
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        self.trackers = start_trackers(self.log_with, project_name, self.logging_dir, config, init_kwargs)
+        if self.state.is_main_process:  # one run of each, so that the others log nothing and get blank trackers
+            self.trackers = start_trackers(self.log_with, project_name, self.logging_dir, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of this name (its client object with `unwrap`); a blank one where this process does not log."""

@@ -98,7 +98,7 @@ def test_a_run_on_a_csv_beats_the_commonest_label(script, model, reviews, tmp_pa
     assert done.returncode == 0, done.stdout + done.stderr
     assert "57 to learn, 15 held out, 2 labels" in done.stdout
     assert "66.7% right" in done.stdout  # always "praise"
-    assert "100.0% right, +33.3% over it" in done.stdout
+    assert "100.0% right, +33.3 points over it" in done.stdout
     assert json.loads((tmp_path / "out" / "labels.json").read_text()) == ["blame", "praise"]
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert (tmp_path / "out" / "tokenizer.json").is_file()
