@@ -76,7 +76,7 @@ def test_missing_programs_are_refused():
         Program("no-such-x", kind="program"),
     ):
         with pytest.raises(ConfigurationError, match="there is no"):
-            LaunchSpec(program).check()
+            planning.plan(resolve({}), program)
 
 
 def test_strategies_publish_their_variables_only_when_on():
@@ -124,3 +124,61 @@ def test_dry_run_shows_every_process(capsys):
     assert "export RANK=0" in text and "export RANK=1" in text
     assert "export MASTER_PORT=<a free port>" in text
     assert text.count(f"{__file__} --lr 1") == 2
+
+
+def test_a_kubernetes_manifest_is_whole():
+    import yaml
+
+    from accelerate.launchers.registry import choose
+
+    flags = {
+        "engine": "kubernetes",
+        "num_processes": 8,
+        "num_machines": 2,
+        "image": "me/train:1",
+        "mixed_precision": "bf16",
+    }
+    settings = resolve(flags)
+    launcher = choose(planning.plan(settings, Program("/app/my_train.py", ("--lr", "1"))), settings)
+    service, job = yaml.safe_load_all(launcher.dry_run())
+    assert service["kind"] == "Service" and service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]} == {"job-name": "my-train"}
+    inner = job["spec"]
+    assert (inner["completionMode"], inner["completions"], inner["parallelism"]) == ("Indexed", 2, 2)
+    pod = inner["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["subdomain"] == service["metadata"]["name"] and pod["restartPolicy"] == "Never"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert {"name": "ACCELERATE_MIXED_PRECISION", "value": "bf16"} in container["env"]
+    words = container["command"]
+    assert words[words.index("--machine_rank") + 1] == "$(JOB_COMPLETION_INDEX)"
+    assert words[words.index("--main_process_ip") + 1] == "my-train-0.my-train"
+    assert words[-3:] == ["/app/my_train.py", "--lr", "1"]
+    with pytest.raises(ConfigurationError, match="dry_run"):
+        launcher.run()
+    with pytest.raises(ConfigurationError, match="--num_processes"):
+        planning.plan(resolve({"engine": "kubernetes"}), SCRIPT)
+
+
+def test_a_slurm_script_quotes_what_it_must(monkeypatch):
+    from accelerate.launchers import slurm
+    from accelerate.launchers.slurm import SlurmLauncher
+
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    program = Program(__file__, ("--name", "it's $RANK"))
+    flags = {"engine": "slurm", "num_processes": 4, "num_machines": 2, "cpu": True, "num_cpu_threads_per_process": 3}
+    launcher = SlurmLauncher(planning.plan(resolve(flags), program), "--partition=gpu --time=2:00:00")
+    launcher.check()
+    lines = launcher.batch_script().splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert {
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks=4",
+        "#SBATCH --ntasks-per-node=2",
+        "#SBATCH --cpus-per-task=3",
+    } <= set(lines)
+    assert {"#SBATCH --partition=gpu", "#SBATCH --time=2:00:00", "export OMP_NUM_THREADS=3"} <= set(lines)
+    assert lines[-1].startswith("srun --nodes=2 --ntasks=4") and lines[-1].endswith("""'it'"'"'s $RANK'""")
+    with pytest.raises(ConfigurationError, match="no option of sbatch"):
+        SlurmLauncher(launcher.spec, "partition gpu").check()

@@ -235,9 +235,10 @@ PROGRAM = Group(
             "engine",
             "text",
             "What starts the processes: local (this machine), static (machines of given ranks), elastic (machines "
-            "that come and go), mpi, deepspeed (its starter for host files), tpu. auto takes what the options imply.",
+            "that come and go), mpi, deepspeed (its starter for host files), tpu, slurm (a batch job), kubernetes (a "
+            "manifest, with --dry_run). auto takes what the options imply.",
             "auto",
-            choices=("auto", "local", "static", "elastic", "mpi", "deepspeed", "tpu"),
+            choices=("auto", "local", "static", "elastic", "mpi", "deepspeed", "tpu", "slurm", "kubernetes"),
             key="engine",
         ),
         Option("config_file", "text", "Configuration file to read, instead of the default one."),
@@ -289,9 +290,17 @@ AWS = Group(
 )
 
 MPI = Group(
-    "MPI",
-    "Starting through mpirun.",
+    "clusters",
+    "Starting through mpirun, Slurm or Kubernetes.",
     (
+        Option(
+            "slurm_options",
+            "text",
+            "Further options of sbatch in one text, as '--partition=gpu --time=2:00:00'.",
+            "",
+            key="slurm_options",
+        ),
+        Option("image", "text", "Container image of the pods.", key="image"),
         Option(
             "mpirun_hostfile",
             "text",

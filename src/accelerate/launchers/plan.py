@@ -9,11 +9,18 @@ from ..core.errors import ConfigurationError
 from .spec import LaunchSpec, Program
 from .variables import variables
 
+# Engines whose processes run elsewhere: what this machine has says nothing about them.
+REMOTE = ("slurm", "kubernetes")
+
 
 def plan(settings: Settings, program: Program) -> LaunchSpec:
     """The launch that the settings ask for. ConfigurationError for one that this machine cannot give."""
     present = system.accelerators()
-    device, count = _device(settings, present)
+    remote = settings["engine"] in REMOTE
+    if remote:
+        device, count = _device_elsewhere(settings)
+    else:
+        device, count = _device(settings, present)
     machines, nnodes = _machines(settings)
     processes = _processes(settings, device, count, machines)
     shared = variables(settings)
@@ -27,7 +34,7 @@ def plan(settings: Settings, program: Program) -> LaunchSpec:
         main_process_ip=settings["main_process_ip"] or "127.0.0.1",
         main_process_port=settings["main_process_port"] or 0,
         device=device,
-        threads=_threads(settings, processes // machines),
+        threads=_threads(settings, 1 if remote else processes // machines),
         cpu_affinity=settings["enable_cpu_affinity"],
         variables=shared,
         role=settings["role"],
@@ -46,8 +53,21 @@ def plan(settings: Settings, program: Program) -> LaunchSpec:
         main_process_ip_given=settings["main_process_ip"] is not None,
     )
     spec.check()
-    _check_devices(settings, spec, count)
+    if settings["engine"] != "kubernetes":
+        # A container has a file system of its own.
+        program.check()
+    if not remote:
+        _check_devices(settings, spec, count)
     return spec
+
+
+def _device_elsewhere(settings: Settings) -> tuple[str, int]:
+    if settings["num_processes"] in (None, "all", -1):
+        raise ConfigurationError(
+            f"engine={settings['engine']}: the processes run elsewhere, where this machine cannot count devices: give "
+            "--num_processes"
+        )
+    return ("cpu", 0) if settings["cpu"] else ("cuda", int(settings["num_processes"]))
 
 
 def _device(settings: Settings, present: system.Accelerators) -> tuple[str, int]:

@@ -57,6 +57,18 @@ def _tpu(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
     return TpuLauncher(spec, function, settings["tpu_use_cluster"], settings["downcast_bf16"])
 
 
+def _slurm(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+    from .slurm import SlurmLauncher
+
+    return SlurmLauncher(spec, settings["slurm_options"])
+
+
+def _kubernetes(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+    from .kubernetes import KubernetesLauncher
+
+    return KubernetesLauncher(spec, settings["image"])
+
+
 ENGINES: dict[str, Maker] = {
     "local": _local,
     "static": _static,
@@ -64,6 +76,8 @@ ENGINES: dict[str, Maker] = {
     "mpi": _mpi,
     "deepspeed": _deepspeed,
     "tpu": _tpu,
+    "slurm": _slurm,
+    "kubernetes": _kubernetes,
 }
 
 

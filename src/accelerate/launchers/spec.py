@@ -158,7 +158,6 @@ class LaunchSpec:
 
     def check(self) -> None:
         """ConfigurationError for a launch that cannot be."""
-        self.program.check()
         self.rendezvous_settings()
         if self.num_processes < 1:
             raise ConfigurationError(f"num_processes={self.num_processes}: at least 1 process is needed")

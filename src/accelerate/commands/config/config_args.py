@@ -79,6 +79,8 @@ class ClusterConfig(BaseConfig):
     rdzv_id: str | None = None
     nnodes: str | None = None
     engine: str | None = None
+    slurm_options: str | None = None
+    image: str | None = None
     max_restarts: int | None = None
     monitor_interval: float | None = None
     role: str | None = None

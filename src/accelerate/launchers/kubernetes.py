@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kubernetes: the manifest of an Indexed Job, one pod a machine, and the service through which the pods meet."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ConfigurationError
+from .base import Launcher
+from .spec import LaunchSpec
+from .static import DEFAULT_PORT
+
+# Resource names of the devices' plugins.
+RESOURCES = {
+    "cuda": "nvidia.com/gpu",
+    "xpu": "gpu.intel.com/i915",
+    "hpu": "habana.ai/gaudi",
+    "neuron": "aws.amazon.com/neuron",
+}
+
+
+class KubernetesLauncher(Launcher):
+    """`image`: the container image with the script and what it needs. Only shows; `kubectl apply -f -` starts."""
+
+    name = "kubernetes"
+
+    def __init__(self, spec: LaunchSpec, image: str | None) -> None:
+        super().__init__(spec)
+        self.image = image
+
+    def check(self) -> None:
+        super().check()
+        if not self.image:
+            raise ConfigurationError("the kubernetes engine needs --image, the container image that holds the script")
+
+    def run(self) -> int:
+        raise ConfigurationError(
+            "the kubernetes engine writes a manifest and starts nothing: give --dry_run, and pipe it to "
+            "kubectl apply -f -"
+        )
+
+    def dry_run(self) -> str:
+        import yaml
+
+        return yaml.safe_dump_all([self.service(), self.job()], sort_keys=False).rstrip()
+
+    @property
+    def job_name(self) -> str:
+        stem = re.sub(r"[^a-z0-9-]+", "-", Path(self.spec.program.name).stem.lower()).strip("-")
+        return stem[:50] or "accelerate"
+
+    def service(self) -> dict[str, Any]:
+        """A headless service gives each pod of the job a name in DNS."""
+        return {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": self.job_name},
+            # Pods must find one another before they are ready.
+            "spec": {
+                "clusterIP": "None",
+                "publishNotReadyAddresses": True,
+                "selector": {"job-name": self.job_name},
+                "ports": [{"name": "meeting", "port": self._port}],
+            },
+        }
+
+    @property
+    def _port(self) -> int:
+        return self.spec.main_process_port or DEFAULT_PORT
+
+    def job(self) -> dict[str, Any]:
+        spec = self.spec
+        resource = RESOURCES.get(spec.device)
+        container: dict[str, Any] = {
+            "name": "train",
+            "image": self.image,
+            "command": self._command(),
+            "env": [
+                {"name": name, "value": text} for name, text in sorted(spec.variables.items()) if text is not None
+            ],
+            "ports": [{"containerPort": self._port}],
+        }
+        if resource is not None:
+            container["resources"] = {"limits": {resource: spec.local_processes}}
+        # Shared memory of a pod is 64 MiB by default; the workers of a data loader need more.
+        container["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
+        pod = {
+            "subdomain": self.job_name,
+            "restartPolicy": "Never",
+            "containers": [container],
+            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        }
+        return {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": self.job_name},
+            "spec": {
+                "completions": spec.num_machines,
+                "parallelism": spec.num_machines,
+                "completionMode": "Indexed",
+                "backoffLimit": spec.max_restarts,
+                "template": {"metadata": {"labels": {"app": self.job_name}}, "spec": pod},
+            },
+        }
+
+    def _command(self) -> list[str]:
+        """`accelerate launch` in each pod: the pod's index is the machine's rank, pod 0 has the address."""
+        spec = self.spec
+        command = ["accelerate", "launch", "--num_processes", str(spec.num_processes)]
+        command += ["--cpu"] if spec.device == "cpu" else []
+        if spec.num_machines > 1:
+            command += ["--num_machines", str(spec.num_machines), "--machine_rank", "$(JOB_COMPLETION_INDEX)"]
+            command += ["--main_process_ip", f"{self.job_name}-0.{self.job_name}"]
+            command += ["--main_process_port", str(self._port)]
+        flag = {"script": [], "module": ["-m"], "program": ["--no_python"]}[spec.program.kind]
+        return [*command, *flag, spec.program.name, *spec.program.args]
