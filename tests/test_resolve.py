@@ -45,7 +45,10 @@ def test_argument_before_variable():
         ({"dataloader_config": {}}, "DataLoaderConfiguration"),
         ({"dynamo_backend": "inductr"}, "dynamo backend 'inductr'"),
         (
-            {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=4)},
+            {
+                "gradient_accumulation_steps": 2,
+                "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=4),
+            },
             "given both",
         ),
     ],

@@ -297,13 +297,11 @@ class Accelerator(ProcessControl, RunServices):
         for i, model in zip(models, prepared, strict=True):
             result[i] = model
         # Schedulers come last: they look their optimizer up among the prepared ones.
-        for kind, prepare_one in (
-            (torch.utils.data.DataLoader, self.prepare_data_loader),
-            (torch.optim.Optimizer, self.prepare_optimizer),
-        ):
-            for i, obj in enumerate(args):
-                if isinstance(obj, kind):
-                    result[i] = prepare_one(obj, device_placement=device_placement[i])  # type: ignore[operator]
+        for i, obj in enumerate(args):
+            if isinstance(obj, torch.utils.data.DataLoader):
+                result[i] = self.prepare_data_loader(obj, device_placement=device_placement[i])
+            elif isinstance(obj, torch.optim.Optimizer):
+                result[i] = self.prepare_optimizer(obj, device_placement=device_placement[i])
         for i, obj in enumerate(args):
             if isinstance(obj, torch.optim.lr_scheduler.LRScheduler | AcceleratedScheduler):
                 result[i] = self.prepare_scheduler(obj)
@@ -339,8 +337,8 @@ class Accelerator(ProcessControl, RunServices):
                 bundle.place[i] = False
                 if self.use_distributed and not evaluation:
                     raise PrepareError(
-                        f"{type(model).__name__} is spread over several devices by its device_map: such a model cannot "
-                        "be trained by several processes. Load it without device_map='auto', or start one process."
+                        f"{type(model).__name__} is spread over several devices by its device_map: such a model cannot"
+                        " be trained by several processes. Load it without device_map='auto', or start one process."
                     )
         fresh = iter(self.strategy.prepare(bundle).models)
         result = [next(fresh) if twin is None else twin for twin in known]
@@ -521,31 +519,29 @@ class Accelerator(ProcessControl, RunServices):
                     raise PrepareError("unscale_gradients takes an optimizer that prepare returned")
             found.unscale()
 
-    def _unscale_for(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Unscale the gradients of exactly those optimizers that hold some of these parameters."""
+    def _unscaled(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+        """The parameters, after unscaling the gradients of exactly those optimizers that hold some of them."""
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        if self.scaler is None:
+            return parameters
+        parameters = list(parameters)
         wanted = {id(parameter) for parameter in parameters}
         for optimizer in self._optimizers:
             if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
                 optimizer.unscale()
+        return parameters
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: int | float = 2
     ) -> torch.Tensor | None:
         """Scale gradients so that their total norm is at most `max_norm`. Returns the norm before."""
-        if isinstance(parameters, torch.Tensor):
-            parameters = [parameters]
-        if self.scaler is not None:
-            parameters = list(parameters)
-            self._unscale_for(parameters)
+        parameters = self._unscaled(parameters)
         return self.strategy.clip_grad_norm(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Cut each element of the gradients to [-clip_value, clip_value]."""
-        if isinstance(parameters, torch.Tensor):
-            parameters = [parameters]
-        if self.scaler is not None:
-            parameters = list(parameters)
-            self._unscale_for(parameters)
+        parameters = self._unscaled(parameters)
         self.strategy.clip_grad_value(parameters, clip_value)
 
     def join_uneven_inputs(

@@ -28,7 +28,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         # No super().__init__(): the parameters stay with the optimizer inside.
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer
         self.scaler = scaler
         self.device_placement = device_placement
         self.gradient_state = GradientState()
@@ -104,7 +104,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, at the end of a window only. Returns the closure's loss where one is given."""
         if not self.gradient_state.sync_gradients:
             return None

@@ -134,9 +134,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def register_comm_hook(self, model: Any) -> None:
         """Register the hook on a DDP model; nothing to do where none is asked for."""
-        from ..parallel import comm_hooks
+        from ..parallel.comm_hooks import register
 
-        comm_hooks.register(model, self.comm_hook, self.comm_wrapper, self.comm_state_option)
+        register(model, self.comm_hook, self.comm_wrapper, self.comm_state_option)
 
 
 def _hook_type(value: Any, name: str) -> DDPCommunicationHookType:

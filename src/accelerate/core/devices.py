@@ -115,7 +115,7 @@ def supports_bf16(kind: str) -> bool:
     if kind == "cuda":
         return bool(torch.cuda.is_bf16_supported())
     if kind == "mps":
-        return bool(torch.backends.mps.is_macos_or_newer(14, 0))  # type: ignore[no-untyped-call]
+        return bool(torch.backends.mps.is_macos_or_newer(14, 0))
     return True
 
 

@@ -81,12 +81,12 @@ class Strategy:
         return None
 
     def clip_grad_norm(
-        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float = 2.0
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """Scale the gradients so that their total norm is at most `max_norm`; the norm before."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
-    def clip_grad_value(self, parameters: Iterable[torch.nn.Parameter], clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -40,7 +40,7 @@ def _power_sgd_state(model: Any, options: dict[str, Any]) -> Any:
 
 
 def _cast_hook(dtype: torch.dtype) -> Any:
-    def compress(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def compress(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         return default_hooks._compress_hook(dtype, group, bucket)
 
     return compress

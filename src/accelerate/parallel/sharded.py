@@ -56,11 +56,11 @@ class ShardedStrategy(Strategy):
         return bundle
 
     def clip_grad_norm(
-        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         return norms.clip_grad_norm(parameters, max_norm, norm_type)
 
-    def clip_grad_value(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         norms.clip_grad_value(parameters, clip_value)
 
     def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -10,14 +12,14 @@ from ..core.imports import is_available
 from ..core.modules import is_compiled_module
 from ..precision.amp import restore_forward
 
-_WRAPPERS: tuple[type, ...] = (DistributedDataParallel, DataParallel)
+_WRAPPERS: tuple[Any, ...] = (DistributedDataParallel, DataParallel)
 
 
-def _wrapper_types() -> tuple[type, ...]:
+def _wrapper_types() -> tuple[Any, ...]:
     """Every module class that only holds another as `.module`; optional packages' own when they are loaded."""
     import sys
 
-    found = list(_WRAPPERS)
+    found: list[Any] = list(_WRAPPERS)
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fsdp is not None:
         found.append(fsdp.FullyShardedDataParallel)
@@ -41,7 +43,7 @@ def extract_model_from_parallel(
         recursive: take wrappers off the submodules too.
     """
     compiled = model if is_compiled_module(model) else None
-    inner: torch.nn.Module = model._orig_mod if compiled is not None else model
+    inner: Any = model._orig_mod if compiled is not None else model
     wrappers = _wrapper_types()
     while isinstance(inner, wrappers):
         inner = inner.module
@@ -70,9 +72,9 @@ def is_peft_model(model: torch.nn.Module) -> bool:
     )
 
 
-def _unwrap_children(model: torch.nn.Module, wrappers: tuple[type, ...]) -> None:
+def _unwrap_children(model: torch.nn.Module, wrappers: tuple[Any, ...]) -> None:
     for name, child in model.named_children():
-        plain = child
+        plain: Any = child
         while isinstance(plain, wrappers):
             plain = plain.module
         if plain is not child:

@@ -80,7 +80,7 @@ class ScaledPrecision(MixedPrecision):
         return super().wrap_forward(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        self.scaler.scale(loss).backward(**kwargs)  # type: ignore[union-attr, no-untyped-call]
+        self.scaler.scale(loss).backward(**kwargs)  # type: ignore[union-attr]
 
 
 def restore_forward(model: torch.nn.Module) -> torch.nn.Module:

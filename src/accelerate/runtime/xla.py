@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch_xla knows of this process: its ranks, and its backend of torch.distributed. Imported where it is there."""
+"""What torch_xla knows of this process: its ranks, and its backend of torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .topology import Topology
 
 
 def topology() -> Topology | None:
-    """The ranks that torch_xla's own start gave this process; None without torch_xla, or beside another accelerator."""
+    """The ranks that torch_xla gave this process; None without torch_xla, or beside another accelerator."""
     if not is_available("torch_xla") or accelerator_type() is not None:
         return None
     import torch_xla.runtime as runtime

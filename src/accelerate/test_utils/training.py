@@ -7,7 +7,7 @@ import numpy
 import torch
 
 
-class RegressionDataset(torch.utils.data.Dataset):  # type: ignore[type-arg]
+class RegressionDataset(torch.utils.data.Dataset):
     """`length` samples {"x": x, "y": a x + b + noise}, the noise of deviation 0.1; the same for the same seed."""
 
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.errors import ConfigurationError
 from ..state import PartialState
@@ -44,6 +44,10 @@ class GeneralTracker:
     """
 
     main_process_only: bool = True
+    if TYPE_CHECKING:
+        name: str
+        requires_logging_directory: bool
+        tracker: Any
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:

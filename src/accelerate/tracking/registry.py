@@ -125,7 +125,7 @@ def _of_object(tracker: Any) -> str:
 
 
 def _has_folder(name: str, logging_dir: Any) -> bool:
-    return logging_dir is not None or not LOGGER_TYPE_TO_CLASS[name].requires_logging_directory  # type: ignore[attr-defined]
+    return logging_dir is not None or not LOGGER_TYPE_TO_CLASS[name].requires_logging_directory
 
 
 def _unknown(item: Any) -> str:
