@@ -23,6 +23,7 @@ from .core import devices, env
 from .core.enums import DynamoBackend
 from .core.errors import ConfigurationError
 from .parallel.base import Strategy
+from .parallel.choice import choose_strategy
 from .parallel.registry import strategy_class
 from .precision.amp import MixedPrecision, ScaledPrecision
 from .precision.base import Precision
@@ -121,8 +122,9 @@ def resolve(request: Request) -> Resolved:
         **plugins,
     )
     precision = _precision(state, handlers, origins)
-    name = _strategy_name(state, plugins)
-    strategy = _strategy(name, state, precision, handlers, plugins)
+    name, arguments = _choose(state, plugins, request.torch_tp_plugin)
+    strategy = _strategy(name, state, precision, handlers, arguments)
+    state.__dict__["device_mesh"] = getattr(strategy, "mesh", None)
     plan = Plan(state.mixed_precision, accumulation, dynamo, handlers, exact, name, origins)
     return Resolved(plan, state, precision, strategy)
 
@@ -254,30 +256,32 @@ def _precision(state: AcceleratorState, handlers: Handlers, origins: dict[str, s
     )
 
 
-def _strategy_name(state: AcceleratorState, plugins: dict[str, Any]) -> str:
-    for name in ("deepspeed_plugin", "megatron_lm_plugin", "parallelism_config"):
-        if name in plugins:
-            raise ConfigurationError(f"{name} is not offered in this version: train with DDP or FSDP2")
-    if "fsdp_plugin" in plugins:
-        version = plugins["fsdp_plugin"].fsdp_version
-        if version != 2:
-            raise ConfigurationError(
-                f"fsdp_version={version} is not offered in this version: set fsdp_version=2 in the plugin"
-            )
-        return "fsdp2"
-    if state.device.type == "xla":
-        return "xla"
-    return "ddp" if state.use_distributed else "single"
+def _choose(state: AcceleratorState, plugins: dict[str, Any], torch_tp_plugin: Any) -> tuple[str, dict[str, Any]]:
+    """(name, arguments) of the strategy that runs the asked-for layout."""
+    world, parallelism = state.num_processes, plugins.get("parallelism_config")
+    if "deepspeed_plugin" in plugins:
+        raise ConfigurationError("deepspeed_plugin is not offered in this version: train with DDP or FSDP2")
+    if "megatron_lm_plugin" in plugins:
+        sizes = ", ".join(f"{name}={size}" for name, size in plugins["megatron_lm_plugin"].parallelism(world).items())
+        raise ConfigurationError(
+            "megatron_lm_plugin is not offered in this version. Its layout in this library's words is "
+            f"parallelism_config=ParallelismConfig({sizes})."
+        )
+    if torch_tp_plugin is not None or (parallelism is not None and parallelism.tp_enabled):
+        # The loader, the schedule and gathered metrics still count processes where they should count data shards.
+        raise ConfigurationError(
+            "tensor parallelism (tp_size) is not offered through the Accelerator in this version: use dp_shard_size"
+        )
+    if state.device.type == "xla" and not plugins:
+        return "xla", {}
+    return choose_strategy(world, parallelism, plugins.get("fsdp_plugin"))
 
 
 def _strategy(
-    name: str, state: AcceleratorState, precision: Precision, handlers: Handlers, plugins: dict[str, Any]
+    name: str, state: AcceleratorState, precision: Precision, handlers: Handlers, arguments: dict[str, Any]
 ) -> Strategy:
-    arguments: dict[str, Any] = {}
     if name in ("ddp", "xla"):
-        arguments["options"] = handlers.ddp
-    elif name == "fsdp2":
-        arguments["plugin"] = plugins["fsdp_plugin"]
+        arguments = {"options": handlers.ddp}
     strategy: Strategy = strategy_class(name)(state.device, precision, **arguments)
     if state.dynamo_plugin.backend is not DynamoBackend.NO:
         from .parallel.compile import Compile

@@ -12,6 +12,7 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "ddp": ("accelerate.parallel.ddp", "DataParallel"),
     "xla": ("accelerate.parallel.xla", "XlaDataParallel"),
     "fsdp2": ("accelerate.parallel.fsdp2", "FullyShardedDataParallel"),
+    "tensor": ("accelerate.parallel.tensor", "TensorParallel"),
 }
 
 # Inside out: what splits the model comes before what recomputes it, and compilation sees the result.
