@@ -329,7 +329,10 @@ def report(args, accelerator, model: GPT, position: Position, wall: float) -> No
         model.eval()
         generator = torch.Generator().manual_seed(args.seed)
         text = model.generate(b"def ", args.sample_bytes, temperature=0.7, generator=generator)
-        shown = "".join(char if char.isprintable() or char == "\n" else "·" for char in text.decode(errors="replace"))
+        shown = "".join(
+            char if char.isprintable() or char == "\n" else "·"
+            for char in text.decode(errors="replace").replace("\ufffd", "·")
+        )
         console.print(Panel(Text(shown), title="what it writes after 'def '", title_align="left"))
 
 
