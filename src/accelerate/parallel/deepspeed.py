@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..config.deepspeed import DeepSpeedPlugin, get_active_deepspeed_plugin
-from ..core.errors import PrepareError
+from ..core.errors import ConfigurationError, PrepareError
 from ..core.imports import required
 from ..optimizer import AcceleratedOptimizer
 from ..scheduler import AcceleratedScheduler
@@ -69,7 +69,7 @@ class DeepSpeedEngineWrapper:
             self.engine.step()
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step's gradients before clipping, None before the first step."""
+        """The norm of the last step's gradients before clipping; None before the first step, and without ZeRO."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
@@ -137,11 +137,15 @@ def _start_engine(
     callable_ = getattr(scheduler, "lr_scheduler_callable", None)
     if callable_ is None:
         _check_given("scheduler", scheduler, DummyScheduler, plugin)
-    known = _known_values(model, optimizer, scheduler)
-    known["train_micro_batch_size_per_gpu"] = micro_batch_size
-    known["gradient_accumulation_steps"] = accumulation
-    known["train_batch_size"] = micro_batch_size * accumulation * world_size
-    plugin.deepspeed_config_process(must_match=True, **known)
+    _fill(
+        plugin,
+        facts={
+            "train_micro_batch_size_per_gpu": micro_batch_size,
+            "gradient_accumulation_steps": accumulation,
+            "train_batch_size": micro_batch_size * accumulation * world_size,
+        },
+        defaults=_defaults(model, optimizer, scheduler),
+    )
     arguments: dict[str, Any] = {"model": model, "config": plugin.deepspeed_config}
     if isinstance(optimizer, DummyOptim):
         arguments["model_parameters"] = optimizer.params
@@ -171,8 +175,18 @@ def _check_given(name: str, given: Any, placeholder: type, plugin: DeepSpeedPlug
         )
 
 
-def _known_values(model: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    """What the program knows of a configuration's values."""
+def _fill(plugin: DeepSpeedPlugin, facts: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Fill what is "auto". A set value may differ from a default of ours, never from what the program does."""
+    mismatches: list[str] = []
+    for key in facts:
+        plugin.fill_match(key, mismatches, **facts)
+    if mismatches:
+        raise ConfigurationError("the DeepSpeed config and the program differ:\n" + "\n".join(mismatches))
+    plugin.deepspeed_config_process(must_match=False, **facts, **defaults)
+
+
+def _defaults(model: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Values for what a configuration leaves "auto" and the batches do not decide."""
     known: dict[str, Any] = {
         "gradient_clipping": 1.0,
         "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,

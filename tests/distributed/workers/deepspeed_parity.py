@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rank: DeepSpeed engines of every ZeRO stage against the plain loop, in float32."""
+
+import sys
+
+import deepspeed
+import torch
+from torch import nn
+
+from accelerate.config.deepspeed import DeepSpeedPlugin
+from accelerate.core.errors import PrepareError
+from accelerate.parallel.deepspeed import DeepSpeedEngineWrapper, DummyOptim, DummyScheduler, start_engine
+from accelerate.state import PartialState
+
+GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 10, 2, 0.05
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS * ACCUMULATION):
+        yield torch.randn(GLOBAL_BATCH, 4, generator=generator), torch.randn(GLOBAL_BATCH, 2, generator=generator)
+
+
+def plain():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
+    norms = []
+    for number, (x, y) in enumerate(batches()):
+        (nn.functional.mse_loss(model(x), y) / ACCUMULATION).backward()
+        if number % ACCUMULATION:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict(), norms
+
+
+def check_stage(stage, state, expected, norms, dummy):
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
+        "gradient_clipping": CLIP,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if dummy:
+        parameters = {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True}
+        config["optimizer"] = {"type": "AdamW", "params": parameters}
+        warmup = {"warmup_min_lr": 0.01, "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+        config["scheduler"] = {"type": "WarmupLR", "params": warmup}
+    plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
+    model = make()
+    if dummy:
+        optimizer = DummyOptim(model.parameters(), lr=0.01, weight_decay=0.01)
+        scheduler = DummyScheduler(optimizer, warmup_num_steps=5)
+    else:
+        optimizer, scheduler = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01), None
+    world = state.num_processes
+    engine, optimizer, scheduler = start_engine(
+        plugin, model, optimizer, scheduler, micro_batch_size=GLOBAL_BATCH // world,
+        gradient_accumulation_steps=ACCUMULATION, world_size=world,
+    )  # fmt: skip
+    assert plugin.get_value("train_batch_size") == GLOBAL_BATCH * ACCUMULATION
+    driver = DeepSpeedEngineWrapper(engine)
+    for number, (x, y) in enumerate(batches()):
+        x, y = x.chunk(world)[state.process_index], y.chunk(world)[state.process_index]
+        driver.backward(nn.functional.mse_loss(engine(x), y), sync_gradients=number % ACCUMULATION == 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        # Without ZeRO the engine tells no norm.
+        if number % ACCUMULATION and stage:
+            torch.testing.assert_close(driver.get_global_grad_norm(), norms[number // ACCUMULATION], rtol=1e-4, atol=0)
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        for name, value in expected.items():
+            difference = (dict(model.named_parameters())[name] - value).abs().max().item()
+            assert difference < 1e-5, f"stage {stage}, {name}: {difference}"
+    assert not optimizer.step_was_skipped
+    engine.destroy()
+
+
+def main():
+    state = PartialState(cpu=True)
+    deepspeed.init_distributed("gloo")
+    expected, norms = plain()
+    for stage in (0, 1, 2, 3):
+        check_stage(stage, state, expected, norms, dummy=stage % 2 == 1)
+    try:
+        start_engine(
+            DeepSpeedPlugin(), make(), DummyOptim([]), micro_batch_size=1, gradient_accumulation_steps=1, world_size=2
+        )
+    except PrepareError as error:
+        assert "DummyOptim stands for" in str(error)
+    else:
+        raise AssertionError("a placeholder for nothing was accepted")
+    print("all equal")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
