@@ -117,12 +117,14 @@ def test_mpirun_starts_ranks_that_cooperate(tmp_path):
     path.write_text(
         textwrap.dedent(
             """
-            import os, torch
+            import os, sys, torch
             from accelerate.state import PartialState
             state = PartialState()
             total = torch.tensor(float(state.process_index + 1))
             torch.distributed.all_reduce(total)
-            print(state.process_index, state.num_processes, total.item(), os.environ["ACCELERATE_MIXED_PRECISION"])
+            told = (state.process_index, state.num_processes, total.item(), os.environ["ACCELERATE_MIXED_PRECISION"])
+            # One write: mpirun mixes the ranks' writes, not their lines.
+            sys.stdout.write(" ".join(map(str, told)) + "\n")
             """
         )
     )

@@ -124,13 +124,14 @@ def test_ranks_on_two_nodes_cooperate(slurm, tmp_path):
     script.write_text(
         textwrap.dedent(
             """
-            import os, torch
+            import os, sys, torch
             from accelerate.state import PartialState
             state = PartialState()
             total = torch.tensor(float(state.process_index + 1))
             torch.distributed.all_reduce(total)
             node, precision = os.environ["SLURMD_NODENAME"], os.environ["ACCELERATE_MIXED_PRECISION"]
-            print(state.process_index, state.num_processes, total.item(), node, precision)
+            told = (state.process_index, state.num_processes, total.item(), node, precision)
+            sys.stdout.write(" ".join(map(str, told)) + "\n")
             """
         )
     )
