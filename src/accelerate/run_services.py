@@ -17,7 +17,6 @@ from .checkpointing.loading import LoadReport, load_newest, load_run
 from .checkpointing.loading import resume as resume_run
 from .checkpointing.saving import Options, save_run
 from .checkpointing.session import ModelPart, OptimizerPart, RunState, check_custom
-from .checkpointing.sharded import FullyShardedState
 from .checkpointing.weights import save, save_model
 from .checkpointing.writer import Writer
 from .config.training import ProfileKwargs, ProjectConfiguration
@@ -30,6 +29,7 @@ from .tracking import GeneralTracker, filter_trackers, start_trackers
 if TYPE_CHECKING:
     import torch
 
+    from .checkpointing.sharded import FullyShardedState
     from .optimizer import AcceleratedOptimizer
     from .parallel.base import Strategy
     from .resolve import Plan
@@ -236,6 +236,9 @@ class RunServices:
         """How what no process holds whole is saved, each process its parts."""
         if not self.strategy.is_sharded:
             return None
+        # torch.distributed.checkpoint takes longer to import than all the rest; whole states do without it.
+        from .checkpointing.sharded import FullyShardedState
+
         models = [(index, self.strategy.unwrap(model)) for index, model in enumerate(self._models)]
         optimizers = [
             (index, self.strategy.unwrap(self._trained_by(optimizer)), optimizer.optimizer)
