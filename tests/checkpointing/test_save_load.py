@@ -74,6 +74,18 @@ def test_optimizer_counters_are_not_shared_after_a_load(tmp_path, small_run, pro
     steps = [state["step"] for state in other.optimizer.state.values()]
     assert len({step.data_ptr() for step in steps}) == len(steps)
     assert all(step == 2 for step in steps) and len(run.optimizer.state) == len(steps)
+    # A state that is there already is read into its own memory.
+    wide, fresh = small_run(width=8), small_run(width=8, seed=2)
+    wide.step()
+    save_run(wide.bundle(), tmp_path / "w", process=process)
+    expected = wide.optimizer.state[wide.model.first.weight]["exp_avg"].clone()
+    wide.step()
+    place = wide.optimizer.state[wide.model.first.weight]["exp_avg"].data_ptr()
+    for loaded in (wide, fresh):
+        load_run(loaded.bundle(), tmp_path / "w", process=process)
+        state = loaded.optimizer.state[loaded.model.first.weight]
+        assert torch.equal(state["exp_avg"], expected) and state["step"] == 1
+    assert wide.optimizer.state[wide.model.first.weight]["exp_avg"].data_ptr() == place
 
 
 def test_every_damaged_file_is_refused_by_name_and_nothing_changes(tmp_path, small_run, process, same_tensors):

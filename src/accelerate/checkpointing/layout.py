@@ -46,6 +46,15 @@ def is_api_file(name: str) -> bool:
     return _API_FILES.fullmatch(name) is not None
 
 
+def model_shards(folder: Path, index: int) -> Path:
+    """The folder of a sharded model's files in a checkpoint."""
+    return folder / f"{MODEL_NAME}_fsdp_{index}"
+
+
+def optimizer_shards(folder: Path, index: int) -> Path:
+    return folder / f"{OPTIMIZER_NAME}_{index}"
+
+
 def checkpoints_dir(project_dir: str | Path) -> Path:
     return Path(project_dir) / "checkpoints"
 

@@ -48,7 +48,7 @@ class _Plan:
     """Everything of a checkpoint but the weights, read and checked; applying it needs no file but theirs."""
 
     models: list[tuple[ModelPart, ModelSource]]
-    optimizers: list[Any]
+    optimizers: list[Callable[[], Any]]
     shared: dict[str, Any]
     rank: dict[str, Any]
     notes: list[str]
@@ -143,11 +143,11 @@ def _read(run: RunState, source: Source, process: Process, strict: bool, models_
         source.check_weights()
     if models_only:
         return _Plan(models, [], {"progress": source.progress}, {}, notes)
-    optimizers: list[Any] = []
+    optimizers: list[Callable[[], Any]] = []
     for index, part in enumerate(_held_whole(run.optimizers, source)):
-        state = source.optimizer(index)
-        check_optimizer(index, part, state, source.about_optimizer(index), source.folder)
-        optimizers.append(state)
+        read = source.optimizer(index)
+        check_optimizer(index, part, read, source.about_optimizer(index), source.folder)
+        optimizers.append(read)
     rank = source.rank(process.process_index, process.num_processes, notes)
     return _Plan(models, optimizers, source.shared(), rank, notes)
 
@@ -179,8 +179,8 @@ def _apply(run: RunState, source: Source, plan: _Plan, strict: bool, models_only
         run.sharded.load(source.folder, strict)
     if models_only:
         return
-    for part, state in zip(_held_whole(run.optimizers, source), plan.optimizers, strict=True):
-        part.load(state)
+    for part, read in zip(_held_whole(run.optimizers, source), plan.optimizers, strict=True):
+        part.load(read())
     for scheduler, state in zip(run.schedulers, plan.shared["schedulers"], strict=True):
         scheduler.load_state_dict(state)
     _load_ours(run, plan)

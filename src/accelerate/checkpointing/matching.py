@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,7 +112,7 @@ def check_counts(run: RunState, source: Source) -> None:
 
 
 def check_optimizer(
-    index: int, part: OptimizerPart, state: Any, about: Mapping[str, Any] | None, folder: Path
+    index: int, part: OptimizerPart, read: Callable[[], Any], about: Mapping[str, Any] | None, folder: Path
 ) -> None:
     """Raise CheckpointMismatch when an optimizer's state belongs to other parameters or another kind of optimizer."""
     here = part.describe()
@@ -122,10 +122,12 @@ def check_optimizer(
         lacking = sorted(set(here["options"]) - set(about["options"]))
         if about["class"] != here["class"] and lacking:
             rows.append(f"saved by {about['class']}, which has no {', '.join(lacking)}; this is {here['class']}")
-    elif isinstance(state, Mapping) and "param_groups" in state:
-        saved = [len(group["params"]) for group in state["param_groups"]]
+    else:
+        state = read()
+        groups = state.get("param_groups", []) if isinstance(state, Mapping) else []
+        saved = [len(group["params"]) for group in groups]
         counts = [len(group) for group in here["shapes"]]
-        if counts and saved != counts:
+        if saved and counts and saved != counts:
             rows.append(f"parameters in each group: {saved} saved, {counts} here")
     if rows:
         raise CheckpointMismatch(

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ from ..core.errors import CheckpointError
 from .blocks import BlockIO, CorruptFile, Segment
 from .codec import TensorSink, decode, encode
 from .manifest import CorruptCheckpoint, Manifest
-from .tensorfile import read_tensors, segments
+from .tensorfile import read_header, read_into, read_tensors, segments
 
 State = Mapping[str, Any]
 # As in the API: a save hook is called with (models, weights, folder), a load hook with (models, folder).
@@ -207,22 +208,65 @@ def documents(name: str, value: Any, root: str, inline: int = 64) -> dict[str, l
 
 def read_document(io: BlockIO, folder: Path, name: str, manifest: Manifest, unshare: bool = False) -> Any:
     """The value that `documents` wrote, its files checked against the manifest in the same reading."""
-    path = folder / f"{name}.json"
-    try:
-        record = manifest.files[path.name]
-        text = bytearray(record.size)
-        io.read(path, [memoryview(text)], record)
-        tensors: dict[str, torch.Tensor] = {}
-        path = folder / f"{name}.safetensors"
-        if path.name in manifest.files:
+    with _damage(folder / f"{name}.json"):
+        text = _read_text(io, folder, name, manifest)
+    path = folder / f"{name}.safetensors"
+    tensors: dict[str, torch.Tensor] = {}
+    if path.name in manifest.files:
+        with _damage(path):
             tensors = read_tensors(io, path, manifest.files[path.name])
-        path = folder / f"{name}.json"
-        return decode(json.loads(text), tensors, str(path), unshare)
-    except KeyError:
-        raise CorruptCheckpoint(f"{folder} holds no {path.name}") from None
+    with _damage(folder / f"{name}.json"):
+        return decode(json.loads(text), tensors, str(folder / f"{name}.json"), unshare)
+
+
+def read_document_into(
+    io: BlockIO, folder: Path, name: str, manifest: Manifest, current: Any, root: str
+) -> Callable[[], Any]:
+    """As `read_document`, in two steps: the files are checked now; the callable reads them, into the tensors of the
+    `current` value where it has them in the same place, shape and dtype, and returns the saved value."""
+    path = folder / f"{name}.safetensors"
+    sink = TensorSink()
+    encode(current, sink, root)
+    if not sink.tensors or path.name not in manifest.files:
+        value = read_document(io, folder, name, manifest, unshare=True)
+        return lambda: value
+    with _damage(folder / f"{name}.json"):
+        text = _read_text(io, folder, name, manifest)
+    with _damage(path):
+        io.check(path, manifest.files[path.name])
+        entries = read_header(path).entries
+
+    def read() -> Any:
+        targets = {}
+        for key, entry in entries.items():
+            mine = sink.tensors.get(key)
+            if mine is None or mine.dtype != entry.dtype or tuple(mine.shape) != entry.shape:
+                mine = torch.empty(entry.shape, dtype=entry.dtype)
+            targets[key] = mine
+        with _damage(path):
+            read_into(io, path, targets)
+            return decode(json.loads(text), targets, str(folder / f"{name}.json"), unshare=True)
+
+    return read
+
+
+def _read_text(io: BlockIO, folder: Path, name: str, manifest: Manifest) -> bytearray:
+    record = manifest.files[f"{name}.json"]
+    text = bytearray(record.size)
+    io.read(folder / f"{name}.json", [memoryview(text)], record)
+    return text
+
+
+@contextlib.contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """What reading a damaged file raises, as a CorruptCheckpoint that names it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except KeyError as error:
+        raise CorruptCheckpoint(f"{path.parent} holds no {path.name} ({error})") from error
     except (CorruptFile, OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CorruptCheckpoint(f"{path} is damaged: {error}") from error
 
 

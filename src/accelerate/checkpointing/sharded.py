@@ -25,30 +25,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
+from ..core.constants import MODEL_NAME
 from ..core.errors import CheckpointError
 from .codec import TensorSink, decode, encode
 from .dcp_legacy import PlainReader
+from .layout import model_shards, optimizer_shards
 from .session import ModelPart, OptimizerPart
 
 _OPTIONS = "options.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-def model_folder(folder: Path, index: int) -> Path:
-    return folder / f"{MODEL_NAME}_fsdp_{index}"
-
-
-def optimizer_folder(folder: Path, index: int) -> Path:
-    return folder / f"{OPTIMIZER_NAME}_{index}"
-
-
-def has_model(folder: Path, index: int) -> bool:
-    return model_folder(folder, index).is_dir()
-
-
-def has_optimizer(folder: Path, index: int) -> bool:
-    return optimizer_folder(folder, index).is_dir()
 
 
 class FullyShardedState:
@@ -103,13 +88,13 @@ class FullyShardedState:
         """The shards of this rank as they are now. With `blocking=False` they are copied to host memory, and written
         with messages on a group of their own."""
         jobs: list[tuple[Path, dict[str, Any], dict[str, Any]]] = [
-            (model_folder(Path(), index), self._model_state(model), {}) for index, model in self.models
+            (model_shards(Path(), index), self._model_state(model), {}) for index, model in self.models
         ]
         for index, model, optimizer in self.optimizers:
             flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
             tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
             rest = {name: value for name, value in flat.items() if name not in tensors}
-            jobs.append((optimizer_folder(Path(), index), tensors, rest))
+            jobs.append((optimizer_shards(Path(), index), tensors, rest))
         group = None
         if not blocking:
             if self._group is None and dist.is_initialized():
@@ -127,10 +112,10 @@ class FullyShardedState:
         """Read this rank's part of what any number of ranks has written."""
         for index, model in self.models:
             state = self._model_state(model)
-            read_shards(model_folder(folder, index), state, strict)
+            read_shards(model_shards(folder, index), state, strict)
             set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
         for index, model, optimizer in self.optimizers:
-            path = optimizer_folder(folder, index)
+            path = optimizer_shards(folder, index)
             # An optimizer that has not stepped yet gets its state's tensors here, so that there is a place to read to.
             flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
             tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}

@@ -24,8 +24,8 @@ from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
 from ..state import PartialState
 from .compat import load_pickled
-from .layout import numbered
-from .sharded import model_folder, model_shapes, optimizer_folder, read_model, read_options, read_shards
+from .layout import model_shards, numbered, optimizer_shards
+from .sharded import model_shapes, read_model, read_options, read_shards
 from .weights import save_model
 
 _FSDP_MODEL = f"{MODEL_NAME}_fsdp"
@@ -84,7 +84,7 @@ def save_fsdp_model(
         if _is_main():
             _write(state, folder / numbered(_FSDP_MODEL, model_index, ".bin"))
     elif kind == "SHARDED_STATE_DICT" and use_dcp:
-        _write_dcp({"model": _weights(model, None, adapter_only)}, model_folder(folder, model_index))
+        _write_dcp({"model": _weights(model, None, adapter_only)}, model_shards(folder, model_index))
     else:
         _write(_local(_weights(model, None, adapter_only)), folder / _rank_file(_FSDP_MODEL, model_index))
     accelerator.wait_for_everyone()
@@ -110,8 +110,8 @@ def load_fsdp_model(
         )
         return set_model_state_dict(model, load_pickled(path) if _is_main() else {}, options=full)
     state = _weights(model, None, adapter_only)
-    if model_folder(folder, model_index).is_dir():
-        read_shards(model_folder(folder, model_index), state, strict=not adapter_only)
+    if model_shards(folder, model_index).is_dir():
+        read_shards(model_shards(folder, model_index), state, strict=not adapter_only)
     else:
         _fill_local(state, load_pickled(folder / _rank_file(_FSDP_MODEL, model_index)))
     return set_model_state_dict(model, state, options=options)
@@ -136,7 +136,7 @@ def save_fsdp_optimizer(
             _write(state, folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))
     else:
         state = get_optimizer_state_dict(model, inner, options=StateDictOptions(flatten_optimizer_state_dict=True))
-        _write_dcp({"optimizer": state}, optimizer_folder(folder, optimizer_index))
+        _write_dcp({"optimizer": state}, optimizer_shards(folder, optimizer_index))
     accelerator.wait_for_everyone()
 
 
@@ -153,7 +153,7 @@ def load_fsdp_optimizer(
     folder = Path(input_dir)
     inner = getattr(optimizer, "optimizer", optimizer)
     accelerator.wait_for_everyone()
-    path = optimizer_folder(folder, optimizer_index)
+    path = optimizer_shards(folder, optimizer_index)
     if not path.is_dir():
         file = folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin")
         full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
@@ -178,8 +178,8 @@ def merge_fsdp_weights(
     whole model is needed. Raises CheckpointError when there are no shards.
     """
     folder = Path(checkpoint_dir)
-    if model_folder(folder, 0).is_dir():
-        folder = model_folder(folder, 0)
+    if model_shards(folder, 0).is_dir():
+        folder = model_shards(folder, 0)
     state = PartialState()
     if state.is_main_process:
         if not any(folder.glob("*.safetensors")) and not (folder / ".metadata").exists():

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from ..core.constants import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME, SAMPLE
 from ..core.errors import CheckpointError
 from . import compat
 from .blocks import BlockIO, CorruptFile
-from .layout import numbered
+from .layout import model_shards, numbered, optimizer_shards
 from .manifest import MANIFEST, CorruptCheckpoint, Manifest, check_files, check_sizes, read_manifest
 from .matching import Differences, compare_model
-from .session import ModelPart, RunState, read_document
+from .session import ModelPart, RunState, read_document, read_document_into
 from .tensorfile import read_header, read_into, read_tensors
 
 
@@ -75,8 +75,8 @@ class Source:
             if path.exists():
                 kind = TensorFile if name.endswith(".safetensors") else PickledFile
                 return kind(self, path, index)
-        if _shards().has_model(self.folder, index):
-            return ShardedFolder(self, _shards().model_folder(self.folder, index), index)
+        if model_shards(self.folder, index).is_dir():
+            return ShardedFolder(self, model_shards(self.folder, index), index)
         raise CheckpointError(f"{self.folder} holds no weights of model {index}")
 
     def model_extra(self, index: int) -> dict[str, Any]:
@@ -86,13 +86,14 @@ class Source:
     def counts(self) -> dict[str, int | None]:
         raise NotImplementedError
 
-    def optimizer(self, index: int) -> Any:
+    def optimizer(self, index: int) -> Callable[[], Any]:
+        """Check the saved state of an optimizer now; the callable gives it, at the cost of the former state."""
         raise NotImplementedError
 
     def sharded_optimizer(self, index: int) -> Any:
         optimizer = self.run.optimizers[index].optimizer
         return _shards().read_optimizer(
-            _shards().optimizer_folder(self.folder, index),
+            optimizer_shards(self.folder, index),
             getattr(optimizer, "optimizer", optimizer),
             [part.target for part in self.run.models],
         )
@@ -145,10 +146,15 @@ class NativeSource(Source):
             return {}
         return dict(read_document(self.io, self.folder, name, self.manifest))
 
-    def optimizer(self, index: int) -> Any:
+    def optimizer(self, index: int) -> Callable[[], Any]:
         if self.manifest.optimizers[index]["sharded"]:
-            return self.sharded_optimizer(index)
-        return read_document(self.io, self.folder, numbered("optimizer", index, ""), self.manifest, unshare=True)
+            state = self.sharded_optimizer(index)
+            return lambda: state
+        part = self.run.optimizers[index]
+        # Where the state's memory is there already it is read in place, so that none is needed twice.
+        current = None if part.state_dict or part.load_state_dict else part.full_state()
+        name = numbered("optimizer", index, "")
+        return read_document_into(self.io, self.folder, name, self.manifest, current, f"optimizer {index}")
 
     def shared(self) -> dict[str, Any]:
         if not hasattr(self, "_shared"):
@@ -195,10 +201,12 @@ class CompatSource(Source):
             return {}
         return {"models": len(self.manifest.models), "optimizers": len(self.manifest.optimizers)}
 
-    def optimizer(self, index: int) -> Any:
-        if _shards().has_optimizer(self.folder, index):
-            return self.sharded_optimizer(index)
-        return compat.read_optimizer(self.folder, index, self.allow_pickle)
+    def optimizer(self, index: int) -> Callable[[], Any]:
+        if optimizer_shards(self.folder, index).is_dir():
+            state = self.sharded_optimizer(index)
+        else:
+            state = compat.read_optimizer(self.folder, index, self.allow_pickle)
+        return lambda: state
 
     def shared(self) -> dict[str, Any]:
         return {**compat.read_shared(self.folder, self.run, self.allow_pickle), "progress": self.progress}
