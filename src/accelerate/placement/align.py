@@ -398,9 +398,11 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
         hook = offloading_hook(module)
         if hook is not None and hook.weights_map is not None:
             for tensor_name, _ in hook.offloaded(module):
-                state[join(name, tensor_name)] = hook.weights_map[tensor_name].to("cpu")
-    # In the model's order, with what is not offloaded, and with the further names of tied weights.
+                state[join(name, tensor_name)] = hook.weights_map[tensor_name]
+    # In the model's order, with what is not offloaded.
     whole = {}
     for name, value in model.state_dict().items():
-        whole[name] = state.get(name, value.to("cpu") if isinstance(value, torch.Tensor) else value)
+        if name in state:
+            value = state[name]
+        whole[name] = value.to("cpu") if isinstance(value, torch.Tensor) else value
     return whole

@@ -270,7 +270,8 @@ class _Planner:
         while candidates:
             (name, part), parents = candidates.pop()
             partners = [partner for partner, _ in self._partners(name) if not is_within(name, partner)]
-            if self.sizes[name] + sum(self.sizes[partner] for partner in partners) <= room:
+            # A part without tensors fits anywhere and makes no use of the device.
+            if 0 < self.sizes[name] <= room - sum(self.sizes[partner] for partner in partners):
                 for parent, module in parents:
                     at = next(i for i, (found, _) in enumerate(self.ahead) if found == parent)
                     self.ahead[at : at + 1] = self._inside(parent, module)

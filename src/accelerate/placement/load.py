@@ -33,7 +33,7 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
     Each tensor is on the device that `device_map` gives it; on the CPU where that is `"disk"` or nothing.
     """
     state: dict[str, Any] = {}
-    with open_weights(checkpoint_file) as weights:
+    with open_weights(checkpoint_file, mapped=False) as weights:
         for name in weights:
             entry = None if device_map is None else entry_for(name, device_map)
             place = "cpu" if entry is None or device_map is None else device_map[entry]
@@ -170,6 +170,8 @@ def _load_whole(model: nn.Module, files: list[str], tied: list[list[str]]) -> _R
     result.missing = set(model.state_dict())
 
     def flush(part: dict[str, Any]) -> None:
+        if not part:
+            return
         answer = model.load_state_dict(part, strict=False)
         result.unexpected.update(answer.unexpected_keys)
         result.missing.intersection_update(answer.missing_keys)
@@ -326,6 +328,8 @@ class _Placement:
         else:
             # A buffer that is not offloaded runs with its module: it waits on the CPU until the model is dispatched.
             device: Place = "cpu" if place == "disk" else place
+            if device == "cpu" and not isinstance(weights, SafetensorsFile):
+                tensor = tensor.clone()
             set_module_tensor_to_device(
                 self.model, name, device, value=tensor, dtype=wanted, fp16_statistics=statistics, clear_cache=False
             )

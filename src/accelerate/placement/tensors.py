@@ -150,8 +150,11 @@ def _parameter_like(old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     trained = old.requires_grad and (data.is_floating_point() or data.is_complex())
     data = data.detach()
     kind = type(old)
-    if kind is nn.Parameter or not issubclass(kind, nn.Parameter):
-        # A tensor subclass (a sharded or quantised weight) is a parameter without being of a class derived from it.
+    if not issubclass(kind, nn.Parameter):
+        # A tensor subclass (a sharded or quantised weight) is a parameter without being of a class derived from it,
+        # and its attributes are its data.
+        return nn.Parameter(data, requires_grad=trained)
+    if kind is nn.Parameter:
         new = nn.Parameter(data, requires_grad=trained)
     else:
         # Past the constructor of the class, which may ask for more than the data.

@@ -22,8 +22,11 @@ _MAPPED = 64 * 2**20
 
 
 @contextmanager
-def open_weights(checkpoint_file: str | os.PathLike[str]) -> Iterator[Mapping[str, Any]]:
+def open_weights(checkpoint_file: str | os.PathLike[str], mapped: bool = True) -> Iterator[Mapping[str, Any]]:
     """The tensors in a file by name, each read when it is asked for.
+
+    The memory of a tensor is the file's. safetensors writes a new file where it saves over one that is read;
+    `torch.save` does not, so that what is kept of its files must be a copy, or read with `mapped=False`.
 
     Raises FileNotFoundError, ValueError for a safetensors file of another framework, CheckpointError for a broken one.
     """
@@ -34,16 +37,17 @@ def open_weights(checkpoint_file: str | os.PathLike[str]) -> Iterator[Mapping[st
         with SafetensorsFile(path) as weights:
             yield weights
     else:
-        yield _unpickled(path)
+        yield _unpickled(path, mapped)
 
 
-def _unpickled(path: str) -> Mapping[str, Any]:
+def _unpickled(path: str, mapped: bool) -> Mapping[str, Any]:
     import pickle
     import zipfile
 
     try:
-        # What is mapped is read when it is touched; files of before the zip format cannot be.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        # Files of before the zip format cannot be mapped.
+        mapped = mapped and zipfile.is_zipfile(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read as a state dict: {error}") from error
     if not isinstance(state, Mapping):

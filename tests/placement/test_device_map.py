@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device maps: cleaned, checked, and planned within the memory of each device."""
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.core.enums import CustomDtype
+from accelerate.placement.device_map import check_device_map, clean_device_map, infer_auto_device_map
+from accelerate.placement.names import device_for, is_within
+from accelerate.placement.sizes import compute_module_sizes
+from accelerate.placement.tied import find_tied_parameters
+
+
+class Model(nn.Module):
+    """236 bytes: linear1 64, batchnorm 72, linear2 100."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear1 = nn.Linear(3, 4)
+        self.batchnorm = nn.BatchNorm1d(4)
+        self.linear2 = nn.Linear(4, 5)
+
+
+@pytest.mark.parametrize(
+    "given, cleaned",
+    [
+        ({"a.b": 0, "a.c": 0, "d": 1}, {"a": 0, "d": 1}),
+        ({"a.b": 0, "a.c": 0, "d": 0}, {"": 0}),
+        ({"a.b": 0, "a.c": 0, "a.d.e": 1, "a.d.f": 1}, {"a.b": 0, "a.c": 0, "a.d": 1}),
+        ({"a.b": 0, "ab": 1, "a.c": 0, "abc.d": 1}, {"a": 0, "ab": 1, "abc.d": 1}),
+        ({"a": 0, "a.b": 1, "a.c": 1}, {"a": 0, "a.b": 1, "a.c": 1}),
+        ({"": 0}, {"": 0}),
+        ({}, {}),
+    ],
+)
+def test_clean_device_map(given, cleaned):
+    assert clean_device_map(given) == cleaned
+    assert given == cleaned  # in place
+
+
+def test_clean_device_map_from_a_module():
+    assert clean_device_map({"a.b": 0, "a.c": 0, "d": 0}, module_name="a") == {"a": 0, "d": 0}
+
+
+def test_check_device_map_names_what_has_no_device():
+    model = Model()
+    check_device_map(model, {"": 0})
+    check_device_map(model, {"linear1": 0, "linear2.weight": "cpu", "linear2.bias": "disk", "batchnorm": 1})
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(ValueError, match=r"following parameters: linear2\.weight, linear2\.bias$"),
+    ):
+        check_device_map(model, {"linear1": 0, "batchnorm": 0, "linear": 0})
+    with pytest.warns(UserWarning, match=r"do not match any submodules in the model: \['linear3'\]"):
+        check_device_map(model, {"": 0, "linear3": 0})
+
+
+def test_fills_device_after_device_and_keeps_room_for_the_largest_layer():
+    model = Model()
+    # Of 200 bytes device 0 keeps 100 free for linear2, which comes to it from the CPU.
+    assert infer_auto_device_map(model, {0: 200, 1: 200}) == {"linear1": 0, "batchnorm": 1, "linear2": 1}
+    assert infer_auto_device_map(model, {0: 200, 1: 172, 2: 200}) == {"linear1": 0, "batchnorm": 1, "linear2": 1}
+    assert infer_auto_device_map(model, {0: 200, 1: 72, 2: 200}) == {"linear1": 0, "batchnorm": 1, "linear2": 2}
+    assert infer_auto_device_map(model, {0: "1KB"}) == {"": 0}
+    with_offload = infer_auto_device_map(model, {0: 200, "cpu": 50}, offload_buffers=True)
+    assert with_offload == {
+        "linear1": 0,
+        "batchnorm": "disk",
+        "linear2": "disk",
+    }
+    # linear2 is the largest itself: no room is kept for it where it is to stay.
+    assert infer_auto_device_map(model, {"cpu": 236}) == {"": "cpu"}
+    assert infer_auto_device_map(model, {"cpu": 235}) == {"linear1": "cpu", "batchnorm": "disk", "linear2": "disk"}
+    assert infer_auto_device_map(model, {0: 0, "cpu": 1000}) == {"": "cpu"}
+    assert infer_auto_device_map(model, {0: 200, 1: 200}, clean_result=False) == {
+        "linear1": 0,
+        "batchnorm": 1,
+        "linear2": 1,
+    }
+
+
+def test_half_the_bytes_go_twice_as_far():
+    model = Model()
+    assert infer_auto_device_map(model, {0: 110, 1: 0}, dtype=torch.float16, offload_buffers=True) == {
+        "linear1": 0,
+        "batchnorm": "disk",
+        "linear2": "disk",
+    }
+    kept = {"linear1.weight": torch.float32, "linear1.bias": torch.float32}
+    assert infer_auto_device_map(model, {0: 110, 1: 64}, dtype=torch.float16, special_dtypes=kept)["linear1"] == 1
+    assert infer_auto_device_map(model, {0: 80}, dtype=CustomDtype.INT4) == {"": 0}
+
+
+def test_splits_a_module_and_its_own_tensors():
+    model = nn.Sequential(Model(), Model())
+    model[0].own = nn.Parameter(torch.zeros(10))
+    model[0].register_buffer("table", torch.zeros(20))
+    plan = infer_auto_device_map(model, {0: 100 + 40 + 64 + 72, 1: 1000})
+    assert plan == {
+        "0.own": 0,
+        "0.linear1": 0,
+        "0.batchnorm": 0,
+        "0.linear2": 1,
+        "0.table": 1,
+        "1": 1,
+    }
+    check_device_map(model, plan)
+    whole = infer_auto_device_map(model, {0: 400, 1: 1000}, no_split_module_classes=["Model"])
+    assert whole == infer_auto_device_map(model, {0: 400, 1: 1000}, no_split_module_classes="Model") == {"": 1}
+
+
+def test_tied_parameters_go_together():
+    inner = [nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)]
+    model = nn.Sequential(nn.Embedding(10, 4), *inner, nn.Linear(4, 10))
+    model[3].weight = model[0].weight
+    # The embedding takes 160 bytes, its twin 40 more for the bias, and room is kept for a layer of 64.
+    assert infer_auto_device_map(model, {0: 264, "cpu": 1000}) == {"0": 0, "3": 0, "1": "cpu", "2": "cpu"}
+    # With no room for both, both go to the next device.
+    assert infer_auto_device_map(model, {0: 263, "cpu": 1000}) == {"": "cpu"}
+
+
+def test_fallback_allocation_uses_a_device_that_the_next_module_does_not_fit():
+    model = nn.Sequential(nn.Linear(20, 20, bias=False), nn.Sequential(nn.ReLU(), nn.Linear(5, 5, bias=False)))
+    limits = {0: 1600, 1: 150, "cpu": 10_000}
+    assert infer_auto_device_map(model, limits) == {"": "cpu"}
+    assert infer_auto_device_map(model, limits, fallback_allocation=True) == {"1": 1, "0": "cpu"}
+
+
+def test_warns_where_buffers_of_offloaded_layers_fit_no_accelerator():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Module())
+    model[1].register_buffer("table", torch.zeros(1000))
+    with pytest.warns(UserWarning, match="requires 4000 bytes of buffer for offloaded layers"):
+        infer_auto_device_map(model, {0: 100, "cpu": 100_000})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        infer_auto_device_map(model, {0: 100, "cpu": 100_000}, offload_buffers=True)
+        infer_auto_device_map(model, {"cpu": 100_000})
+
+
+def test_verbose_tells_each_step(capsys):
+    infer_auto_device_map(Model(), {0: 200, 1: 200}, verbose=True)
+    told = capsys.readouterr().out
+    assert "Treating module linear1." in told and "Putting linear2 (size=100)" in told
+    assert "Not enough space on 0 to put batchnorm" in told
+    infer_auto_device_map(Model(), {0: 200, 1: 200})
+    assert capsys.readouterr().out == ""
+
+
+class Block(nn.Module):
+    """What must stay whole in the random models."""
+
+
+def _random_model(rng, depth=3):
+    if depth == 0 or rng.random() < 0.3:
+        width = rng.randint(1, 9)
+        return rng.choice([nn.Linear(width, 3), nn.BatchNorm1d(width), nn.Embedding(width, 3), nn.ReLU()])
+    model = rng.choice([Block, nn.Module])()
+    for index in range(rng.randint(1, 4)):
+        model.add_module(f"c{index}", _random_model(rng, depth - 1))
+    if rng.random() < 0.3:
+        model.own = nn.Parameter(torch.zeros(rng.randint(1, 20)))
+    if rng.random() < 0.3:
+        model.register_buffer("table", torch.zeros(rng.randint(1, 20)), persistent=rng.random() < 0.5)
+    return model
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_no_plan_exceeds_a_device_splits_a_block_or_forgets_a_tensor(fallback):
+    for seed in range(60):
+        rng = random.Random(seed)
+        model = nn.ModuleDict({str(index): _random_model(rng) for index in range(rng.randint(1, 4))})
+        owners = [(module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)]
+        if len(owners) > 1 and rng.random() < 0.5:
+            (module, name), (other, other_name) = rng.sample(owners, 2)
+            setattr(module, name, getattr(other, other_name))
+        sizes = compute_module_sizes(model)
+        limits = {index: rng.randint(0, int(sizes[""])) for index in range(rng.randint(1, 3))}
+        limits["cpu"] = rng.randint(0, int(sizes[""]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = infer_auto_device_map(
+                model, dict(limits), ["Block"], clean_result=rng.random() < 0.5, fallback_allocation=fallback
+            )
+        check_device_map(model, plan)
+        first = {group[0]: group for group in find_tied_parameters(model)}
+        used = dict.fromkeys([*limits, "disk"], 0)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            # A tied parameter takes memory once on every device where it stands.
+            for device in {device_for(twin, plan) for twin in first.get(name, [name])}:
+                used[device] += tensor.nbytes
+        assert all(used[device] <= limit for device, limit in limits.items()), (seed, plan, used, limits)
+        blocks = [name for name, module in model.named_modules() if type(module) is Block]
+        for block in blocks:
+            assert len({device_for(name, plan) for name in sizes if is_within(name, block)}) <= 1, (seed, block, plan)

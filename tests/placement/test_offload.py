@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights on disk: files of every dtype, the index, safetensors entries, and mappings over them."""
+
+import copy
+import json
+import os
+import pickle
+
+import numpy
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from accelerate.core.errors import CheckpointError
+from accelerate.placement import weight_files
+from accelerate.placement.offload import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+)
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def same(left, right):
+    """Equal to the bit, whatever the dtype can compare."""
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (), (0, 4)], ids=str)
+def test_round_trip(tmp_path, dtype, shape):
+    weight = (torch.rand(shape) * 3).to(dtype)
+    index = offload_weight(weight, "layer.weight", tmp_path, {})
+    assert index == {"layer.weight": {"dtype": str(dtype)[6:], "shape": list(shape)}}
+    assert (tmp_path / "layer.weight.dat").stat().st_size == weight.nbytes
+    assert same(load_offloaded_weight(tmp_path / "layer.weight.dat", index["layer.weight"]), weight)
+
+
+def test_the_files_are_plain_numbers(tmp_path):
+    weight = torch.randn(4, 3)
+    offload_weight(weight.t(), "w", tmp_path)  # not contiguous, no index asked for
+    assert numpy.array_equal(numpy.memmap(tmp_path / "w.dat", dtype="float32", shape=(3, 4), mode="r"), weight.t())
+    # What numpy wrote is read.
+    written = numpy.memmap(tmp_path / "n.dat", dtype="int16", mode="w+", shape=(4,))
+    written[:] = torch.arange(4).bfloat16().view(torch.int16).numpy()
+    written.flush()
+    read = load_offloaded_weight(str(tmp_path / "n.dat"), {"dtype": "bfloat16", "shape": [4]})
+    assert same(read, torch.arange(4).bfloat16())
+
+
+def test_what_is_read_is_not_the_file(tmp_path):
+    offload_weight(torch.ones(5), "w", tmp_path)
+    entry = {"dtype": "float32", "shape": [5]}
+    first = load_offloaded_weight(tmp_path / "w.dat", entry)
+    first += 1
+    assert load_offloaded_weight(tmp_path / "w.dat", entry).sum() == 5
+    # Writing the file again leaves those who read the former one alone.
+    second = load_offloaded_weight(tmp_path / "w.dat", entry)
+    offload_weight(torch.zeros(5), "w", tmp_path)
+    assert second.sum() == 5 and load_offloaded_weight(tmp_path / "w.dat", entry).sum() == 0
+
+
+def test_offload_refuses_what_a_flat_file_cannot_hold(tmp_path):
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    with pytest.raises(TypeError, match="w is a TwoTensor"):
+        offload_weight(TwoTensor(torch.ones(2), torch.ones(2)), "w", tmp_path)
+    with pytest.raises(ValueError, match="w is on the meta device"):
+        offload_weight(torch.ones(2, device="meta"), "w", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_broken_files_are_named(tmp_path):
+    entry = {"dtype": "float32", "shape": [5]}
+    with pytest.raises(CheckpointError, match=r"gone\.dat cannot be read"):
+        load_offloaded_weight(tmp_path / "gone.dat", entry)
+    (tmp_path / "short.dat").write_bytes(b"12")
+    with pytest.raises(CheckpointError, match=r"short\.dat cannot be read"):
+        load_offloaded_weight(tmp_path / "short.dat", entry)
+
+
+def test_the_index_grows(tmp_path):
+    save_offload_index({}, tmp_path)
+    save_offload_index(None, tmp_path)
+    assert not list(tmp_path.iterdir())
+    save_offload_index({"a": {"shape": [1]}}, tmp_path)
+    save_offload_index({"b": {"shape": [2]}}, str(tmp_path))
+    assert json.loads((tmp_path / "index.json").read_text()) == {"a": {"shape": [1]}, "b": {"shape": [2]}}
+
+
+def test_extract_submodules_state_dict():
+    state = {"a.w": 1, "ab.w": 2, "a.b.w": 3, "c": 4}
+    assert extract_submodules_state_dict(state, ["a"]) == {"a.w": 1, "a.b.w": 3}
+    assert extract_submodules_state_dict(state, ["ab.w", "c"]) == {"ab.w": 2, "c": 4}
+    assert extract_submodules_state_dict(state, []) == {}
+    assert extract_submodules_state_dict(state, [""]) == state
+
+
+def test_prefixed_dataset():
+    data = PrefixedDataset({"a.x": 1, "a.y": 2, "b.x": 3}, "a.")
+    assert dict(data) == {"x": 1, "y": 2} and len(data) == 2
+    assert data["x"] == 1 and "x" in data and "b.x" not in data and data.get("z") is None
+
+
+def test_loader_joins_memory_files_and_safetensors(tmp_path):
+    state = {"a.w": torch.randn(3), "a.b": torch.randn(2).bfloat16()}
+    offload_state_dict(tmp_path / "offload", state)
+    assert {path.name for path in (tmp_path / "offload").iterdir()} == {"a.w.dat", "a.b.dat", "index.json"}
+    tensors = {"inner": torch.randn(4, 2), "other": torch.randn(2)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    index = json.loads((tmp_path / "offload" / "index.json").read_text())
+    index["c"] = {"safetensors_file": str(tmp_path / "x.safetensors"), "weight_name": "inner", "dtype": "float16"}
+    index["other"] = {"safetensors_file": str(tmp_path / "x.safetensors")}
+    held = torch.randn(1)
+    loader = OffloadedWeightsLoader({"m": held}, tmp_path / "offload", index)
+    assert list(loader) == loader.all_keys == ["m", "a.w", "a.b", "c", "other"] and len(loader) == 5
+    assert loader["m"] is held and same(loader["a.w"], state["a.w"]) and same(loader["a.b"], state["a.b"])
+    assert same(loader["c"], tensors["inner"].half()) and same(loader["other"], tensors["other"])
+    assert same(OffloadedWeightsLoader(save_folder=str(tmp_path / "offload"))["a.b"], state["a.b"])
+    for twin in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert same(twin["c"], loader["c"])
+    with pytest.raises(KeyError, match="nothing"):
+        loader["nothing"]
+    with pytest.raises(CheckpointError, match=r"a\.w as a file of an offload folder, and no folder"):
+        OffloadedWeightsLoader(index=index)["a.w"]
+
+
+def test_loader_needs_something_to_read_from(tmp_path):
+    with pytest.raises(ValueError, match="Need either a `state_dict`, a `save_folder` or an `index`"):
+        OffloadedWeightsLoader()
+    with pytest.raises(FileNotFoundError, match="no weights were offloaded to it"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+    assert len(OffloadedWeightsLoader(state_dict={})) == 0
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not torch.bool], ids=str)
+def test_safetensors_are_read_as_they_are(tmp_path, dtype):
+    path = tmp_path / "x.safetensors"
+    tensors = {"a": torch.tensor([True]), "b": (torch.rand(3, 5) * 3).to(dtype), "c": torch.zeros(0, 2).to(dtype)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    files = weight_files.SafetensorsFiles()
+    for name, tensor in tensors.items():
+        assert same(files.tensor(path, name), tensor)
+
+
+def test_safetensors_headers_are_read_once_and_again_when_the_file_is_another(tmp_path, monkeypatch):
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(3)}, path)
+    read = []
+    original = weight_files._read_header
+    monkeypatch.setattr(weight_files, "_read_header", lambda *args: read.append(args) or original(*args))
+    files = weight_files.SafetensorsFiles()
+    first = files.tensor(path, "a")
+    first += 1
+    # A change to one tensor reaches neither the file nor the next to read it.
+    assert files.tensor(path, "a").sum() == 0 and len(read) == 1
+    save_file({"b": torch.ones(4), "a": torch.ones(5)}, path)
+    assert files.tensor(path, "a").shape == (5,) and len(read) == 2
+
+
+def test_safetensors_with_an_unaligned_header(tmp_path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    header += b" " * ((3 - len(header)) % 8)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + torch.tensor([1.5, 2.5]).numpy().tobytes())
+    assert torch.equal(weight_files.SafetensorsFiles().tensor(path, "a"), torch.tensor([1.5, 2.5]))
+
+
+def test_broken_safetensors_are_named(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(30)}, path)
+    files = weight_files.SafetensorsFiles()
+    with pytest.raises(CheckpointError, match=r"x\.safetensors has no tensor b"):
+        files.tensor(path, "b")
+    content = path.read_bytes()
+    path.write_bytes(content[:-8])
+    with pytest.raises(CheckpointError, match="a lies outside of it"):
+        files.tensor(path, "a")
+    path.write_bytes(b"PK\x03\x04 is another format")
+    with pytest.raises(CheckpointError, match="is not a safetensors file"):
+        files.tensor(path, "a")
+    os.remove(path)
+    with pytest.raises(CheckpointError, match="does not exist any more"):
+        files.tensor(path, "a")
