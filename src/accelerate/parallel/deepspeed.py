@@ -83,7 +83,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Nothing: the engine clears the gradients after its step."""
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Nothing: the engine has stepped in the backward that completed the window."""
 
     @property

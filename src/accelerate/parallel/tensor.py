@@ -181,7 +181,7 @@ def infer_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _check_division(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
-    width = {ColwiseParallel: "out_features", RowwiseParallel: "in_features"}.get(type(style))  # type: ignore[call-overload]
+    width = {ColwiseParallel: "out_features", RowwiseParallel: "in_features"}.get(type(style))
     found = getattr(module, width, None) if width else None
     if found is not None and found % size:
         raise PrepareError(f"tp_size={size} does not divide {width}={found} of {name}")
