@@ -390,6 +390,25 @@ def test_copies_and_pickles_read_on_their_own():
         assert epoch(again) == wanted
 
 
+def test_the_mixin_serves_loaders_of_the_users_own():
+    class Own(DataLoaderStateMixin):
+        def __init__(self):
+            self.gradient_state = GradientState()
+
+        def __iter__(self):
+            self.begin()
+            for number in range(2):
+                self.end_of_dataloader = number == 1
+                yield number
+            self.end()
+
+    loader = Own()
+    assert [(number, GradientState().end_of_dataloader) for number in loader] == [(0, False), (1, True)]
+    assert not GradientState().in_dataloader
+    loader.reset()
+    assert (loader.end_of_dataloader, loader.remainder, loader.batch_counts) == (False, -1, None)
+
+
 def test_a_direct_loader_takes_torch_arguments():
     loader = DataLoaderShard(Ids(5), batch_size=2, skip_batches=1, iteration=3)
     assert (epoch(loader), len(loader), loader.iteration) == (epoch(DataLoader(Ids(5), batch_size=2))[1:], 2, 4)

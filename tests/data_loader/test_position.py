@@ -320,6 +320,52 @@ def test_a_state_that_does_not_fit_is_refused():
         single("stream").load_state_dict(stream.state_dict())
 
 
+@pytest.mark.parametrize("name", ["shuffled", "generator", "own batches", "stream", "workers"])
+@pytest.mark.parametrize("seedable", [False, True])
+def test_skipping_by_hand_after_a_position_was_loaded_skips_once(name, seedable):
+    """The API's own way to resume: load the state, then leave out the batches that were done."""
+    options = {"use_seedable_sampler": True} if seedable else {}
+    seed(11)
+    wanted = run(single(name, **options), 3)
+    seed(11)
+    loader = single(name, **options)
+    run(loader, 1)
+    passing = iter(loader)
+    for _ in range(4):
+        next(passing)
+    saved, put_back = as_saved(loader.state_dict()), keep_states()
+    consumed = saved["consumed"]
+    del passing
+    for told in (4, 3):
+        seed(5)
+        fresh = single(name, **options)
+        fresh.load_state_dict(saved)
+        put_back()
+        rest = skip_first_batches(fresh, told)
+        found = []
+        for batch in rest:
+            found.append(batch_ids(batch))
+            # A checkpoint asks the prepared loader, not the one that goes on for it.
+            assert fresh.state_dict() == rest.state_dict()
+            assert fresh.state_dict()["consumed"] > consumed and fresh.state_dict()["epoch"] == 1
+        assert found == wanted[1][4:]
+        assert (fresh.iteration, fresh.state_dict()["consumed"]) == (2, 0)
+        assert run(fresh, 1) == [wanted[2]]
+
+
+def test_asking_for_another_epoch_drops_a_position_in_this_one():
+    loader = single("sequential")
+    next(iter(loader))
+    saved = loader.state_dict()
+    fresh = single("sequential")
+    fresh.load_state_dict(saved)
+    fresh.set_epoch(0)
+    assert len(run(fresh, 1)[0]) == len(loader) - 1
+    fresh.load_state_dict(saved)
+    fresh.set_epoch(3)
+    assert len(run(fresh, 1)[0]) == len(loader) and fresh.iteration == 4
+
+
 def test_random_numbers_of_the_process_are_left_alone_by_a_resume():
     for name in ("shuffled", "python's", "own batches", "drawn when iterated"):
         loader = single(name)

@@ -121,7 +121,7 @@ def test_bad_input_is_one_clear_error():
     for number in (-1, 1.5, True):
         with pytest.raises(PrepareError, match="number of batches to skip"):
             skip_first_batches(raw, number)
-    with pytest.raises(PrepareError, match="needs dispatch_batches=True"):
+    with pytest.warns(UserWarning, match="does nothing without dispatch_batches=True"):
         prepare_data_loader(raw, num_processes=2, process_index=0, slice_fn_for_dispatch=lambda *_, **__: None)
     with pytest.warns(UserWarning, match="does nothing without use_seedable_sampler=True"):
         prepare_data_loader(raw, num_processes=1, process_index=0, data_seed=3)
@@ -201,6 +201,9 @@ def test_loaders_that_do_not_batch_go_round_the_shards():
     for build in (lambda: DataLoader(Numbers(5), batch_size=None), lambda: DataLoader(range(5), batch_size=None)):
         shards = [list(prepare_data_loader(build(), num_processes=2, process_index=index)) for index in range(2)]
         assert shards == [[0, 2, 4], [1, 3, 0]]
+    loader = prepare_data_loader(DataLoader(range(5), batch_size=None), num_processes=2, process_index=1)
+    assert list(loader.sampler) == [1, 3, 0]
+    for build in (lambda: DataLoader(Numbers(5), batch_size=None), lambda: DataLoader(range(5), batch_size=None)):
         uneven = [
             list(prepare_data_loader(build(), num_processes=2, process_index=index, even_batches=False))
             for index in range(2)

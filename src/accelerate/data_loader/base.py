@@ -58,10 +58,6 @@ class DataLoaderStateMixin:
             # A loop over this loader stands around the one that ended.
             state._add_dataloader(self)
 
-    @property
-    def gradient_state(self) -> GradientState:
-        return GradientState()
-
 
 class DataLoaderAdapter:
     """Stands for a torch loader (`base_dataloader`): an instance of its class to `isinstance`, with its attributes.

@@ -29,6 +29,8 @@ class DataLoaderDispatcher(PreparedLoader):
     falls with a placeholder where a process has none (`exact`), or left out (the loader's `drop_last`). Batches may
     hold tensors and any picklable objects. Takes the arguments of torch's `DataLoader` after its own.
 
+    Only rank 0's position tells how far the workers of a stream have read: save that one.
+
     Raises ConfigurationError for more than one shard without a process group, RuntimeError on every rank where the
     reader fails.
     """

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..collectives.rng import synchronize_rng_states
+from ..state import GradientState
 from .base import DataLoaderAdapter, DataLoaderStateMixin
 from .order import Order
 from .position import Place, Position, total_of
@@ -18,6 +20,9 @@ from .samplers import check_skip, epoch_listeners, get_sampler, with_sampler
 from .source import Batch, Source, is_iterable, is_native, plan_for
 from .steps import Plan
 from .workers import unwrapped
+
+# What a copy or another process makes anew.
+_PER_PROCESS = frozenset({"_source", "_feed", "_order", "_place", "_pending", "_open_passes", "_origin", "_successor"})
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -95,6 +100,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._order: Order | None = None
         self._place: Place | int = 0
         self._pending: Position | None = None
+        # A loader without the first batches of this one's epoch goes on with it, and tells where it is.
+        self._origin: PreparedLoader | None = None
+        self._successor: weakref.ref[PreparedLoader] | None = None
 
     def options(self) -> dict[str, Any]:
         """What `around` takes to make another loader like this one."""
@@ -111,17 +119,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in ("_source", "_feed", "_order", "_place", "_pending", "_open_passes")
-        }
+        fields = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         return _restored, (type(self), fields)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        return GradientState()
 
     # -- one pass
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._pending = self._pending, None
+        self._successor = None
         if resumed is not None:
             self.iteration = resumed.epoch
         if self.rng_types:
@@ -159,10 +168,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 yield batch
                 # The next batch is read without this one in memory, unless its reader keeps it.
                 del batch
-            self.iteration += 1
             self._order = None
+            self._end_epoch(self.iteration + 1)
         finally:
             self.end()
+
+    def _end_epoch(self, following: int) -> None:
+        """Count the epoch, here and in the loader whose epoch this was the rest of."""
+        self.iteration = following
+        if self._origin is not None and self._origin.iteration < following:
+            self._origin._end_epoch(following)
 
     def _weigh(self, counts: tuple[int, ...] | None, plan: Plan) -> None:
         self.batch_counts = counts
@@ -219,6 +234,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next pass, for the samplers and the dataset."""
         self.iteration = epoch
+        if self._pending is not None and self._pending.epoch != epoch:
+            # Whoever asks for another epoch does not want the rest of that one.
+            self._pending = None
         base = self.base_dataloader
         for listener in epoch_listeners(base.batch_sampler, base.sampler, base.dataset):
             listener.set_epoch(epoch)
@@ -233,6 +251,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         if self._pending is not None:
             return self._pending.to_dict()
+        successor = None if self._successor is None else self._successor()
+        if successor is not None and (successor._order is not None or successor._pending is not None):
+            return successor.state_dict()
         plan = self.plan()
         position = Position(self.iteration, plan.unit, total_of(plan))
         if self._order is None:
@@ -245,6 +266,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             position.order = self._order.as_saved()
         return position.to_dict()
 
+    def succeed(self, origin: PreparedLoader) -> None:
+        """Go on in the present epoch of `origin`, also from a position that was loaded into it."""
+        self._pending, origin._pending = origin._pending, None
+        self._origin = origin
+        origin._successor = weakref.ref(self)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position, also one that another number of shards had. The next pass yields what is left.
 
@@ -256,6 +283,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         position.check_fits(plan.unit, total_of(plan), streams)
         self._order = None
         self._place = 0
+        self._successor = None
         self._pending = position if position.in_epoch else None
         if position.own is not None:
             self._new_order().restore_own(position.own)

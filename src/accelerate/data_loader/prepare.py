@@ -117,7 +117,7 @@ def prepare_data_loader(
     if dispatch_batches:
         return DataLoaderDispatcher.around(base, cut=cut, slice_fn=slice_fn_for_dispatch, **options)
     if slice_fn_for_dispatch is not None and cut.shards > 1:
-        raise PrepareError("slice_fn_for_dispatch cuts dispatched batches: it needs dispatch_batches=True")
+        warnings.warn("slice_fn_for_dispatch cuts dispatched batches: it does nothing without dispatch_batches=True")
     generator = _synchronized_generator(base, cut)
     loader = DataLoaderShard.around(
         _shard(base, cut), rng_types=rng_types, synchronized_generator=generator, **options
@@ -132,8 +132,9 @@ def prepare_data_loader(
 def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> Any:
     """A loader without the first `num_batches` of every pass: to go on in the middle of an epoch.
 
-    Of a map-style dataset no sample is read for them, only their indices are drawn; a stream is read on. Raises
-    PrepareError for a negative number, ConfigurationError for anything but a DataLoader.
+    Of a map-style dataset no sample is read for them, only their indices are drawn; a stream is read on. Where a
+    position was loaded into `dataloader`, the loader goes on in that epoch's order, and not before that position.
+    Raises PrepareError for a negative number, ConfigurationError for anything but a DataLoader.
 
     Example:
         for batch in skip_first_batches(loader, 100): ...
@@ -156,7 +157,9 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> Any:
         options["skip_batches"] += num_batches
     else:
         base = _without_first(base, num_batches)
-    return kind.around(base, **options)
+    loader = kind.around(base, **options)
+    loader.succeed(dataloader)
+    return loader
 
 
 def _without_first(base: DataLoader, num_batches: int) -> Any:

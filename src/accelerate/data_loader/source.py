@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from collections import deque
@@ -170,7 +171,8 @@ class Source:
     def _streamed(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
         loader = self.loader
         # The first batches are stepped over here: which worker's they are shows when they come.
-        steps, plan.skip = (plan.skip // plan.stride if start.workers is None else 0), 0
+        steps = plan.skip // plan.stride if start.workers is None else 0
+        plan = dataclasses.replace(plan, skip=0)
         key = (plan.cut, plan.size, start)
         if self._kept is None or self._kept[1] != key:
             engine = altered(

@@ -191,7 +191,7 @@ def batch_steps(
         position += len(group)
         if len(group) < shards and drop_last:
             return
-        counts = (*map(len, group), *[0] * (shards - len(group))) if counted else None
+        counts = lengths_of(group, shards) if counted else None
         if not following and cut.repeats and not drop_last:
             group = completed_batches(group, shards, size, head)
         if index < len(group):
@@ -222,6 +222,13 @@ def split_steps(stream: Iterator[Any], size: int | None, cut: Cut, drop_last: bo
             yield mine, counts, position
         elif cut.exact:
             yield batch[:1], counts, position
+
+
+def lengths_of(group: list[Any], shards: int) -> tuple[int, ...] | None:
+    """The samples in each batch of a step; None where one is no list of indices."""
+    if not all(hasattr(batch, "__len__") for batch in group):
+        return None
+    return (*map(len, group), *[0] * (shards - len(group)))
 
 
 def completed_batches(group: list[Any], shards: int, size: int | None, head: list[Any]) -> list[Any]:
