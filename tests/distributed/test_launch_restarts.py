@@ -124,7 +124,7 @@ def test_mpirun_starts_ranks_that_cooperate(tmp_path):
             torch.distributed.all_reduce(total)
             told = (state.process_index, state.num_processes, total.item(), os.environ["ACCELERATE_MIXED_PRECISION"])
             # One write: mpirun mixes the ranks' writes, not their lines.
-            sys.stdout.write(" ".join(map(str, told)) + "\n")
+            sys.stdout.write(" ".join(map(str, told)) + "\\n")
             """
         )
     )

@@ -131,7 +131,7 @@ def test_ranks_on_two_nodes_cooperate(slurm, tmp_path):
             torch.distributed.all_reduce(total)
             node, precision = os.environ["SLURMD_NODENAME"], os.environ["ACCELERATE_MIXED_PRECISION"]
             told = (state.process_index, state.num_processes, total.item(), node, precision)
-            sys.stdout.write(" ".join(map(str, told)) + "\n")
+            sys.stdout.write(" ".join(map(str, told)) + "\\n")
             """
         )
     )
