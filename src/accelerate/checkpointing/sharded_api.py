@@ -97,8 +97,12 @@ def load_fsdp_model(
     input_dir: str | os.PathLike[str],
     model_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> Any:
-    """Load what `save_fsdp_model` wrote into a sharded model; every rank calls it."""
+    """Load what `save_fsdp_model` wrote into a sharded model; every rank calls it.
+
+    A sharded state is read in the form that is there; where both are, `use_dcp` chooses.
+    """
     folder = Path(input_dir)
     options = StateDictOptions(strict=not adapter_only)
     kind = _kind(fsdp_plugin)
@@ -110,10 +114,11 @@ def load_fsdp_model(
         )
         return set_model_state_dict(model, load_pickled(path) if _is_main() else {}, options=full)
     state = _weights(model, None, adapter_only)
-    if model_shards(folder, model_index).is_dir():
-        read_shards(model_shards(folder, model_index), state, strict=not adapter_only)
+    shards, own = model_shards(folder, model_index), folder / _rank_file(_FSDP_MODEL, model_index)
+    if shards.is_dir() and (use_dcp or not own.exists()):
+        read_shards(shards, state, strict=not adapter_only)
     else:
-        _fill_local(state, load_pickled(folder / _rank_file(_FSDP_MODEL, model_index)))
+        _fill_local(state, load_pickled(own))
     return set_model_state_dict(model, state, options=options)
 
 
@@ -148,14 +153,18 @@ def load_fsdp_optimizer(
     input_dir: str | os.PathLike[str],
     optimizer_index: int = 0,
     adapter_only: bool = False,
+    use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_optimizer` wrote; every rank calls it. With `adapter_only` parameters may be missing."""
+    """Load what `save_fsdp_optimizer` wrote; every rank calls it. With `adapter_only` parameters may be missing.
+
+    It is read in the form that is there; where both are, `use_dcp` chooses.
+    """
     folder = Path(input_dir)
     inner = getattr(optimizer, "optimizer", optimizer)
     accelerator.wait_for_everyone()
     path = optimizer_shards(folder, optimizer_index)
-    if not path.is_dir():
-        file = folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin")
+    file = folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin")
+    if not path.is_dir() or (file.exists() and not use_dcp):
         full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
         set_optimizer_state_dict(model, inner, load_pickled(file) if _is_main() else {}, options=full)
         return
