@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Safetensors files written from and read into memory that is there already, with no copy in between.
 
-The format (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header, the tensors' bytes.
+The safetensors format: eight bytes of header length, a JSON header, the tensors' bytes.
 """
 
 from __future__ import annotations
