@@ -117,4 +117,5 @@ def _slurm_first_host() -> str | None:
 def _slurm_port() -> int:
     """A port that all ranks of a step derive alike and other steps hardly share."""
     step = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
-    return 20000 + zlib.crc32(step.encode()) % 20000
+    # Below the range from which systems hand out ports to connections.
+    return 20000 + zlib.crc32(step.encode()) % 12000
