@@ -34,7 +34,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     state = PartialState()
     if state.use_distributed and state.debug:
         options = f"dim={dim}, pad_index={pad_index}, pad_first={pad_first}"
-        verify.agree("pad_across_processes", tensor, options=options, free_dim=dim)
+        verify.agree("pad_across_processes", tensor, options=options, free_dim=...)
     return pad_nested(tensor, dim, pad_index, pad_first)
 
 

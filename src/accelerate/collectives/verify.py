@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from . import transport
 
 # Seconds for which a rank waits for the others to come to the same operation (variable ACCELERATE_DEBUG_TIMEOUT).
 TIMEOUT = 20.0
+# Seconds in which the other ranks may come after a difference was found, so that it is told with all sides.
+COMPLETE = 0.5
 PASSED = "ok"
 # What is compared, in this order: the first difference is told.
 ASPECTS = ("operation", "options", "structure", "dtypes", "dimensions", "shapes")
@@ -35,12 +38,12 @@ def agree(
     data: Any,
     group: dist.ProcessGroup | None = None,
     options: str = "",
-    free_dim: int | None = None,
+    free_dim: int | EllipsisType | None = None,
 ) -> None:
     """Return when every rank of `group` is about to do the same.
 
-    Sizes along `free_dim` may differ. Raises DistributedOperationException, the same on every rank, where operation,
-    options, structure, dtypes or shapes differ, and where a rank does not come in time.
+    Sizes along `free_dim` (`...`: along all) may differ. Raises DistributedOperationException, the same on every rank,
+    where operation, options, structure, dtypes or shapes differ, and where a rank does not come in time.
     """
     group = transport.group_of(group)
     name = group.group_name
@@ -64,21 +67,31 @@ def _settle(store: dist.Store, turn: int, ranks: list[int], record: dict[str, An
     keys = {rank: f"{turn}/{rank}" for rank in ranks}
     store.set(keys[me], json.dumps(record))
     limit = env.get_float("debug_timeout") or TIMEOUT
+    judgement = None
     for waited in pauses():
         present = [rank for rank in ranks if store.check([keys[rank]])]
         found = {rank: json.loads(store.get(keys[rank])) for rank in present}
-        judgement = _difference(found)
-        if judgement is None:
-            if len(present) == len(ranks) or store.check([f"{turn}/verdict"]):
-                judgement = PASSED
-            else:
-                judgement = _absence(found, ranks, departed(_get_default_store(), ranks), limit, waited > limit)
+        judgement = _judge(found, ranks, waited, limit)
+        if judgement is None and store.check([f"{turn}/verdict"]):
+            # The others have not waited for all to be here.
+            judgement = PASSED
         if judgement is not None:
             break
     # The first judgement counts: a rank that comes late must not go on alone.
     verdict = store.compare_set(f"{turn}/verdict", "", str(judgement)).decode()
     _forget(store, turn - 2, me, me == ranks[0])
     return verdict
+
+
+def _judge(found: dict[int, dict[str, Any]], ranks: list[int], waited: float, limit: float) -> str | None:
+    """What the records shown so far amount to; None while it is open."""
+    complete = len(found) == len(ranks)
+    difference = _difference(found)
+    if complete:
+        return difference or PASSED
+    if difference is not None and waited > COMPLETE:
+        return difference
+    return _absence(found, ranks, departed(_get_default_store(), ranks), limit, waited > limit)
 
 
 def pauses() -> Iterator[float]:
@@ -111,14 +124,15 @@ def departed(store: dist.Store, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if store.check([f"accelerate/left/{rank}"])]
 
 
-def _record(operation: str, data: Any, options: str, free_dim: int | None) -> dict[str, Any]:
+def _record(operation: str, data: Any, options: str, free_dim: int | EllipsisType | None) -> dict[str, Any]:
     tensors = dict(_named(data, ""))
     shapes = {name: list(tensor.shape) if not tensor.is_nested else [] for name, tensor in tensors.items()}
     dimensions = {name: len(shape) for name, shape in shapes.items()}
-    if free_dim is not None:
-        for shape in shapes.values():
-            if -len(shape) <= free_dim < len(shape):
-                shape[free_dim] = -1
+    for shape in shapes.values():
+        if free_dim is ...:
+            shape[:] = [-1] * len(shape)
+        elif free_dim is not None and -len(shape) <= free_dim < len(shape):
+            shape[free_dim] = -1
     return {
         "operation": operation,
         "options": options,

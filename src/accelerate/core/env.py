@@ -22,6 +22,7 @@ VARIABLES: dict[str, str] = {
     "torch_device": "ACCELERATE_TORCH_DEVICE",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "debug": "ACCELERATE_DEBUG_MODE",
+    "debug_timeout": "ACCELERATE_DEBUG_TIMEOUT",
     "exact": "ACCELERATE_EXACT",
     "config_file": "ACCELERATE_CONFIG_FILE",
     "log_level": "ACCELERATE_LOG_LEVEL",
