@@ -70,12 +70,15 @@ class BlockIO:
     def __init__(self, threads: int = 0) -> None:
         count = threads or max(2, min(4, (os.cpu_count() or 2) // 2))
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="checkpoint-io")
+        # Threads that only wait for the disk. Syncs that run at the same time share one commit of the file system.
+        self._syncing = ThreadPoolExecutor(8, thread_name_prefix="checkpoint-sync")
 
     def __enter__(self) -> BlockIO:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._syncing.shutdown(wait=True)
 
     def write(self, path: Path, segments: Sequence[Segment]) -> FileRecord:
         """Write a new file of these segments and sync it to the disk; its record. System errors pass through."""
@@ -96,7 +99,7 @@ class BlockIO:
                 os.close(descriptor)
                 raise
             # The sync of one file goes on while the next is written.
-            syncing.append(self._pool.submit(_sync_and_close, descriptor))
+            syncing.append(self._syncing.submit(_sync_and_close, descriptor))
         for job in syncing:
             job.result()
         return records
