@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from accelerate.data_loader import prepare_data_loader
 
 BATCHES = 64
-ROUNDS = 15
+ROUNDS = 81
 FEATURES, LABELS = torch.randn(64 * BATCHES, 16), torch.randint(0, 10, (64 * BATCHES,))
 
 
