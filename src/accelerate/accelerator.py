@@ -384,6 +384,8 @@ class Accelerator(ProcessControl, RunServices):
     def _look_before_first_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Before its first step: say what makes it train something else than it seems to."""
         loader = self.gradient_state.active_dataloader
+        if loader is not None:
+            self._watch_loader(loader)
         note = None if loader is None else uneven_epoch(loader, self.gradient_state.num_steps)
         if note is not None and note not in self._said:
             self._said.add(note)
@@ -589,6 +591,7 @@ class Accelerator(ProcessControl, RunServices):
         released = memory.release_memory(*objects)
         for held in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             held.clear()
+        self._trained_on = None
         self.step = 0
         return released
 

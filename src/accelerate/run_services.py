@@ -6,15 +6,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpointing import layout
+from .checkpointing.gradients import OpenWindow, PendingGradients
 from .checkpointing.loading import LoadReport, load_newest, load_run
 from .checkpointing.loading import resume as resume_run
+from .checkpointing.preemption import DEFAULT_SIGNALS, PreemptionWatch
 from .checkpointing.saving import Options, save_run
 from .checkpointing.session import ModelPart, OptimizerPart, RunState, check_custom
 from .checkpointing.weights import save, save_model
@@ -72,6 +75,8 @@ class RunServices:
         self._save_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
         self._load_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
         self._writer: Writer | None = None
+        self._watch: PreemptionWatch | None = None
+        self._trained_on: Any = None
         self._shards: FullyShardedState | None = None
 
     # -- folders
@@ -161,12 +166,36 @@ class RunServices:
         self._take_up(report)
         return report
 
-    def resume(self) -> LoadReport | None:
-        """Go on from the project's newest valid checkpoint, if there is one; None where the run starts anew."""
+    def resume(self, signals: Sequence[str] = DEFAULT_SIGNALS) -> LoadReport | None:
+        """Go on from the project's newest valid checkpoint, if there is one; None where the run starts anew.
+
+        Loaders then go on behind the last batch that was trained on; `report.epoch` is the epoch that they are in.
+        From here on the run also saves when it is asked to stop: at the next batch after one of `signals` has
+        reached any process, all of them save and exit with code 0. An empty list listens to none.
+
+        Example:
+            start = accelerator.resume()
+            for epoch in range(start.epoch if start else 0, epochs):
+                ...
+        """
+        if signals and self._watch is None and threading.current_thread() is threading.main_thread():
+            self._watch = PreemptionWatch(PartialState(), signals)
         report = resume_run(self._run_state(), self._checkpoints_dir("resume()"), process=PartialState())
         if report is not None:
             self._take_up(report)
         return report
+
+    def _watch_loader(self, loader: Any) -> None:
+        """The first loader whose batches are trained on: between them the run may be stopped and saved."""
+        if self._trained_on is None:
+            self._trained_on = loader
+            loader.between_batches = (self._stop_if_asked,)
+
+    def _stop_if_asked(self) -> None:
+        if self._watch is not None and self._watch.requested():
+            folder = self.save_state()
+            logger.warning(f"asked to stop ({self._watch.received or 'another process was'}): saved {folder}")
+            raise SystemExit(0)
 
     def _take_up(self, report: LoadReport) -> None:
         self.step = int(report.progress.get("accumulation_step", 0))
@@ -209,11 +238,29 @@ class RunServices:
             dataloaders=list(self._dataloaders),
             scaler=self.scaler,  # type: ignore[attr-defined]
             custom=list(self._custom_objects),
-            progress={"accumulation_step": self.step, "iteration": self.save_iteration},
+            progress={
+                "accumulation_step": self.step,
+                "iteration": self.save_iteration,
+                "epoch": self._epoch(),
+            },
+            rank_state=self._open_window(),
             save_hooks=list(self._save_hooks.values()),
             load_hooks=list(self._load_hooks.values()),
             sharded=self._sharded_state(),
         )
+
+    def _epoch(self) -> int:
+        """The epoch of the loader that is trained on; of the first one before the first step."""
+        loader = self._trained_on or next(iter(self._dataloaders), None)
+        return int(getattr(loader, "iteration", 0))
+
+    def _open_window(self) -> OpenWindow | None:
+        """The unfinished accumulation window of this process; none where no process holds whole gradients."""
+        if self.strategy.holds_parts:
+            return None
+        models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]  # type: ignore[attr-defined]
+        open_now = not self.gradient_state.sync_gradients  # type: ignore[attr-defined]
+        return OpenWindow(PendingGradients(models, lambda: open_now), self._items)  # type: ignore[attr-defined]
 
     def _model_part(self, model: torch.nn.Module) -> ModelPart:
         strategy: Any = self.strategy
@@ -341,6 +388,9 @@ class RunServices:
             self._writer.wait()
             self._writer.release()
             self._writer = None
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         for tracker in self.trackers:
             tracker.finish()
         self.state.destroy_process_group()

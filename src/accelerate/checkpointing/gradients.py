@@ -11,6 +11,21 @@ import torch
 from ..core.errors import CheckpointError
 
 
+class OpenWindow:
+    """What an accumulation window that is not complete holds on this rank: its gradients, and its count of items."""
+
+    def __init__(self, gradients: PendingGradients, items: Any) -> None:
+        self.gradients = gradients
+        self.items = items
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gradients": self.gradients.state_dict(), "items": self.items.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.gradients.load_state_dict(state["gradients"])
+        self.items.load_state_dict(state["items"])
+
+
 class PendingGradients:
     """The gradients of models in the middle of a window: the `rank_state` of a `RunState`.
 

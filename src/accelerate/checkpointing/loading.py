@@ -42,6 +42,11 @@ class LoadReport:
     notes: list[str] = field(default_factory=list)
     manifest: Manifest | None = None
 
+    @property
+    def epoch(self) -> int:
+        """The epoch to go on in: the one that the training loader was in, or the next where it had ended."""
+        return int(self.progress.get("epoch", 0))
+
 
 @dataclass
 class _Plan:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -29,6 +30,8 @@ class DataLoaderStateMixin:
     remainder = -1
     batch_counts: tuple[int, ...] | None = None
     batch_weight = 1.0
+    # Called when the next batch is asked for, at the place after the one that was worked on.
+    between_batches: tuple[Callable[[], None], ...] = ()
     _open_passes = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

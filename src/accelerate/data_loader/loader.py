@@ -168,6 +168,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 yield batch
                 # The next batch is read without this one in memory, unless its reader keeps it.
                 del batch
+                for call in self.between_batches:
+                    call()
             self._order = None
             self._end_epoch(self.iteration + 1)
         finally:

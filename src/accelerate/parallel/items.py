@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -61,6 +61,15 @@ class ItemWindow:
         parameters = {id(p): p for model in models for p in model.parameters()}.values()
         _multiply(parameters, self.reference * shards / total.clamp_(min=torch.finfo(total.dtype).tiny))
         self.count, self.spent = None, True
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The open window's count of this rank, and the reference that the run's gradients are divided by."""
+        known = {"count": self.count, "reference": self.reference}
+        return {name: value for name, value in known.items() if value is not None}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.count, self.reference = state.get("count"), state.get("reference")
+        self.spent = False
 
     def close(self) -> None:
         """The gradients have been used: a new window begins."""
