@@ -12,10 +12,10 @@ from torch import nn
 
 from ..core.trees import find_device, send_to_device
 from .module_hooks import ModelHook, SequentialHook, add_hook_to_module
-from .names import Place, join
+from .names import Place, join, owner_of
 from .offload import PrefixedDataset
 from .sizes import named_module_tensors
-from .tensors import TiedCopies, as_device, set_module_tensor_to_device
+from .tensors import TiedCopies, as_device, register, set_module_tensor_to_device
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -65,8 +65,10 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        # Tied weights that a module which is not offloaded holds on the same device: neither brought nor taken away.
+        # Tensors that are not this hook's to move: placed one by one, or tied to one that stays on the device.
         self.resident: set[str] = set()
+        # What the module holds on the meta device while its weights are here, to be put back afterwards.
+        self._placeholders: dict[str, torch.Tensor] = {}
         self._borrowed: list[tuple[int, torch.device]] = []
 
     def __repr__(self) -> str:
@@ -80,7 +82,8 @@ class AlignDevicesHook(ModelHook):
         if not self.offload:
             if self.execution_device is not None:
                 for name, _ in list(named_module_tensors(module, recurse=self.place_submodules)):
-                    self._put(module, name, self.execution_device)
+                    if name not in self.resident:
+                        self._put(module, name, self.execution_device)
             return module
         tensors = list(named_module_tensors(module, recurse=self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in tensors}
@@ -90,7 +93,7 @@ class AlignDevicesHook(ModelHook):
         for name in offloaded:
             set_module_tensor_to_device(module, name, "meta", clear_cache=False)
         if self.execution_device is not None:
-            stay = set(self.original_devices).difference(offloaded)
+            stay = set(self.original_devices).difference(offloaded, self.resident)
             for name in (name for name, _ in tensors if name in stay):
                 self._put(module, name, self.execution_device)
         return module
@@ -135,13 +138,19 @@ class AlignDevicesHook(ModelHook):
         return [(name, tensor) for name, tensor in tensors if name not in self.resident]
 
     def _bring_all(self, module: nn.Module) -> None:
-        for name, _ in self.offloaded(module):
+        for name, tensor in self.offloaded(module):
+            if tensor.is_meta:
+                self._placeholders[name] = tensor
             self._bring(module, name)
 
     def _take_away(self, module: nn.Module) -> None:
         """Leave the offloaded weights, and the copies of tied ones that this hook brought."""
         for name, _ in self.offloaded(module):
-            set_module_tensor_to_device(module, name, "meta", clear_cache=False)
+            placeholder = self._placeholders.get(name)
+            if placeholder is None:
+                set_module_tensor_to_device(module, name, "meta", clear_cache=False)
+            else:
+                register(*owner_of(module, name), placeholder)
         if type(module).__name__ == "Linear8bitLt":
             # It keeps the weights that it computed with beside the parameter.
             state: Any = module.state
@@ -322,10 +331,36 @@ class _Blocks:
                 )
                 add_hook_to_module(module, hook)
                 attach_execution_device_hook(module, device, **self.common)
-        elif outermost:
+        elif not self._attach_to_tensors(module, name, outermost) and outermost:
             add_hook_to_module(module, AlignDevicesHook(device, io_same_device=True, **self.common), append=True)
         for child_name, child in module.named_children():
             self.attach(child, join(name, child_name), outermost=False)
+
+    def _attach_to_tensors(self, module: nn.Module, name: str, outermost: bool) -> bool:
+        """Attach a hook to a module whose own tensors are named one by one; False where none is."""
+        own = [tensor_name for tensor_name, _ in named_module_tensors(module)]
+        named = [
+            leaf for leaf in own if join(name, leaf) in self.execution_device and join(name, leaf) in self.offload
+        ]
+        if not named:
+            return False
+        offloaded = [leaf for leaf in named if self.offload[join(name, leaf)]]
+        placed = [leaf for leaf in named if leaf not in offloaded]
+        hook = AlignDevicesHook(
+            self.execution_device[join(name, (placed or offloaded)[0])],
+            offload=bool(offloaded),
+            io_same_device=outermost,
+            weights_map=None
+            if self.weights_map is None
+            else PrefixedDataset(self.weights_map, f"{name}." * bool(name)),
+            offload_buffers=self.offload_buffers,
+            **self.common,
+        )
+        for leaf in placed:
+            hook._put(module, leaf, self.execution_device[join(name, leaf)])
+        hook.resident = set(own).difference(offloaded)
+        add_hook_to_module(module, hook, append=True)
+        return True
 
     def _attach_offloaded(self, module: nn.Module, name: str, device: Any, outermost: bool) -> None:
         attach_align_device_hook(

@@ -13,8 +13,9 @@ from torch import nn
 
 from .align import attach_align_device_hook_on_blocks, offloading_hook
 from .module_hooks import guard_moves
-from .names import Place, as_device_map, owner_of, tensor_at
+from .names import Place, as_device_map, is_within, join, owner_of, tensor_at
 from .offload import INDEX_NAME, OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
+from .sizes import named_module_tensors
 from .tensors import TiedCopies, as_device
 from .tied import find_tied_parameters, retie_parameters
 
@@ -39,7 +40,11 @@ def dispatch(
     force_hooks: bool = False,
 ) -> None:
     """`big_modeling.dispatch_model` for a map that was checked to name every tensor."""
-    places = as_device_map(device_map)
+    places = _apart(model, as_device_map(device_map))
+    if main_device is None:
+        main_device = next(
+            (place for place in as_device_map(device_map).values() if place not in ("cpu", "disk")), "cpu"
+        )
     if len(set(places.values())) > 1 or force_hooks or _is_quantized(model):
         _attach(
             model,
@@ -64,6 +69,24 @@ def dispatch(
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
 
 
+def _apart(model: nn.Module, places: Mapping[str, Any]) -> dict[str, Any]:
+    """The same map without an entry inside another: a module with one inside is named by its children and tensors."""
+    result: dict[str, Any] = {}
+
+    def visit(module: nn.Module, name: str, inherited: Any) -> None:
+        place = places.get(name, inherited)
+        if any(key != name and is_within(key, name) for key in places):
+            for leaf, _ in named_module_tensors(module):
+                result[join(name, leaf)] = places.get(join(name, leaf), place)
+            for child_name, child in module.named_children():
+                visit(child, join(name, child_name), place)
+        else:
+            result[name] = place
+
+    visit(model, "", None)
+    return {name: place for name, place in result.items() if place is not None}
+
+
 def _is_quantized(model: nn.Module) -> bool:
     """Whether bitsandbytes quantised the model: such weights move through hooks alone."""
     marks = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
@@ -74,7 +97,7 @@ def _is_quantized(model: nn.Module) -> bool:
 def _attach(
     model: nn.Module,
     places: Mapping[str, Any],
-    main_device: Place | None,
+    main_device: Place,
     state_dict: Mapping[str, torch.Tensor] | None,
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Any] | None,
@@ -82,8 +105,6 @@ def _attach(
     skip_keys: str | list[str] | None,
     preload: Sequence[str] | None,
 ) -> None:
-    if main_device is None:
-        main_device = next((place for place in places.values() if place not in ("cpu", "disk")), "cpu")
     # Main memory is no device apart from the CPU, and from the GPU of a machine where both share it.
     offloaded = ("disk",) if main_device in ("cpu", "mps") else ("cpu", "disk")
     tied = find_tied_parameters(model)

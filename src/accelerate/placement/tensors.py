@@ -37,7 +37,9 @@ def as_device(device: Place) -> torch.device:
             )
         return torch.device(kind, device)
     found = torch.device(device)
-    if found.index is None and found.type == devices.accelerator_type():
+    if found.index is not None or found.type in ("cpu", "meta"):
+        return found
+    if found.type == devices.accelerator_type():
         return torch.device(found.type, torch.accelerator.current_device_index())
     return found
 
@@ -77,7 +79,7 @@ def set_module_tensor_to_device(
     source = value if value is not None else old
     copies = _copies_of(source, tied_params_map)
     if copies is not None and target in copies:
-        _register(owner, leaf, copies[target])
+        register(owner, leaf, copies[target])
         return
     if value is None and old.device.type == "meta" and target.type != "meta":
         raise ValueError(f"{tensor_name} is on the meta device, we need a `value` to put in on {device}.")
@@ -90,7 +92,7 @@ def set_module_tensor_to_device(
         else:
             new = _moved(old, target, wanted if old.is_floating_point() else None, non_blocking)
     if new is not old:
-        _register(owner, leaf, new)
+        register(owner, leaf, new)
     if copies is not None and target.type != "meta":
         copies[target] = new
     if clear_cache and value is None and old.device.type not in ("cpu", "meta") and new.device != old.device:
@@ -104,8 +106,8 @@ def _copies_of(source: Any, tied: TiedCopies | None) -> dict[torch.device, torch
     return tied.get(source.data_ptr())
 
 
-def _register(owner: nn.Module, leaf: str, tensor: torch.Tensor) -> None:
-    # Past __setattr__, which would look through all the lists of a module on each forward of an offloaded one.
+def register(owner: nn.Module, leaf: str, tensor: torch.Tensor) -> None:
+    """Make `tensor` the parameter or buffer `leaf` of its owner, past the checks of `__setattr__`."""
     if leaf in owner._buffers:
         owner._buffers[leaf] = tensor
     else:
