@@ -111,7 +111,7 @@ class RunServices:
 
         Args:
             output_dir: the folder; may be left out with automatic naming.
-            safe_serialization: weights in safetensors (else torch's own format, in the compat layout).
+            safe_serialization: weights in safetensors, else in torch's own format.
             blocking: False returns when the state is copied; the disk is written meanwhile.
             layout: `native`, or `compat` for the API's own file names and formats.
         """
@@ -121,12 +121,12 @@ class RunServices:
         project = self.project_configuration
         folder, rotation = self._checkpoint_folder(output_dir)
         if rotation is not None and folder.exists():
-            raise CheckpointError(
+            raise ConfigurationError(
                 f"{folder} exists already (save_iteration is {project.iteration}). Resume with load_state() first, "
                 "set ProjectConfiguration.iteration, or use another project_dir: nothing is overwritten."
             )
         options = Options(
-            layout=layout if safe_serialization else "compat",
+            layout=layout,
             safe_serialization=safe_serialization,
             save_on_each_node=project.save_on_each_node,
             checkpoints=rotation,
@@ -149,12 +149,13 @@ class RunServices:
 
         Args:
             input_dir: the folder; left out, the newest valid checkpoint of the project.
-            load_kwargs, load_model_func_kwargs: `strict`, `weights_only`, `allow_pickle` of
-                `accelerate.checkpointing.load.load_run`.
+            load_kwargs: as for `torch.load`. Of these, `weights_only=False` trusts a folder in the API's own format
+                that holds pickled objects; tensors go to where the run has them, whatever `map_location` says.
+            load_model_func_kwargs: `strict`, `models_only`, `allow_pickle` of `accelerate.checkpointing.load_run`.
         """
         if self._writer is not None:
             self._writer.wait()
-        options = {**(load_kwargs or {}), **load_model_func_kwargs}
+        options = {**_load_options(load_kwargs), **load_model_func_kwargs}
         run = self._run_state()
         if input_dir is None:
             report = load_newest(run, self._checkpoints_dir("load_state()"), process=PartialState(), **options)
@@ -401,6 +402,15 @@ class RunServices:
         """A block under torch's profiler; with `output_trace_dir` each process writes its trace there."""
         options = profile_handler or self.plan.handlers.profile
         return profile(options, self.state.process_index, self.state.wait_for_everyone)
+
+
+def _load_options(load_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Arguments of `torch.load` as arguments of `load_run`."""
+    known = dict(load_kwargs or {})
+    known.pop("map_location", None)
+    if not known.pop("weights_only", True):
+        known["allow_pickle"] = True
+    return known
 
 
 def _register(hooks: OrderedDict[str, Callable[..., None]], hook: Callable[..., None]) -> HookHandle:

@@ -8,6 +8,7 @@ import sys
 
 # name -> module of this package with a `main(arguments)`, and what it is for
 COMMANDS = {
+    "checkpoint": ("checkpoint", "list and verify checkpoints"),
     "config": ("config", "write, update and explain the configuration file"),
     "env": ("env", "show this installation and machine"),
     "launch": ("launch", "start a script: one process, several, or several machines"),

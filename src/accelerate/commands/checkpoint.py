@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate checkpoint verify PATH` and `list PATH`: what is whole, and what is not."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import CheckpointError
+from .parser import Parser
+
+
+def parser() -> Parser:
+    found = Parser(prog="accelerate checkpoint", description="List checkpoints, or compare them with their checksums.")
+    actions = found.add_subparsers(dest="action", required=True, metavar="verify | list")
+    for name, what in (
+        ("verify", "read every file and compare it with the manifest; exit code 1 where one differs"),
+        ("list", "show the checkpoints of a folder and whether each is complete, without reading the weights"),
+    ):
+        action = actions.add_parser(name, help=what, description=what)
+        action.add_argument("path", help="a checkpoint, or a folder that holds checkpoint_N folders")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the command. Exits with 1 where a checkpoint is not whole, with 2 where there is none."""
+    options = parser().parse_args(arguments)
+    path = Path(options.path).expanduser()
+    folders = _folders(path)
+    if not folders:
+        print(f"accelerate checkpoint: error: there is no checkpoint in {path}", file=sys.stderr)
+        sys.exit(2)
+    check = _verified if options.action == "verify" else _listed
+    sound = [check(folder) for folder in folders]
+    sys.exit(0 if all(sound) else 1)
+
+
+def _folders(path: Path) -> list[Path]:
+    """The checkpoint itself, or those below a project's or a checkpoints' folder, oldest first."""
+    from ..checkpointing.layout import checkpoints_dir, list_checkpoints
+
+    if not path.is_dir():
+        return []
+    for directory in (path, checkpoints_dir(path)):
+        found = [folder for _, folder in list_checkpoints(directory)] if directory.is_dir() else []
+        if found:
+            return found
+    return [path]
+
+
+def _verified(folder: Path) -> bool:
+    from ..checkpointing.manifest import verify
+
+    start = time.perf_counter()
+    try:
+        manifest = verify(folder)
+    except (CheckpointError, OSError) as error:
+        print(f"BAD  {folder}: {error}")
+        return False
+    seconds = time.perf_counter() - start
+    print(f"ok   {folder}: {_about(manifest)}, read in {seconds:.2f} s")
+    return True
+
+
+def _listed(folder: Path) -> bool:
+    from ..checkpointing.layout import unfit
+    from ..checkpointing.manifest import read_manifest
+
+    why = unfit(folder)
+    print(f"BAD  {folder}: {why}" if why else f"ok   {folder}: {_about(read_manifest(folder))}")
+    return why is None
+
+
+def _about(manifest: Any) -> str:
+    size = sum(record.size for record in manifest.files.values())
+    progress = ", ".join(f"{name} {value}" for name, value in manifest.progress.items() if isinstance(value, int))
+    return f"{len(manifest.files)} files, {size / 1e6:.1f} MB, saved by {manifest.world_size} process(es) ({progress})"

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate checkpoint`: whole checkpoints pass, damaged ones are named."""
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.commands.checkpoint import main
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
+
+
+@pytest.fixture
+def project(tmp_path):
+    accelerator = Accelerator(
+        cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    )
+    accelerator.prepare(torch.nn.Linear(3, 3))
+    for _ in range(2):
+        accelerator.save_state()
+    yield tmp_path
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    return end.value.code
+
+
+def test_whole_and_damaged(project, capsys):
+    assert run("verify", project) == 0
+    assert capsys.readouterr().out.count("ok ") == 2
+    weights = project / "checkpoints" / "checkpoint_1" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert run("list", project) == 0
+    capsys.readouterr()
+    assert run("verify", project / "checkpoints") == 1
+    told = capsys.readouterr().out
+    assert told.count("ok ") == 1
+    assert "model.safetensors" in told.split("BAD", 1)[1]
+    assert run("verify", project / "checkpoints" / "checkpoint_0") == 0
+
+
+def test_nothing_there(tmp_path, capsys):
+    assert run("verify", tmp_path / "none") == 2
+    assert "there is no checkpoint" in capsys.readouterr().err
