@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, ConfigurationError
+from ..core.modules import model_has_dtensor
 from .names import DeviceMap, Place, as_device_map, entry_for, tensor_at
 from .offload import load_offloaded_weight, offload_weight, save_offload_index
 from .sizes import as_dtype
@@ -76,7 +77,13 @@ def load_checkpoint_in_model(
     tied = find_tied_parameters(model)
     casts = _Casts(as_dtype(dtype), keep_in_fp32_modules)
     if device_map is None:
-        if not full_state_dict or broadcast_from_rank0:
+        sharded = model_has_dtensor(model)
+        if sharded and dtype is not None:
+            raise ConfigurationError(
+                f"dtype={dtype}: the parameters of {type(model).__name__} are sharded already and keep their dtype. "
+                "Convert the model before it is sharded, or use mixed precision."
+            )
+        if sharded or not full_state_dict or broadcast_from_rank0:
             result = _load_distributed(model, checkpoint, full_state_dict, broadcast_from_rank0, tied)
         else:
             result = _load_whole(model, checkpoint_files(checkpoint), tied)
