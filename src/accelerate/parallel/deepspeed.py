@@ -84,7 +84,9 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """Nothing: the engine clears the gradients after its step."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Nothing: the engine has stepped in the backward that completed the window."""
+        """Nothing: the engine has stepped in the backward that completed the window. It takes no closure."""
+        if closure is not None:
+            raise TypeError("a DeepSpeed engine takes no closure: it has stepped in accelerator.backward already")
 
     @property
     def step_was_skipped(self) -> bool:
