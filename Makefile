@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEER_STAMP := $(PEER_VENV)/.installed
 
-.PHONY: help install demo test check format bench gpu-check clean
+.PHONY: help install demo test test-faults check format bench gpu-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -29,6 +29,9 @@ demo: $(STAMP)  ## train the small GPT on two processes
 
 test: $(STAMP)  ## run the tests (PYTEST_ARGS is handed on)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+test-faults: $(STAMP)  ## kill runs at a hundred random moments: each must go on and end as if nothing had been
+	KILLS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --timeout 3600 tests/faults
 
 check: $(STAMP)  ## lint, format, types, floors, public names
 	$(BIN)/ruff check .

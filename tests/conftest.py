@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-DISTRIBUTED = Path(__file__).parent / "distributed"
+TESTS = Path(__file__).parent
+# Folders of tests that start several ranks, or whole training runs.
+CROWDED = {TESTS / "distributed", TESTS / "examples", TESTS / "faults"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Several ranks fill a small machine. Two such tests side by side would slow each other to their limits.
     for item in items:
-        if DISTRIBUTED in item.path.parents:
+        if CROWDED & set(item.path.parents):
             item.add_marker(pytest.mark.xdist_group("processes"))
