@@ -20,7 +20,7 @@ PEER_STAMP := $(PEER_VENV)/.installed
 .PHONY: help install demo test test-faults check format bench gpu-check clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 install: $(STAMP)  ## make .venv with this package, editable, and all that its tests need
 
