@@ -159,6 +159,7 @@ def test_a_model_on_one_device_has_no_hooks(model, ids, plain, device):
         SPREAD,
         {**SPREAD, "embed": "disk"},
         {**SPREAD, "head": "disk"},
+        {"": "disk"},
         {"": "disk", "body.0": "cpu"},
         {"": "cpu", "embed": "disk", "body": "disk", "body.0": "cpu", "body.2.weight": "cpu"},
     ],
@@ -171,7 +172,7 @@ def test_dispatch_over_cpu_and_disk(model, ids, plain, device_map, buffers, tmp_
     for _ in range(2):
         assert torch.equal(model(ids)["logits"], plain)
     assert model.body[0].weight.device == (
-        META if device_map.get("body.0", device_map.get("body")) == "disk" else torch.device("cpu")
+        META if device_map.get("body.0", device_map.get("body", "disk")) == "disk" else torch.device("cpu")
     )
     whole = get_state_dict_offloaded_model(model)
     assert list(whole) == list(state) and all(torch.equal(whole[name], value) for name, value in state.items())
@@ -207,7 +208,7 @@ def test_a_checkpoint_holds_a_tied_weight_under_one_name(model, ids, plain, tmp_
     with init_empty_weights():
         empty = Model().eval()
     empty.norm.running_mean = model.norm.running_mean
-    dispatch_model(empty, {"": "disk"}, offload_index=index, force_hooks=True)
+    dispatch_model(empty, {"": "disk"}, offload_index=index)
     assert torch.equal(empty(ids)["logits"], plain)
 
 
@@ -216,8 +217,8 @@ def test_dispatch_refuses_what_cannot_work(model, tmp_path):
         dispatch_model(model, {"embed": "cpu", "body": "cpu"})
     with pytest.raises(ValueError, match=r"We need an `offload_dir` to dispatch .* offloaded: norm, body\."):
         dispatch_model(model, SPREAD)
-    with pytest.raises(ValueError, match="use the `disk_offload` function instead"):
-        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"offloaded: the whole model\."):
+        dispatch_model(model, {"": "disk"})
     with init_empty_weights():
         empty = Model()
     with pytest.raises(ValueError, match=r"norm\.weight is on the meta device: it has no data to write"):
@@ -237,6 +238,21 @@ def test_a_dispatched_model_is_not_moved(model, tmp_path, caplog):
     dispatch_model(model, {"": "cpu"}, force_hooks=True)
     with caplog.at_level(logging.WARNING):
         assert model.to("cpu") is model  # a warning, no error: nothing is offloaded
+
+
+def test_dispatch_anew(model, ids, plain, tmp_path):
+    dispatch_model(model, SPREAD, offload_dir=tmp_path / "a")
+    add_hook_to_module(model.body[0], ModelHook(), append=True)
+    dispatch_model(model, {**SPREAD, "head": "disk", "body": "cpu"}, offload_dir=tmp_path / "b")
+    assert torch.equal(model(ids)["logits"], plain)
+    dispatch_model(model, {"": "disk"}, offload_dir=tmp_path / "c")
+    for _ in range(2):
+        assert torch.equal(model(ids)["logits"], plain)
+        assert model.head.weight is model.embed.weight and model.head.weight.device == META
+    dispatch_model(model, {"": "cpu"})
+    assert model.head.weight is model.embed.weight
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert torch.equal(model(ids)["logits"], plain) and type(model.body[0]._hf_hook) is ModelHook
 
 
 def test_the_check_of_the_map_can_be_replaced(model, monkeypatch):

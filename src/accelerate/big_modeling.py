@@ -188,7 +188,7 @@ def dispatch_model(
     it has none, or from the files that `offload_index` names; CPU weights from `state_dict`, by default the model's.
     A model that goes to one device as a whole is moved there, without hooks unless `force_hooks`.
 
-    Raises ValueError for tensors without a device, disk weights without a folder, and a model that is all on disk.
+    Raises ValueError for tensors without a device, and for disk weights without a folder.
     """
     check_device_map(model, device_map)
     dispatch(

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from ..core.trees import find_device, send_to_device
-from .module_hooks import ModelHook, SequentialHook, add_hook_to_module
+from .module_hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from .names import Place, join, owner_of
 from .offload import PrefixedDataset
 from .sizes import named_module_tensors
 from .tensors import TiedCopies, as_device, register, set_module_tensor_to_device
+from .tied import find_tied_parameters, retie_parameters
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -129,7 +130,7 @@ class AlignDevicesHook(ModelHook):
             for name, device in self.original_devices.items():
                 if device.type != "meta" and name not in self.resident:
                     value = self._value(name)
-                    set_module_tensor_to_device(module, name, device, value=value, fp16_statistics=self._scales(name))
+                    set_module_tensor_to_device(module, name, device, value=value, fp16_statistics=self.scales(name))
         return module
 
     def offloaded(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -168,7 +169,7 @@ class AlignDevicesHook(ModelHook):
         weights = self.weights_map
         return weights[name] if weights is not None and name in weights else None
 
-    def _scales(self, name: str) -> torch.Tensor | None:
+    def scales(self, name: str) -> torch.Tensor | None:
         """The row scales that go with an 8-bit weight, where the weights have any."""
         return self._value(name[: -len("weight")] + "SCB") if name.endswith("weight") else None
 
@@ -188,7 +189,7 @@ class AlignDevicesHook(ModelHook):
             name,
             self.execution_device,
             value=value,
-            fp16_statistics=self._scales(name) if value.dtype == torch.int8 else None,
+            fp16_statistics=self.scales(name) if value.dtype == torch.int8 else None,
             tied_params_map=tied,
             clear_cache=False,
         )
@@ -385,6 +386,29 @@ def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
         if isinstance(found, AlignDevicesHook) and found.offload:
             return found
     return None
+
+
+def restore_offloaded(model: nn.Module) -> None:
+    """Bring all weights that hooks keep elsewhere back to the CPU, and take those hooks away; others stay.
+
+    Weights from disk are mapped, not read: they take no memory before they are used.
+    """
+    tied = find_tied_parameters(model)
+    for module in model.modules():
+        hook = offloading_hook(module)
+        if hook is None or hook.weights_map is None:
+            continue
+        for name, tensor in hook.offloaded(module):
+            if tensor.is_meta:
+                value = hook.weights_map[name]
+                set_module_tensor_to_device(module, name, "cpu", value=value, fp16_statistics=hook.scales(name))
+        hook.original_devices = {}
+        present: Any = module._hf_hook
+        others = [other for other in getattr(present, "hooks", ()) if other is not hook]
+        remove_hook_from_module(module)
+        for other in others:
+            add_hook_to_module(module, other, append=True)
+    retie_parameters(model, tied)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

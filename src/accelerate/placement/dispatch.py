@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .align import attach_align_device_hook_on_blocks, offloading_hook
+from .align import attach_align_device_hook_on_blocks, offloading_hook, restore_offloaded
 from .module_hooks import guard_moves
 from .names import Place, as_device_map, is_within, join, owner_of, tensor_at
 from .offload import INDEX_NAME, OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
@@ -20,11 +20,6 @@ from .tensors import TiedCopies, as_device
 from .tied import find_tied_parameters, retie_parameters
 
 logger = logging.getLogger(__name__)
-
-_NO_FOLDER = (
-    "We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules need to "
-    "be offloaded: {}."
-)
 
 
 def dispatch(
@@ -41,11 +36,15 @@ def dispatch(
 ) -> None:
     """`big_modeling.dispatch_model` for a map that was checked to name every tensor."""
     places = _apart(model, as_device_map(device_map))
+    if any(offloading_hook(module) is not None for module in model.modules()):
+        # It was dispatched before: start from the whole model again.
+        restore_offloaded(model)
     if main_device is None:
         main_device = next(
             (place for place in as_device_map(device_map).values() if place not in ("cpu", "disk")), "cpu"
         )
-    if len(set(places.values())) > 1 or force_hooks or _is_quantized(model):
+    kinds = set(places.values())
+    if len(kinds) > 1 or "disk" in kinds or force_hooks or _is_quantized(model):
         _attach(
             model,
             places,
@@ -57,14 +56,8 @@ def dispatch(
             skip_keys,
             preload,
         )
-    elif "disk" in places.values():
-        if offload_dir is None and offload_index is None:
-            raise ValueError(_NO_FOLDER.format(", ".join(places)))
-        raise ValueError(
-            "You are trying to offload the whole model to the disk. Please use the `disk_offload` function instead."
-        )
     else:
-        for place in set(places.values()):
+        for place in kinds:
             model.to(as_device(place))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
 
@@ -148,7 +141,10 @@ def _offloaded_weights(
         kept = extract_submodules_state_dict(model.state_dict(), on_cpu)
         state_dict = {name: value.to("cpu") for name, value in kept.items() if isinstance(value, torch.Tensor)}
     if on_disk and offload_dir is None and offload_index is None:
-        raise ValueError(_NO_FOLDER.format(", ".join(on_disk)))
+        raise ValueError(
+            "We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules "
+            f"need to be offloaded: {', '.join(name or 'the whole model' for name in on_disk)}."
+        )
     folder = offload_dir if on_disk else None
     if folder is not None and offload_index is None and not os.path.isfile(os.path.join(folder, INDEX_NAME)):
         weights = extract_submodules_state_dict(model.state_dict(), on_disk)
@@ -189,17 +185,20 @@ def _tied_copies(model: nn.Module, tied: list[list[str]], weights: OffloadedWeig
 def _retie_by_device(model: nn.Module, tied: list[list[str]]) -> None:
     """Make tied parameters one again where they are on one device: those apart each stay where they run.
 
-    One that is offloaded stays with its twin for good where that is on the device on which it would be brought.
+    One that is offloaded stays with its twin for good where that is on the device on which it would be brought; those
+    that are offloaded together share what the modules hold meanwhile, so that it can be seen that they are one.
     """
     for group in tied:
         by_device: dict[torch.device, list[str]] = {}
         for name in group:
             by_device.setdefault(tensor_at(model, name).device, []).append(name)
-        for name in by_device.pop(torch.device("meta"), []):
+        meta = torch.device("meta")
+        for name in list(by_device.get(meta, [])):
             owner, leaf = owner_of(model, name)
             hook = offloading_hook(owner)
             device = None if hook is None or hook.execution_device is None else as_device(hook.execution_device)
-            if hook is not None and device in by_device:
+            if hook is not None and device in by_device and device != meta:
                 hook.resident.add(leaf)
+                by_device[meta].remove(name)
                 by_device[device].append(name)
         retie_parameters(model, by_device.values())
