@@ -43,8 +43,7 @@ class Council:
         self.rank = process.process_index
         self.world = process.num_processes
         self.name = name
-        # A connection of its own: a wait on the shared one would hold up everybody else in this process.
-        self.store: Any = dist.distributed_c10d._get_default_store().clone() if self.world > 1 else None  # type: ignore[attr-defined]
+        self.store: Any = _connection() if self.world > 1 else None
 
     def exchange(self, subject: str, value: Any, timeout: float, absent: str = "") -> list[Any]:
         """Every rank's `value` (plain JSON data), in rank order, once all have come.
@@ -127,6 +126,22 @@ class Council:
             old = f"{head}/{int(number) - 1}"
             for key in ("verdict", *range(self.world)):
                 self.store.delete_key(f"{old}/{key}")
+
+
+# The default store of the group that is up, and our own connection to it.
+_LINK: dict[str, Any] = {}
+
+
+def _connection() -> Any:
+    """A connection to the store that is nobody else's, so that no wait of torch's own holds a round up.
+
+    Made once a process: connecting takes milliseconds, and every now and then five seconds (torch 2.13 tries again
+    after that time where the first try met a busy server). Threads share it: each of our operations is short.
+    """
+    default: Any = dist.distributed_c10d._get_default_store()
+    if _LINK.get("default") is not default:
+        _LINK.update(default=default, own=default.clone())
+    return _LINK["own"]
 
 
 def _arrived(store: Any, keys: list[str], seconds: float) -> bool:

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Killed at random moments - a rank, all ranks, the launcher - a run ends at the parameters it would have had.
+
+KILLS sets how many (default 6); `make test-faults` takes 100.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelerate.checkpointing import list_checkpoints, verify
+from accelerate.checkpointing.layout import unfit
+
+WORKER = Path(__file__).parent / "worker.py"
+KILLS = int(os.environ.get("KILLS", "6"))
+STEPS_A_KILL = 25
+LIMIT = 60.0
+
+
+def launch(folder: Path, total: int) -> subprocess.Popen:
+    for note in folder.glob("rank*.pid"):
+        note.unlink()
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    return subprocess.Popen(
+        [*command, str(WORKER), str(folder), str(total)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ranks(folder: Path, launcher: subprocess.Popen) -> list[int]:
+    """The ranks' process ids, once both train."""
+    deadline = time.monotonic() + LIMIT
+    while time.monotonic() < deadline and launcher.poll() is None:
+        notes = [folder / f"rank{rank}.pid" for rank in range(2)]
+        if all(note.exists() and note.read_text() for note in notes):
+            return [int(note.read_text()) for note in notes]
+        time.sleep(0.01)
+    raise AssertionError(f"the ranks did not start: {launcher.communicate(timeout=LIMIT)[1]}")
+
+
+def strike(target: str, pids: list[int], launcher: subprocess.Popen) -> None:
+    victims = {"rank": pids[-1:], "ranks": pids, "launcher": [launcher.pid]}[target]
+    for pid in victims:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            # It had come to its end by itself.
+            pass
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether none of the processes is left, within seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def check_all(folder: Path) -> None:
+    """What is listed as a valid checkpoint holds what its checksums say."""
+    for _, checkpoint in list_checkpoints(folder / "checkpoints"):
+        if unfit(checkpoint) is None:
+            verify(checkpoint)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """In memory where that is possible: hundreds of saves, and a killed process (unlike a power cut) loses no page."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory, prefix="accelerate-kills-") as name:
+        yield Path(name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120 + 30 * KILLS)
+def test_killed_at_random_moments(folder):
+    total = STEPS_A_KILL * KILLS + 40
+    whole, cut = folder / "whole", folder / "cut"
+    whole.mkdir(), cut.mkdir()
+    assert launch(whole, total).communicate(timeout=120 + KILLS * 10) is not None
+    assert (whole / "end.pt").exists()
+    dice = random.Random(KILLS)
+    struck = 0
+    while not (cut / "end.pt").exists():
+        launcher = launch(cut, total)
+        pids = ranks(cut, launcher)
+        if struck < KILLS:
+            try:
+                launcher.wait(timeout=dice.uniform(0.0, 0.4))
+            except subprocess.TimeoutExpired:
+                strike(dice.choice(["rank", "ranks", "launcher"]), pids, launcher)
+                struck += 1
+        _, told = launcher.communicate(timeout=120 + KILLS * 10)
+        assert gone(pids), "a rank outlives its launcher"
+        check_all(cut)
+        assert launcher.returncode == 0 or struck, told
+    expected = torch.load(whole / "end.pt", weights_only=True)
+    found = torch.load(cut / "end.pt", weights_only=True)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert struck == KILLS, f"the run was over after {struck} kills"
