@@ -19,6 +19,7 @@ from accelerate.big_modeling import (
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
+    infer_auto_device_map,
     init_empty_weights,
     init_on_device,
     load_checkpoint_and_dispatch,
@@ -300,6 +301,27 @@ def test_two_accelerators_the_cpu_and_a_tied_weight(model):
             model(ids, bias=bias)  # left where it is, as asked
         remove_hook_from_submodules(model)
         assert model.body[2].weight.device.type == "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_an_accelerator_the_cpu_and_the_disk(model, ids, tmp_path):
+    plain = copy.deepcopy(model).to(torch.accelerator.current_accelerator())(ids.to(0))["logits"].cpu()
+    device_map = {"embed": 0, "norm": "cpu", "body.0": 0, "body.1": 0, "body.2": "disk", "head": "cpu"}
+    dispatch_model(model, device_map, offload_dir=tmp_path)
+    for _ in range(2):
+        assert torch.equal(model(ids)["logits"], plain)  # back where the input came from
+        assert model.norm.weight.device == model.body[2].weight.device == META
+        assert model.embed.weight.device.index == model.norm.running_mean.device.index == 0
+        assert model.head.weight is model.embed.weight  # one copy there
+    with init_empty_weights():
+        huge = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
+    assert infer_auto_device_map(huge) == {"": 0}
+    remove_hook_from_submodules(model)
+    first, hook = cpu_offload_with_hook(nn.Linear(4, 4))
+    second, _ = cpu_offload_with_hook(nn.Linear(4, 4), prev_module_hook=hook)
+    assert second(first(torch.ones(1, 4))).device.type != "cpu"
+    assert first.weight.device.type == "cpu" and second.weight.device.type != "cpu"
 
 
 @pytest.fixture

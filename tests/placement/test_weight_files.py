@@ -20,6 +20,7 @@ def test_safetensors_are_read_as_they_are(tmp_path, dtype):
     files = weight_files.SafetensorsFiles()
     for name, tensor in tensors.items():
         found = files.tensor(path, name)
+        assert found.untyped_storage().nbytes() == tensor.nbytes
         assert found.dtype == tensor.dtype and found.shape == tensor.shape
         assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
 

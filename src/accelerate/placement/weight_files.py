@@ -188,12 +188,12 @@ class SafetensorsFiles:
             return torch.empty_like(empty, device="cpu")
         if stop - start != empty.nbytes or stop > size:
             raise CheckpointError(f"{file} is not a whole safetensors file: {name} lies outside of it")
-        storage = torch.UntypedStorage.from_file(file, False, size)
+        # The part of the mapping alone: who saves the tensor would else save the whole file with it.
+        storage = torch.UntypedStorage.from_file(file, False, size)[start:stop]
         if start % dtype.itemsize:
             # Only writers that do not pad the header make such files.
-            raw = torch.empty(0, dtype=torch.uint8).set_(storage, start, (stop - start,))  # type: ignore[call-overload]
-            return raw.clone().view(dtype).view(empty.shape)
-        return torch.empty(0, dtype=dtype).set_(storage, start // dtype.itemsize, empty.shape)  # type: ignore[call-overload]
+            storage = storage.clone()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, empty.shape)  # type: ignore[call-overload]
 
     def _header(self, path: str) -> tuple[int, dict[str, Any]]:
         """The size of a file in bytes, and its entries with their places counted from the start of the file."""
