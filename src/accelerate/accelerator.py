@@ -22,6 +22,7 @@ from .parallel import ddp
 from .parallel.base import Bundle
 from .parallel.items import ItemWindow
 from .parallel.unwrap import extract_model_from_parallel
+from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .process_control import ProcessControl
 from .resolve import Request, resolve
 from .run_services import RunServices
@@ -578,6 +579,8 @@ class Accelerator(ProcessControl, RunServices):
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The full state of a prepared model, on every process that can hold it, under the plain model's names."""
+        if any(has_offloaded_params(module) for module in model.modules()):
+            return get_state_dict_offloaded_model(model)
         if unwrap:
             return self.strategy.state_dict(model)
         return model.state_dict()

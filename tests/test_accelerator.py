@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facade on one process: what it hands out, and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator, cpu_offload
+from accelerate.core.errors import PrepareError
+from accelerate.state import AcceleratorState, GradientState
+
+
+@pytest.fixture
+def accelerator():
+    yield Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def test_order_and_unknown_objects(accelerator):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
+    found = accelerator.prepare(scheduler, "as it is", loader, optimizer, model)
+    assert [type(obj).__name__ for obj in found[:2]] == ["AcceleratedScheduler", "str"]
+    assert found[0].optimizers == [found[3]]
+    assert isinstance(found[2], DataLoader)
+    assert found[4] is model
+    assert accelerator.prepare(found[3]) is found[3]
+    assert accelerator.prepare(found[2]) is found[2]
+    assert accelerator.prepare(found[0]) is found[0]
+    assert accelerator.free_memory(model, optimizer) == [None, None]
+    assert not accelerator._models and not accelerator._dataloaders
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [("prepare_model", 3), ("prepare_optimizer", "adam"), ("prepare_data_loader", [1, 2])]
+)
+def test_wrong_types(accelerator, name, argument):
+    with pytest.raises(ValueError, match=f"{name} takes a torch"):
+        getattr(accelerator, name)(argument)
+
+
+def test_placement_flags(accelerator):
+    with pytest.raises(PrepareError, match="1 elements"):
+        accelerator.prepare(torch.nn.Linear(1, 1), device_placement=[True, False])
+    with pytest.raises(PrepareError, match="without an object"):
+        accelerator.prepare()
+
+
+def test_a_foreign_optimizer_is_said_once(accelerator, caplog):
+    model, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(other.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "belong to no prepared model" in caplog.text
+
+
+def test_whole_state_of_an_offloaded_model(accelerator, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    expected = copy.deepcopy(model.state_dict())
+    offloaded = cpu_offload(model)
+    assert next(offloaded.parameters()).device.type == "meta"
+    accelerator.save_model(offloaded, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_the_named_numbers():
+    """Eight samples, weight from zero: one step of the mean gradient, with and without accumulation."""
+    x = torch.arange(1.0, 9.0)
+    for steps in (1, 4):
+        GradientState._reset_state()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        loader = DataLoader(TensorDataset(x[:, None]), batch_size=8 // steps)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.02), loader)
+        for (inputs,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(torch.nn.functional.mse_loss(model(inputs), 2 * inputs))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert model.weight.item() == pytest.approx(2.04, abs=1e-6)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_tokens_count_alike(by_hand):
+    """Sequences 1..i for i in 1..8, odd tokens of class 1: sums scaled by hand, and means with `num_items`."""
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=8)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 2, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.08))
+    samples = [torch.arange(1.0, length + 1) for length in range(1, 9)]
+    items = sum(len(sample) for sample in samples)
+    for sample in samples:
+        with accelerator.accumulate(model):
+            scores, classes = model(sample[:, None]), (sample % 2).long()
+            if by_hand:
+                loss = torch.nn.functional.cross_entropy(scores, classes, reduction="sum") * 8 / items
+                accelerator.backward(loss)
+            else:
+                loss = torch.nn.functional.cross_entropy(scores, classes)
+                accelerator.backward(loss, num_items=len(sample))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.weight.flatten().tolist() == pytest.approx([0.0953, 0.4337], abs=1e-4)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
