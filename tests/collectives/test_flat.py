@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
-from accelerate.collectives import flat
+from accelerate.collectives import flat, lane
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.complex64,
@@ -94,8 +96,8 @@ def test_what_is_no_dense_tensor_is_refused():
     group = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=group, rank=0, world_size=1)
     try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        sharded = torch.distributed.tensor.distribute_tensor(torch.ones(2), mesh)
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = distribute_tensor(torch.ones(2), mesh)
         with pytest.raises(TypeError, match=r"some_op .* DTensor: call `.full_tensor\(\)`"):
             flat.collect([sharded], "some_op")
     finally:
@@ -114,3 +116,24 @@ def test_a_subclass_that_only_decorates_is_plain():
 
     (found,) = flat.collect(torch.ones(2).as_subclass(Image), "some_op")
     assert type(found) is torch.Tensor and found.tolist() == [1.0, 1.0]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(tensors(), min_size=1, max_size=6), st.integers(1, 3), st.booleans(), st.booleans())
+def test_a_lane_gives_fresh_tensors(leaves, world, inference, alike):
+    if alike:
+        # A batch: as many rows in each.
+        leaves = [leaf.expand(3, *leaf.shape[1:]) if leaf.dim() and leaf.shape[0] == 1 else leaf for leaf in leaves]
+        leaves = [leaf for leaf in leaves if leaf.dim() and leaf.shape[0] == 3] or [torch.arange(3)]
+
+    specs = flat.specs_of(leaves)
+    with pytest.MonkeyPatch.context() as patch:
+        # All ranks hold the same: what goes out comes in.
+        patch.setattr(lane.transport, "exchange", lambda out, parts, group: out.copy_(parts))
+        with torch.inference_mode(inference):
+            one = lane.Lane(specs, world)
+        first = one.gather(leaves, None)
+        one.gather([torch.zeros_like(leaf) for leaf in leaves], None)
+    for leaf, found in zip(leaves, first, strict=True):
+        assert found.dtype == leaf.dtype and found.is_contiguous() and bits(found) == bits(leaf) * world
+        assert found.shape == ((world,) if leaf.dim() == 0 else (world * leaf.shape[0], *leaf.shape[1:]))

@@ -23,16 +23,18 @@ Specs = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 def collect(data: Any, operation: str) -> list[torch.Tensor]:
-    """The tensors of nested `data` in order.
+    """The tensors of nested `data` in order, `checked`. Raises TypeError for what is neither tensor nor container."""
+    return checked(tensors_in(data, operation), operation)
 
-    Raises TypeError, naming `operation`, for a value that is neither tensor nor container, and for a tensor whose
-    content is not one dense block (sparse, nested, sharded over ranks).
+
+def tensors_in(data: Any, operation: str) -> list[torch.Tensor]:
+    """The tensors of nested `data` in order, none of a subclass.
+
+    Raises TypeError, naming `operation`, for a value that is neither tensor nor container, and for a tensor of a kind
+    that is no plain one.
     """
     found: list[torch.Tensor] = []
     _collect(data, found, operation)
-    for leaf in found:
-        if leaf.layout is not torch.strided or leaf.is_nested or type(leaf) not in PLAIN:
-            return [plain(leaf, operation) for leaf in found]
     return found
 
 
@@ -48,7 +50,15 @@ def _collect(data: Any, found: list[torch.Tensor], operation: str) -> None:
         for value in data:
             _collect(value, found, operation)
     else:
-        trees.map_leaves(found.append, data, strict=operation)
+        trees.map_leaves(lambda leaf: found.append(plain(leaf, operation)), data, strict=operation)
+
+
+def checked(leaves: list[torch.Tensor], operation: str) -> list[torch.Tensor]:
+    """`leaves`; TypeError for one whose content is not one dense block."""
+    for leaf in leaves:
+        if leaf.layout is not torch.strided or leaf.is_nested:
+            plain(leaf, operation)
+    return leaves
 
 
 def plain(leaf: torch.Tensor, operation: str) -> torch.Tensor:
@@ -92,13 +102,18 @@ def sizes_of(specs: Specs) -> list[int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _stacked_likes(specs: Specs, world: int) -> list[torch.Tensor]:
+def stacked_likes(specs: Specs, world: int) -> list[torch.Tensor]:
     """Tensors, without content, of the shapes that joining over `world` ranks gives: `view_as` is the fastest view."""
-    return [torch.empty((), device="meta").expand(stacked_shape(shape, world)) for shape, _ in specs]
+    return [torch.empty(stacked_shape(shape, world), device="meta") for shape, _ in specs]
 
 
 def stacked_shape(shape: torch.Size, world: int) -> tuple[int, ...]:
     return (world * shape[0], *shape[1:]) if shape else (world,)
+
+
+def aligned(length: int, width: int) -> int:
+    """`length` rounded up to a multiple of `width`."""
+    return -(-length // width) * width
 
 
 def as_bytes(leaf: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -145,7 +160,7 @@ def unpack_stacked(rows: torch.Tensor, specs: Specs) -> list[torch.Tensor]:
     if 0 in sizes:
         # An empty piece keeps a stride of one byte a rank, of which no wider dtype can be viewed.
         pieces = [piece.view(-1) for piece in pieces]
-    likes = _stacked_likes(specs, rows.shape[0])
+    likes = stacked_likes(specs, rows.shape[0])
     return [piece.view(spec[1]).view_as(like) for piece, spec, like in zip(pieces, specs, likes, strict=True)]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..core import trees
 from ..core.errors import ConfigurationError
 from ..state import PartialState
-from . import flat, objects, structure, transport, verify
+from . import flat, lane, objects, structure, transport, verify
 
 # "none" sums and leaves the sum as it is: what the API has always done.
 REDUCTIONS = {
@@ -22,6 +22,11 @@ REDUCTIONS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+
+# Every backend sends these; any other dtype is sent as bytes.
+SENT_AS_THEY_ARE = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
 
 
 def gather(tensor: Any) -> Any:
@@ -40,16 +45,18 @@ def gather_nested(data: Any, group: dist.ProcessGroup | None = None) -> Any:
     """`gather` among the ranks of `group`."""
     if PartialState().debug:
         verify.agree("gather", data, group)
-    leaves = flat.collect(data, "gather")
+    leaves = flat.tensors_in(data, "gather")
     if not leaves:
         return data
     group = transport.group_of(group)
+    if len(leaves) > 1 and (path := lane.known(leaves, group)) is not None:
+        return flat.replace(data, path.gather(leaves, group))
+    leaves = flat.checked(leaves, "gather")
     target = transport.carrier(group, flat.lone_device(leaves))
     if len(leaves) == 1:
-        gathered = [_gather_one(leaves[0], target, group)]
+        gathered: Sequence[torch.Tensor] = [_gather_one(leaves[0], target, group)]
     else:
-        specs = flat.specs_of(leaves)
-        gathered = flat.unpack_stacked(transport.all_gather(flat.pack(leaves, target), group), specs)
+        gathered = _gather_many(leaves, target, group)
     if target is not None:
         gathered = [value.to(leaf.device) for value, leaf in zip(gathered, leaves, strict=True)]
     return flat.replace(data, gathered)
@@ -57,11 +64,24 @@ def gather_nested(data: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 def _gather_one(leaf: torch.Tensor, target: torch.device | None, group: dist.ProcessGroup) -> torch.Tensor:
     """A lone tensor is received where it stays: no byte is copied after the message."""
-    content = flat.as_bytes(leaf.detach(), target)
     shape = flat.stacked_shape(leaf.shape, group.size())
+    if leaf.dtype in SENT_AS_THEY_ARE and target is None and leaf.dim() and not leaf.is_neg():
+        content = leaf.detach().contiguous()
+        out = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+        transport.all_gather_into(out, content, group)
+        return out
+    content = flat.as_bytes(leaf.detach(), target)
     out = torch.empty(shape, dtype=leaf.dtype, device=content.device)
     transport.all_gather_into(out.view(-1).view(torch.uint8), content, group)
     return out
+
+
+def _gather_many(
+    leaves: list[torch.Tensor], target: torch.device | None, group: dist.ProcessGroup
+) -> Sequence[torch.Tensor]:
+    if target is None and (path := lane.opened(leaves, group)) is not None:
+        return path.gather(leaves, group)
+    return flat.unpack_stacked(transport.all_gather(flat.pack(leaves, target), group), flat.specs_of(leaves))
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
