@@ -9,7 +9,7 @@ import sys
 
 from timing import emit
 
-ROUNDS = 9
+ROUNDS = 5
 STATEMENTS = {
     "nothing": "pass",
     "torch": "import torch",

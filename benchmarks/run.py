@@ -177,7 +177,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no such script: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     scripts = [script for script in SCRIPTS if not args.only or script.file in args.only]
-    pythons = {"ours": sys.executable, **({"peer": args.peer} if args.peer else {})}
+    pythons = {"ours": sys.executable, **({"peer": os.path.abspath(args.peer)} if args.peer else {})}
     figures = measure(scripts, pythons, args.rounds, args.timeout)
     text = table(scripts, figures)
     print(text)
