@@ -15,15 +15,6 @@ from accelerate.collectives.structure import (
     is_tensor_information,
 )
 from accelerate.core.errors import ConfigurationError
-from accelerate.state import AcceleratorState, PartialState
-
-
-@pytest.fixture(autouse=True)
-def alone():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(cpu=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("data", [torch.ones(2), torch.tensor(1.0), {"a": [torch.ones(1)]}, "text", None, [], 5])

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random number generators: seeded alike, made equal on all ranks, kept as plain data and put back."""
+"""Random number generators: seeded alike, and made equal on all ranks."""
 
 from __future__ import annotations
 
-import base64
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from ..core import devices
 from ..core.enums import RNGType
-from ..core.errors import CheckpointError, ConfigurationError
+from ..core.errors import ConfigurationError
 from ..state import PartialState
 from . import tensors
 
@@ -101,62 +100,3 @@ def _xla() -> Any:
     except ImportError as error:
         raise ConfigurationError(f'rng_types: "xla" needs torch_xla: {error}') from error
     return xla_model
-
-
-def capture_rng_states() -> dict[str, Any]:
-    """The states of this process's generators as data that JSON can hold: python, numpy, torch, and its device's.
-
-    Inverse: `restore_rng_states`.
-    """
-    version, internal, gauss = random.getstate()
-    bits: dict[str, Any] = dict(np.random.get_state(legacy=False))
-    bits["state"] = {
-        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in bits["state"].items()
-    }
-    states: dict[str, Any] = {
-        "python": [version, list(internal), gauss],
-        "numpy": bits,
-        "torch": _as_text(torch.get_rng_state()),
-    }
-    device = PartialState().device
-    if device.type == "xla":
-        states["xla"] = int(_xla().get_rng_state())
-    elif device.type != "cpu":
-        states["device"] = {"type": device.type, "state": _as_text(_of_device(device, "get_rng_state"))}
-    return states
-
-
-def restore_rng_states(states: dict[str, Any]) -> None:
-    """Put the generators back to what `capture_rng_states` kept.
-
-    The device's state is left out where this process runs on another kind of device. Raises CheckpointError for data
-    of another make.
-    """
-    try:
-        version, internal, gauss = states["python"]
-        random.setstate((version, tuple(internal), gauss))
-        bits = dict(states["numpy"])
-        bits["state"] = dict(bits["state"], key=np.asarray(bits["state"]["key"], dtype=np.uint32))
-        np.random.set_state(bits)
-        torch.set_rng_state(_as_tensor(states["torch"]))
-        if "xla" in states:
-            _xla().set_rng_state(states["xla"])
-        kept, device = states.get("device"), PartialState().device
-        if kept is not None and kept["type"] == device.type:
-            _of_device(device, "set_rng_state", _as_tensor(kept["state"]))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"the random number generators' states cannot be restored: {error!r}") from error
-
-
-def _of_device(device: torch.device, function: str, *state: torch.Tensor) -> Any:
-    call = getattr(devices.module_of(device), function)
-    # The one device of MPS takes no index.
-    return call(*state) if device.type == "mps" else call(*state, device)
-
-
-def _as_text(state: torch.Tensor) -> str:
-    return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")
-
-
-def _as_tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
