@@ -59,6 +59,14 @@ SCRIPTS = [
         ranks=2,
     ),
     Script(
+        "checkpoint.py",
+        {
+            "checkpoint save": Row("save_state of 1.2 GB / torch.save and fsync", "ratio", 1.0),
+            "checkpoint load": Row("load_state of 1.2 GB / reading its bytes from the disk", "ratio", 1.2),
+            "checkpoint wait": Row("time the loop waits for a save, in the background where offered", "time"),
+        },
+    ),
+    Script(
         "data_loader.py",
         {
             f"loader: {kind}, batch {size}": Row(f"prepared loader / raw, {kind}, batch {size}", "ratio", 1.0)
