@@ -12,9 +12,9 @@ import torch.distributed as dist
 from . import flat, transport
 
 # Bytes that a message may have. Above, it takes so long itself that nothing is saved here.
-LARGEST = 128 << 10
+LARGEST = 64 << 10
 # How many buffers are kept.
-KEPT = 16
+KEPT = 8
 
 # One call copies or clones many tensors. torch 2.11 and 2.12 may lack the second.
 _copy_all: Any = torch._foreach_copy_

@@ -97,6 +97,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     if reduction not in REDUCTIONS:
         raise ConfigurationError(f"reduce: reduction={reduction!r} is unknown: use one of {', '.join(REDUCTIONS)}")
     if not PartialState().use_distributed:
+        if scale != 1.0:
+            _check_divisible(flat.collect(tensor, "reduce"), "sum")
         return trees.map_leaves(lambda leaf: leaf if scale == 1.0 else leaf * scale, tensor, strict="reduce")
     return reduce_nested(tensor, reduction, scale)
 
