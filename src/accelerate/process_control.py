@@ -143,7 +143,7 @@ class ProcessControl:
         return gather_for_metrics(input_data, self.gradient_state.active_dataloader, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Nested tensors summed (`sum`), averaged (`mean`) or left (`none`) over all processes, times `scale`."""
+        """Nested tensors summed (`sum`, also `none`) or averaged (`mean`) over all processes, times `scale`."""
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
