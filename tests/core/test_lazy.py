@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from types import ModuleType
 
@@ -48,3 +49,16 @@ def test_the_function_tqdm_is_not_hidden_by_its_module() -> None:
     assert accelerate.utils.tqdm is tqdm
     assert sys.modules["accelerate.utils.tqdm"].tqdm is tqdm
     assert module is tqdm  # `import a.b as c` takes the attribute, as it does for every package of this shape
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+def test_garbage_collection_is_as_it_was_after_an_import(wing: ModuleType, collecting: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if collecting else gc.disable)()
+        assert wing.send_to_device is trees.send_to_device and gc.isenabled() is collecting
+        with pytest.raises(ModuleNotFoundError):
+            _ = wing.lost
+        assert gc.isenabled() is collecting
+    finally:
+        (gc.enable if before else gc.disable)()

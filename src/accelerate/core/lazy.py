@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 ROOT = __name__.partition(".")[0]
@@ -28,9 +30,9 @@ def attach(
 
     def resolve(name: str) -> Any:
         if name in homes:
-            value = getattr(importlib.import_module(homes[name]), name)
+            value = getattr(_load(homes[name]), name)
         elif name in children:
-            value = importlib.import_module(f"{module}.{name}")
+            value = _load(f"{module}.{name}")
         else:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         setattr(sys.modules[module], name, value)
@@ -40,3 +42,16 @@ def attach(
         return sorted({*vars(sys.modules[module]), *public})
 
     return resolve, listing, public
+
+
+def _load(module: str) -> ModuleType:
+    """The module, imported without garbage collections: what an import makes stays, and torch leaves so much to look
+    through that one collection costs more than all of this package.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        if collecting:
+            gc.enable()
