@@ -30,7 +30,7 @@ class Strategy:
     """How models live on the processes of a run."""
 
     name = "single process"
-    # Whether no process holds a whole model: its state is then written and read in parts by `sharded_state`.
+    # Whether no process holds a whole model: its state is then written and read in parts.
     is_sharded = False
     # Whether a process holds parts of models only: taking a whole state is then everybody's work.
     holds_parts = False
@@ -92,10 +92,6 @@ class Strategy:
     def state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The full state of a prepared model, under the names of the plain model."""
         return self.unwrap(model).state_dict()
-
-    def sharded_state(self, models: list[torch.nn.Module], optimizers: list[Any]) -> Any:
-        """How models and optimizers that no process holds whole are saved and loaded; None where all hold them."""
-        return None
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         return model

@@ -40,14 +40,16 @@ class DataParallel(Strategy):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             # DDP refuses a model without anything to train; there is nothing to average either.
             return model
-        arguments: dict[str, Any] = self.options.to_kwargs()
-        for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
-            arguments.pop(name, None)
-        if self.device.type not in ("cpu", "mps", "hpu"):
-            arguments.update(device_ids=[self.device.index], output_device=self.device.index)
-        wrapped = DistributedDataParallel(model, **arguments)
+        wrapped = DistributedDataParallel(model, **self.arguments())
         self.options.register_comm_hook(wrapped)
         return wrapped
+
+    def arguments(self) -> dict[str, Any]:
+        """What DDP is made with, beside the model."""
+        arguments: dict[str, Any] = self.options.to_kwargs()
+        if self.device.type not in ("cpu", "mps", "hpu"):
+            arguments.update(device_ids=[self.device.index], output_device=self.device.index)
+        return arguments
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         replica = replica_of(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategies by name, and the one order in which transforms compose."""
+"""The strategies by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "fsdp2": ("accelerate.parallel.fsdp2", "FullyShardedDataParallel"),
     "tensor": ("accelerate.parallel.tensor", "TensorParallel"),
 }
-
-# Inside out: what splits the model comes before what recomputes it, and compilation sees the result.
-TRANSFORMS: tuple[str, ...] = ("tensor", "context", "activation_checkpointing", "compile")
 
 
 def strategy_class(name: str) -> Any:

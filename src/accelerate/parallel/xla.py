@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ..config.training import DistributedDataParallelKwargs
 from ..precision.base import Precision
@@ -29,10 +30,8 @@ class XlaDataParallel(DataParallel):
         return super().data_shard if torch.distributed.is_initialized() else (0, 1)
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        if not torch.distributed.is_initialized() or not any(p.requires_grad for p in model.parameters()):
-            return model
-        # The xla backend reduces in the buckets' own memory only.
-        arguments = {**self.options.to_kwargs(), "gradient_as_bucket_view": True}
-        for name in ("comm_hook", "comm_wrapper", "comm_state_option"):
-            arguments.pop(name, None)
-        return DistributedDataParallel(model, **arguments)
+        return super().wrap_model(model) if torch.distributed.is_initialized() else model
+
+    def arguments(self) -> dict[str, Any]:
+        # No device ids, and the xla backend reduces in the buckets' own memory only.
+        return {**self.options.to_kwargs(), "gradient_as_bucket_view": True}
