@@ -494,7 +494,7 @@ class Accelerator(ProcessControl, RunServices):
             weight = 1.0 if loader is None else loader.batch_weight
             if weight != 1.0:
                 loss = loss * weight
-        if steps != 1:
+        if steps != 1 and self.strategy.divides_loss:
             loss = loss / steps
         self.strategy.backward(loss, **kwargs)
 
@@ -562,8 +562,13 @@ class Accelerator(ProcessControl, RunServices):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """A block whose buffers are split along the sequence under context parallelism; without it, no effect."""
-        return contextlib.nullcontext()
+        """A block whose buffers hold this rank's part of the sequence under context parallelism; else no effect.
+
+        Args:
+            buffers: tensors to split in place (token ids, labels, position ids). buffer_seq_dims: the sequence's
+                dimension of each. no_restore_buffers: those that need not be whole again after the block.
+        """
+        return self.strategy.context_parallel(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """The loader as it is: DeepSpeed's sequence parallelism is not in force."""

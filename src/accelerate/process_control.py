@@ -12,6 +12,7 @@ import torch
 from . import collectives
 from .core.enums import DistributedType
 from .data_loader.metrics import gather_for_metrics
+from .parallel.base import Strategy
 from .state import AcceleratorState, GradientState, PartialState
 
 
@@ -19,6 +20,7 @@ class ProcessControl:
     """Properties of the run, process-dependent execution, and collectives on nested data."""
 
     state: AcceleratorState
+    strategy: Strategy
     gradient_state: GradientState
     flag_tensor: torch.Tensor | None
 
@@ -138,9 +140,12 @@ class ProcessControl:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """`gather` of one row a sample, without the rows that only fill up the last batch.
 
-        Anything that is not a tensor travels as an object; the result is then the flat list over all ranks.
+        Anything that is not a tensor travels as an object; the result is then the flat list over all ranks. Ranks
+        that read the same samples (tensor, context and pipeline parallelism) give them once.
         """
-        return gather_for_metrics(input_data, self.gradient_state.active_dataloader, use_gather_object)
+        strategy = self.strategy
+        loader = self.gradient_state.active_dataloader
+        return gather_for_metrics(input_data, loader, use_gather_object, strategy.data_shard[1], strategy.data_group)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Nested tensors summed (`sum`, also `none`) or averaged (`mean`) over all processes, times `scale`."""

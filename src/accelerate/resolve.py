@@ -122,7 +122,7 @@ def resolve(request: Request) -> Resolved:
         **plugins,
     )
     precision = _precision(state, handlers, origins)
-    name, arguments = _choose(state, plugins, request.torch_tp_plugin)
+    name, arguments = _choose(state, plugins)
     strategy = _strategy(name, state, precision, handlers, arguments)
     state.__dict__["device_mesh"] = getattr(strategy, "mesh", None)
     plan = Plan(state.mixed_precision, accumulation, dynamo, handlers, exact, name, origins)
@@ -206,12 +206,28 @@ def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, An
             origins[name] = "argument"
         if given is not None:
             found[name] = given
+    if request.torch_tp_plugin is not None:
+        found["parallelism_config"] = _with_tensor_plugin(request.torch_tp_plugin, found.get("parallelism_config"))
+        origins["parallelism_config"] = "argument"
     rivals = [name for name in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin") if name in found]
     if len(rivals) > 1:
         raise ConfigurationError(
             "only one of " + " and ".join(f"{name} ({origins[name]})" for name in rivals) + " can lay out the model"
         )
     return found
+
+
+def _with_tensor_plugin(plugin: Any, layout: Any) -> Any:
+    """The layout that the API's older plugin asks for: every process is a tensor-parallel rank."""
+    if layout is None:
+        from .parallelism_config import ParallelismConfig
+
+        return ParallelismConfig(tp_size=plugin.tp_size)
+    if layout.tp_size != plugin.tp_size:
+        raise ConfigurationError(
+            f"torch_tp_plugin has tp_size={plugin.tp_size} and parallelism_config tp_size={layout.tp_size}: give one"
+        )
+    return layout
 
 
 def _make_deepspeed_plugin() -> Any:
@@ -256,7 +272,7 @@ def _precision(state: AcceleratorState, handlers: Handlers, origins: dict[str, s
     )
 
 
-def _choose(state: AcceleratorState, plugins: dict[str, Any], torch_tp_plugin: Any) -> tuple[str, dict[str, Any]]:
+def _choose(state: AcceleratorState, plugins: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """(name, arguments) of the strategy that runs the asked-for layout."""
     world, parallelism = state.num_processes, plugins.get("parallelism_config")
     if "deepspeed_plugin" in plugins:
@@ -266,11 +282,6 @@ def _choose(state: AcceleratorState, plugins: dict[str, Any], torch_tp_plugin: A
         raise ConfigurationError(
             "megatron_lm_plugin is not offered in this version. Its layout in this library's words is "
             f"parallelism_config=ParallelismConfig({sizes})."
-        )
-    if torch_tp_plugin is not None or (parallelism is not None and parallelism.tp_enabled):
-        # The loader, the schedule and gathered metrics still count processes where they should count data shards.
-        raise ConfigurationError(
-            "tensor parallelism (tp_size) is not offered through the Accelerator in this version: use dp_shard_size"
         )
     if state.device.type == "xla" and not plugins:
         return "xla", {}

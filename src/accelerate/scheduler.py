@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from .runtime.mesh import count_data_shards
 from .state import AcceleratorState, GradientState
 
 # Both of torch's words for "your optimizer did not step before this": we know, it is what we are here for.
@@ -18,7 +19,8 @@ class AcceleratedScheduler:
     """A prepared learning-rate scheduler.
 
     A schedule is written for the steps of one process. With N processes each of which reads a whole batch a step
-    covers N times the samples, so the schedule moves N times; with `split_batches` it moves once.
+    covers N times the samples, so the schedule moves N times; with `split_batches` it moves once. Processes that read
+    the same samples (tensor, context and pipeline parallelism) count as one.
 
     Args:
         scheduler: the user's own. optimizers: the prepared optimizer or optimizers that it belongs to.
@@ -38,7 +40,8 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.gradient_state = GradientState()
         # Decided here: a step asks nothing that cannot change.
-        self._moves = 1 if split_batches else AcceleratorState().num_processes
+        state = AcceleratorState()
+        self._moves = 1 if split_batches else count_data_shards(state.parallelism_config, state.num_processes)
         # A schedule with an end (OneCycleLR) raises beyond it, and the last global step may reach past it.
         self._ends = hasattr(scheduler, "total_steps")
 

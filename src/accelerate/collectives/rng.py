@@ -13,7 +13,8 @@ import torch
 from ..core import devices
 from ..core.enums import RNGType
 from ..core.errors import ConfigurationError
-from ..state import PartialState
+from ..runtime.mesh import data_shard
+from ..state import AcceleratorState, PartialState
 from . import tensors
 
 
@@ -21,11 +22,14 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed the generators of `random`, `numpy` and `torch` (every device).
 
     Args:
-        device_specific: add this process's index to the seed, so that ranks draw differently.
+        device_specific: add this process's index to the seed, so that ranks draw differently. Where a layout is in
+            force it is the index of the process's part of the data: ranks that read the same samples draw alike.
         deterministic: also make torch refuse operations that have no deterministic algorithm.
     """
     if device_specific:
-        seed += PartialState().process_index
+        state = PartialState()
+        layout = AcceleratorState._shared_state.get("parallelism_config")
+        seed += state.process_index if layout is None else data_shard(layout, state.process_index)[0]
     random.seed(seed)
     np.random.seed(seed)
     # Seeds the CPU and, where they are used, all accelerators.

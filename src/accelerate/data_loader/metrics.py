@@ -6,28 +6,39 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..collectives import gather, gather_object
 from ..collectives.metrics import gather_counted, gather_objects_counted
+from ..collectives.objects import gather_each
+from ..collectives.tensors import gather_nested
 from ..core import trees
 from ..logging import get_logger
 
 logger = get_logger(__name__)
 
 
-def gather_for_metrics(input_data: Any, loader: Any, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(
+    input_data: Any,
+    loader: Any,
+    use_gather_object: bool = False,
+    shards: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
     """Nested data of all ranks with one row a sample, each sample once, on every rank.
 
     Args:
         input_data: tensors whose dimension 0 is the batch (0-d ones are one value a rank), or objects: a list.
         loader: the prepared loader whose batch the data belongs to, or None.
         use_gather_object: gather as objects also where everything is a tensor.
+        shards, group: how many parts the data has, and the ranks that hold one each (None: all ranks).
     """
     as_objects = use_gather_object or not _only_tensors(input_data)
     if loader is not None and _is_uneven(loader):
         counts = loader.batch_counts
-        return gather_objects_counted(input_data, counts) if as_objects else gather_counted(input_data, counts)
-    gathered = gather_object(input_data) if as_objects else gather(input_data)
+        join = gather_objects_counted if as_objects else gather_counted
+        return join(input_data, counts, group)
+    gathered = _gather(input_data, as_objects, shards, group)
     if loader is None or not loader.end_of_dataloader:
         return gathered
     if loader.remainder == -1:
@@ -38,6 +49,16 @@ def gather_for_metrics(input_data: Any, loader: Any, use_gather_object: bool = F
     if as_objects:
         return gathered[: loader.remainder]
     return trees.map_leaves(lambda rows: rows[: loader.remainder], gathered)
+
+
+def _gather(data: Any, as_objects: bool, shards: int | None, group: dist.ProcessGroup | None) -> Any:
+    if shards == 1:
+        return data
+    if group is None:
+        return gather_object(data) if as_objects else gather(data)
+    if not as_objects:
+        return gather_nested(data, group)
+    return [element for found in gather_each(data, group) for element in found]
 
 
 def _is_uneven(loader: Any) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..precision.base import Precision
 
@@ -34,6 +35,8 @@ class Strategy:
     is_sharded = False
     # Whether a process holds parts of models only: taking a whole state is then everybody's work.
     holds_parts = False
+    # Whether a loss is divided by the steps of its window before `backward`; an engine may do that by itself.
+    divides_loss = True
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
         self.device = device
@@ -46,6 +49,16 @@ class Strategy:
     def data_shard(self) -> tuple[int, int]:
         """(index, count): which part of the data this process reads, of how many."""
         return 0, 1
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks that read the other parts of the data and are like this one otherwise; None for all ranks."""
+        return None
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Over how many ranks gradients, and counts of items, are averaged."""
+        return self.data_shard[1]
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """Template: place, lower, wrap, transform each model. The optimizers' parameters stay the same objects."""
@@ -76,8 +89,14 @@ class Strategy:
         """A context in which the processes may run out of batches at different times."""
         return contextlib.nullcontext()
 
+    def context_parallel(
+        self, buffers: list[torch.Tensor], seq_dims: list[int], no_restore: set[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A block in which `buffers` hold this rank's part of their sequences; whole where no sequence is split."""
+        return contextlib.nullcontext()
+
     def reduce_items(self, count: torch.Tensor) -> Any:
-        """Sum `count` over the data shards in place, asynchronously; the handle to wait on, or None."""
+        """Sum `count` in place over the ranks that average gradients; the handle to wait on, or None."""
         return None
 
     def clip_grad_norm(

@@ -16,10 +16,11 @@ class ItemWindow:
     """Weighs each backward of an accumulation window by its items (tokens, samples).
 
     A loss that is a mean over n items is multiplied by n, so that gradients accumulate sums. At the step that
-    synchronises, the number of items of the window is summed over the data shards while the backward runs, and one
-    fused multiply turns sums into the mean over all items of the window on all of them. No look-ahead is needed.
+    synchronises, the number of items of the window is summed over the ranks that average gradients while the backward
+    runs, and one fused multiply turns sums into the mean over all items of the window on all of them. No look-ahead
+    is needed.
 
-    Counts are divided by a reference (the first batch's mean count over the shards), which keeps the gradients in the
+    Counts are divided by a reference (the first batch's mean count over those ranks), which keeps the gradients in the
     range that they have without counts: fp16 scaling and compressed reductions depend on it.
     """
 
@@ -56,10 +57,10 @@ class ItemWindow:
         self.strategy.backward(weighted, **kwargs)
         if pending is not None:
             pending.wait()
-        shards = self.strategy.data_shard[1]
+        ranks = self.strategy.gradient_ranks
         # Asked for only now: during the backward a sharded model shows other parameters.
         parameters = {id(p): p for model in models for p in model.parameters()}.values()
-        _multiply(parameters, self.reference * shards / total.clamp_(min=torch.finfo(total.dtype).tiny))
+        _multiply(parameters, self.reference * ranks / total.clamp_(min=torch.finfo(total.dtype).tiny))
         self.count, self.spent = None, True
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -80,7 +81,7 @@ class ItemWindow:
         pending = self.strategy.reduce_items(total)
         if pending is not None:
             pending.wait()
-        return (total / self.strategy.data_shard[1]).clamp_(min=1.0)
+        return (total / self.strategy.gradient_ranks).clamp_(min=1.0)
 
     @staticmethod
     def _as_count(num_items: int | float | torch.Tensor, device: torch.device) -> torch.Tensor:

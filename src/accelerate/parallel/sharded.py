@@ -38,6 +38,17 @@ class ShardedStrategy(Strategy):
     def data_shard(self) -> tuple[int, int]:
         return mesh.data_shard(self.layout, dist.get_rank())
 
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        if self.layout.data_parallel_size == dist.get_world_size():
+            return None
+        return mesh.group_of(self.mesh, "dp")
+
+    @property
+    def gradient_ranks(self) -> int:
+        sizes = self.layout.sizes
+        return self.layout.data_parallel_size * sizes["cp"] * sizes["sp"]
+
     def prepare(self, bundle: Bundle) -> Bundle:
         """Lay out each model and re-point the optimizers. Models for evaluation are only placed."""
         if bundle.evaluation:

@@ -45,6 +45,11 @@ def data_shard(config: ParallelismConfig, rank: int) -> tuple[int, int]:
     return places["dp_replicate"] * config.sizes["dp_shard"] + places["dp_shard"], config.data_parallel_size
 
 
+def count_data_shards(config: ParallelismConfig | None, world_size: int) -> int:
+    """How many different parts of the data the ranks of a run read; without a layout each rank has its own."""
+    return world_size if config is None else config.data_parallel_size
+
+
 def group_of(mesh: DeviceMesh | None, name: str) -> ProcessGroup | None:
     """The process group of one (flattened) dimension, None where the layout does not have it."""
     found = _flattened(mesh, name)
