@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
     from .config.parallel import TorchTensorParallelPlugin
     from .config.precision import AutocastKwargs
     from .config.training import GradientAccumulationPlugin
+    from .parallel.base import Strategy
     from .parallelism_config import ParallelismConfig
+    from .precision.base import Precision
     from .tracking import GeneralTracker
 
 logger = get_logger(__name__)
@@ -62,6 +64,12 @@ class Accelerator(ProcessControl, RunServices):
         kwargs_handlers: objects such as `DistributedDataParallelKwargs`, one of each kind.
         exact: each sample counts once in every epoch, also where nothing divides; parameters then follow the
             single-process loop of the same global batch. None takes ACCELERATE_EXACT.
+        strategy: a layout of another package's, by the name it registered, or a class of your own that is made of
+            (device, precision). None takes ACCELERATE_STRATEGY, else what the other arguments ask for.
+        transforms: objects with `apply(model)`, or names that packages registered, applied to each model for training
+            after it is laid out (before, where the object says `before_layout = True`). None takes
+            ACCELERATE_TRANSFORMS, names parted by commas.
+        resume: "auto" goes on from the project's newest checkpoint by itself; see `resumed`.
 
     Example:
         accelerator = Accelerator()
@@ -93,6 +101,9 @@ class Accelerator(ProcessControl, RunServices):
         parallelism_config: ParallelismConfig | None = None,
         *,
         exact: bool | None = None,
+        strategy: str | Callable[[torch.device, Precision], Strategy] | None = None,
+        transforms: Sequence[str | Any] | None = None,
+        resume: str | None = None,
     ) -> None:
         resolved = resolve(
             Request(
@@ -107,6 +118,8 @@ class Accelerator(ProcessControl, RunServices):
                 torch_tp_plugin=torch_tp_plugin,
                 parallelism_config=parallelism_config,
                 exact=exact,
+                strategy=strategy,
+                transforms=transforms,
                 kwargs_handlers=kwargs_handlers or [],
             )
         )
@@ -133,7 +146,7 @@ class Accelerator(ProcessControl, RunServices):
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[Any] = []
-        self._start_services(log_with, project_dir, project_config)
+        self._start_services(log_with, project_dir, project_config, resume)
 
     # -- options by the API's names
 
@@ -380,13 +393,14 @@ class Accelerator(ProcessControl, RunServices):
         prepared._before_first_step = functools.partial(self._look_before_first_step, prepared)
         prepared._after_step.extend(self.strategy.after_step)
         self._optimizers.append(prepared)
+        self._attend_steps()
         return prepared
 
     def _look_before_first_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Before its first step: say what makes it train something else than it seems to."""
+        self._check_resumed()
+        self._going_on.note_step()
         loader = self.gradient_state.active_dataloader
-        if loader is not None:
-            self._watch_loader(loader)
         note = None if loader is None else uneven_epoch(loader, self.gradient_state.num_steps)
         if note is not None and note not in self._said:
             self._said.add(note)
@@ -447,6 +461,7 @@ class Accelerator(ProcessControl, RunServices):
             exact=self._exact,
         )
         self._dataloaders.append(prepared)
+        self._going_on.attend(prepared)
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -599,7 +614,7 @@ class Accelerator(ProcessControl, RunServices):
         released = memory.release_memory(*objects)
         for held in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             held.clear()
-        self._trained_on = None
+        self._going_on.forget()
         self.step = 0
         return released
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,8 @@ from .config.training import (
     TorchDynamoPlugin,
     check_accumulation_steps,
 )
-from .core import devices, env
-from .core.enums import DynamoBackend
+from .core import devices, env, extensions
+from .core.enums import DynamoBackend, PrecisionType
 from .core.errors import ConfigurationError
 from .parallel.base import Strategy
 from .parallel.choice import choose_strategy
@@ -74,6 +75,8 @@ class Request:
     torch_tp_plugin: Any = None
     parallelism_config: Any = None
     exact: bool | None = None
+    strategy: str | Callable[[torch.device, Precision], Strategy] | None = None
+    transforms: Sequence[Any] | None = None
     kwargs_handlers: list[Any] = field(default_factory=list)
 
 
@@ -122,10 +125,11 @@ def resolve(request: Request) -> Resolved:
         **plugins,
     )
     precision = _precision(state, handlers, origins)
-    name, arguments = _choose(state, plugins)
+    name, arguments = _own_strategy(request, plugins, origins) or _choose(state, plugins)
     strategy = _strategy(name, state, precision, handlers, arguments)
+    strategy.transforms = (*_own_transforms(request, origins), *strategy.transforms)
     state.__dict__["device_mesh"] = getattr(strategy, "mesh", None)
-    plan = Plan(state.mixed_precision, accumulation, dynamo, handlers, exact, name, origins)
+    plan = Plan(state.mixed_precision, accumulation, dynamo, handlers, exact, strategy.name, origins)
     return Resolved(plan, state, precision, strategy)
 
 
@@ -267,6 +271,8 @@ def _precision(state: AcceleratorState, handlers: Handlers, origins: dict[str, s
         return MixedPrecision("bf16", torch.bfloat16, device, handlers.autocast)
     if name == "fp16":
         return ScaledPrecision(device, handlers.autocast, handlers.scaler)
+    if name not in PrecisionType.list():
+        return extensions.load("precision", name)(state.device)
     raise ConfigurationError(
         f"mixed_precision={name!r} ({origins['mixed_precision']}) is not offered in this version: use bf16, fp16 or no"
     )
@@ -288,12 +294,44 @@ def _choose(state: AcceleratorState, plugins: dict[str, Any]) -> tuple[str, dict
     return choose_strategy(world, parallelism, plugins.get("fsdp_plugin"))
 
 
+def _own_strategy(
+    request: Request, plugins: dict[str, Any], origins: dict[str, str]
+) -> tuple[Any, dict[str, Any]] | None:
+    """The strategy of the user's or of another package's, which needs no plugin of ours."""
+    asked = request.strategy or env.get("strategy")
+    if asked is None:
+        return None
+    _origin(origins, "strategy", request.strategy is not None)
+    if plugins:
+        raise ConfigurationError(
+            f"strategy={asked!r} ({origins['strategy']}) and {next(iter(plugins))} both lay out the model: give one"
+        )
+    return asked, {}
+
+
+def _own_transforms(request: Request, origins: dict[str, str]) -> tuple[Any, ...]:
+    asked: Sequence[Any] = request.transforms if request.transforms is not None else ()
+    if request.transforms is None and (text := env.get("transforms")):
+        asked = [name.strip() for name in text.split(",") if name.strip()]
+    if isinstance(asked, str):
+        raise ConfigurationError(f"transforms={asked!r} is one word: give a list of transforms")
+    _origin(origins, "transforms", request.transforms is not None)
+    found = [extensions.load("transform", one)() if isinstance(one, str) else one for one in asked]
+    for one in found:
+        if not callable(getattr(one, "apply", None)):
+            raise ConfigurationError(f"transforms holds {one!r}: a transform has a method apply(model)")
+    return tuple(found)
+
+
 def _strategy(
-    name: str, state: AcceleratorState, precision: Precision, handlers: Handlers, arguments: dict[str, Any]
+    name: Any, state: AcceleratorState, precision: Precision, handlers: Handlers, arguments: dict[str, Any]
 ) -> Strategy:
     if name in ("ddp", "xla"):
         arguments = {"options": handlers.ddp}
-    strategy: Strategy = strategy_class(name)(state.device, precision, **arguments)
+    make = name if callable(name) else strategy_class(name)
+    strategy: Strategy = make(state.device, precision, **arguments)
+    if not isinstance(strategy, Strategy):
+        raise ConfigurationError(f"strategy={name!r} makes a {type(strategy).__name__}, no parallel.base.Strategy")
     if state.dynamo_plugin.backend is not DynamoBackend.NO:
         from .parallel.compile import Compile
 

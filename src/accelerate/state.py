@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from .core import devices, env
+from .core import devices, env, extensions
 from .core.enums import DistributedType, DynamoBackend, PrecisionType
 from .core.errors import ConfigurationError
 from .runtime import group, process, xla
@@ -427,8 +427,9 @@ def _parse_precision(asked: str | None) -> str:
         asked = env.get("mixed_precision", "no")
         origin = env.variable("mixed_precision")
     text = str(getattr(asked, "value", asked)).lower()
-    if text not in PrecisionType.list():
-        raise ConfigurationError(f"{origin}={asked!r} is unknown: use one of {', '.join(PrecisionType.list())}")
+    if text not in PrecisionType.list() and text not in (added := extensions.names("precision")):
+        choices = ", ".join([*PrecisionType.list(), *added])
+        raise ConfigurationError(f"{origin}={asked!r} is unknown: use one of {choices}")
     return text
 
 

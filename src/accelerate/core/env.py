@@ -24,6 +24,8 @@ VARIABLES: dict[str, str] = {
     "debug": "ACCELERATE_DEBUG_MODE",
     "debug_timeout": "ACCELERATE_DEBUG_TIMEOUT",
     "exact": "ACCELERATE_EXACT",
+    "strategy": "ACCELERATE_STRATEGY",
+    "transforms": "ACCELERATE_TRANSFORMS",
     "config_file": "ACCELERATE_CONFIG_FILE",
     "log_level": "ACCELERATE_LOG_LEVEL",
     "cpu_affinity": "ACCELERATE_CPU_AFFINITY",

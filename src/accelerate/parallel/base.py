@@ -66,12 +66,19 @@ class Strategy:
             if bundle.place[position]:
                 model = model.to(self.device)
             model = self.precision.wrap_forward(model)
+            model = self.transformed(model, before=True)
             if not bundle.evaluation:
                 model = self.wrap_model(model)
-            for transform in self.transforms:
-                model = transform.apply(model)
+            model = self.transformed(model)
             bundle.models[position] = model
         return bundle
+
+    def transformed(self, model: torch.nn.Module, before: bool = False) -> torch.nn.Module:
+        """The model after the transforms that come `before` it is laid out, or after."""
+        for transform in self.transforms:
+            if getattr(transform, "before_layout", False) is before:
+                model = transform.apply(model)
+        return model
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         return model

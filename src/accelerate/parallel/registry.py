@@ -6,6 +6,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from ..core import extensions
+
 # name -> (module, class). A strategy's module is imported when it is chosen.
 STRATEGIES: dict[str, tuple[str, str]] = {
     "single": ("accelerate.parallel.base", "Strategy"),
@@ -17,5 +19,8 @@ STRATEGIES: dict[str, tuple[str, str]] = {
 
 
 def strategy_class(name: str) -> Any:
+    """The class of one of ours, or of one that an installed package registers (`accelerate.strategies`)."""
+    if name not in STRATEGIES:
+        return extensions.load("strategy", name)
     module, attribute = STRATEGIES[name]
     return getattr(importlib.import_module(module), attribute)

@@ -56,10 +56,9 @@ class ShardedStrategy(Strategy):
         for position, model in enumerate(bundle.models):
             model = self.precision.wrap_forward(model)
             places = ParameterPlaces(model)
-            model = self.wrap_model(model)
+            model = self.wrap_model(self.transformed(model, before=True))
             self.replacements.add(places.replaced())
-            for transform in self.transforms:
-                model = transform.apply(model)
+            model = self.transformed(model)
             bundle.models[position] = model
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
