@@ -11,6 +11,7 @@ COMMANDS = {
     "checkpoint": ("checkpoint", "list and verify checkpoints"),
     "config": ("config", "write, update and explain the configuration file"),
     "env": ("env", "show this installation and machine"),
+    "estimate-memory": ("estimate", "show what a model takes to load and to train, from its configuration"),
     "launch": ("launch", "start a script: one process, several, or several machines"),
     "test": ("test", "prove that this installation trains on this machine"),
 }

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate estimate-memory MODEL`: what a model takes to load and to train, from its configuration alone.
+
+The model is built on the meta device: no weight is downloaded, read or allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import ConfigurationError
+from ..core.imports import is_available
+from .parser import Parser
+from .table import table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LIBRARIES = ("timm", "transformers")
+DTYPES = ("float32", "float16", "int8", "int4")
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Training:
+    """Bytes that training with Adam holds, activations left out."""
+
+    weights: int
+    copies: int
+    gradients: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.copies + self.gradients + self.moments
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of a model whose floating point values are of one dtype. `training` is None where Adam cannot train it."""
+
+    dtype: str
+    largest: int
+    largest_names: tuple[str, ...]
+    total: int
+    training: Training | None
+
+
+def footprint(model: nn.Module, dtype: str) -> Footprint:
+    """What a float32 model (it may be on the meta device) takes in one of `DTYPES`. Tied weights count once."""
+    import torch
+
+    from ..core.enums import CustomDtype
+    from ..placement.sizes import compute_module_sizes, get_max_layer_size
+
+    kind: Any = CustomDtype.INT4 if dtype == "int4" else getattr(torch, dtype)
+    sizes = compute_module_sizes(model, dtype=kind)
+    parts: list[Any] = [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
+    largest, names = get_max_layer_size(parts, sizes, _unsplit(model))
+    return Footprint(dtype, int(largest), tuple(names), int(sizes[""]), training(model, dtype))
+
+
+def _unsplit(model: nn.Module) -> list[str]:
+    """The classes whose modules stay whole, as the model and those inside it name them."""
+    return sorted({name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()})
+
+
+def training(model: nn.Module, dtype: str) -> Training | None:
+    """Float32 weights and buffers, a gradient and Adam's two moments of each weight that is trained.
+
+    In float16 it is mixed precision: the weights stay float32, and the forward pass keeps a 16-bit copy of each.
+    """
+    if dtype not in ("float32", "float16"):
+        return None
+    held = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
+    trained = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
+    copies = sum(2 * weight.numel() for weight in model.parameters()) if dtype == "float16" else 0
+    return Training(weights=held, copies=copies, gradients=trained, moments=2 * trained)
+
+
+def build(name: str, library: str | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """The float32 model of a Hub id, a folder with a config.json, or such a file, on the meta device.
+
+    ConfigurationError where it is not to be had: unknown, gated, offline, no such library, code that is not trusted.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path = path / CONFIG
+        if not path.is_file():
+            raise ConfigurationError(f"the folder {name} holds no {CONFIG}")
+    elif not path.is_file():
+        if name.startswith((".", "/", "~")) or name.endswith(".json"):
+            raise ConfigurationError(f"{name}: there is no such file or folder")
+        path = _from_hub(name)
+    config = _read(path)
+    library = library or _library_of(config, name)
+    if not is_available(library):
+        raise ConfigurationError(f"{name} is a model of {library}, which is not installed: pip install {library}")
+    maker = _of_timm if library == "timm" else _of_transformers
+    return maker(name, path, trust_remote_code)
+
+
+def _from_hub(name: str) -> Path:
+    """The model's config.json from the Hub, or from the local cache of it."""
+    if not is_available("huggingface_hub"):
+        raise ConfigurationError(
+            f"{name} is no file or folder here, and models of the Hub need huggingface_hub, which is not installed: "
+            "pip install transformers"
+        )
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, CONFIG))
+    except errors.GatedRepoError:
+        why = "it is gated: accept its terms on the Hub, then sign in with `hf auth login` (or set HF_TOKEN)"
+    except errors.RepositoryNotFoundError:
+        why = "the Hub has no such model, or it is private: check its name; for a private one, `hf auth login`"
+    except errors.LocalEntryNotFoundError:
+        why = "the Hub cannot be reached and the model is not in the local cache: give a folder or a config.json"
+    except errors.EntryNotFoundError:
+        why = f"it has no {CONFIG} on the Hub, so that its architecture is not known"
+    except errors.HFValidationError as error:
+        why = f"it is no file or folder here and no id of the Hub: {error}"
+    except (errors.HfHubHTTPError, OSError) as error:
+        why = f"its {CONFIG} cannot be had from the Hub: {_told(error)}"
+    raise ConfigurationError(f"model {name}: {why}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"{path} is not the configuration of a model: it holds no keys")
+    return config
+
+
+def _library_of(config: dict[str, Any], name: str) -> str:
+    if "model_type" in config or "auto_map" in config:
+        return "transformers"
+    if "architecture" in config and ("pretrained_cfg" in config or "num_features" in config):
+        return "timm"
+    raise ConfigurationError(
+        f"the configuration of {name} does not say which library the model is of: name it with --library_name "
+        f"({' or '.join(LIBRARIES)})"
+    )
+
+
+def _of_transformers(name: str, path: Path, trust_remote_code: bool) -> nn.Module:
+    import torch
+    import transformers
+
+    # What the library says about tokens and templates has nothing to do with the model's size.
+    transformers.logging.set_verbosity_error()
+    local = Path(name).expanduser()
+    source = str(local) if local.exists() else name
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config.dtype = torch.float32
+        with torch.device("meta"):
+            return _transformers_class(config, source, trust_remote_code)(config)
+    # The library, and a model's own code, raise whatever they like.
+    except Exception as error:
+        raise ConfigurationError(f"transformers cannot build {name} from {path}: {_told(error)}") from error
+
+
+def _transformers_class(config: Any, source: str, trust_remote_code: bool) -> Any:
+    """The class that the configuration names, of the library or of the model's own code; else the base model's."""
+    import transformers
+
+    architectures = config.architectures or []
+    if trust_remote_code:
+        for reference in (getattr(config, "auto_map", None) or {}).values():
+            if isinstance(reference, str) and reference.rpartition(".")[2] in architectures:
+                from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+                return get_class_from_dynamic_module(reference, source)
+    for architecture in architectures:
+        found = getattr(transformers, architecture, None)
+        if found is not None:
+            return found
+    return transformers.AutoModel.from_config
+
+
+def _of_timm(name: str, path: Path, trust_remote_code: bool) -> nn.Module:
+    import timm
+    import torch
+
+    source = f"local-dir:{path.parent}" if Path(name).expanduser().exists() else f"hf-hub:{name}"
+    try:
+        with torch.device("meta"):
+            return timm.create_model(source, pretrained=False)
+    except Exception as error:
+        raise ConfigurationError(f"timm cannot build {name} from {path}: {_told(error)}") from error
+
+
+def _told(error: BaseException) -> str:
+    """A foreign error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:297]}..." if len(text) > 300 else f"{type(error).__name__}: {text}"
+
+
+def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
+    """The tables of the command."""
+    from ..core.objects import convert_bytes
+
+    count = sum(weight.numel() for weight in model.parameters())
+    rows = [
+        (
+            row.dtype,
+            convert_bytes(row.largest),
+            convert_bytes(row.total),
+            convert_bytes(row.training.total) if row.training else "-",
+        )
+        for row in found
+    ]
+    lines = [
+        f"Memory of {name} ({type(model).__name__}, {count:,} parameters)",
+        "",
+        table(("dtype", "largest layer", "total size", "training with Adam"), rows),
+    ]
+    trained = [(row.dtype, row.training) for row in found if row.training]
+    if trained:
+        parts = [
+            (dtype, *map(convert_bytes, (part.weights, part.copies, part.gradients, part.moments)))
+            for dtype, part in trained
+        ]
+        headers = ("training", "weights", "16-bit copies", "gradients", "Adam's moments")
+        lines += ["", table(headers, parts), "", "Activations come on top: they depend on the batch."]
+    if any(not row.training for row in found):
+        lines.append("int8 and int4: as if every weight were quantised; layers that stay in 16 bits come on top.")
+    return "\n".join(lines)
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="accelerate estimate-memory",
+        description="Show what a model takes to load and to train, without its weights: it is built from its "
+        "configuration on the meta device. 1 KB is 1024 bytes.",
+    )
+    made.add_argument("model_name", help="Id on the Hugging Face Hub, a folder with a config.json, or such a file.")
+    made.add_argument(
+        "--library_name",
+        "--library-name",
+        choices=LIBRARIES,
+        help="Library of the model, where its configuration does not say it.",
+    )
+    made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="Dtypes to show.")
+    made.add_argument(
+        "--trust_remote_code",
+        "--trust-remote-code",
+        action="store_true",
+        help="Run the model's own Python code from the Hub or its folder. Only for code that you have read.",
+    )
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the command. Exits with 2 where the model is not to be had."""
+    args = parser().parse_args(argv)
+    try:
+        model = build(args.model_name, args.library_name, args.trust_remote_code)
+    except ConfigurationError as error:
+        print(f"accelerate estimate-memory: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(report(args.model_name, model, [footprint(model, dtype) for dtype in args.dtypes]))
