@@ -34,6 +34,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self._is_overflow = False
         self._unscaled = False
+        self.steps_made = 0  # by this process; those that the gradient scaler left out count too
         # Called once, before the first step: the accelerator's look at what this optimizer holds.
         self._before_first_step: Callable[[], None] | None = None
         # Called after each step: what belonged to the gradients that are used up is closed.
@@ -115,6 +116,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         else:
             result = self._scaled_step(closure)
+        self.steps_made += 1
         for call in self._after_step:
             call()
         return result

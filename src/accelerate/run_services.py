@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpointing import layout
+from .checkpointing.going_on import GoingOn
 from .checkpointing.gradients import OpenWindow, PendingGradients
 from .checkpointing.loading import LoadReport, load_newest, load_run
 from .checkpointing.loading import resume as resume_run
-from .checkpointing.preemption import DEFAULT_SIGNALS, PreemptionWatch
+from .checkpointing.preemption import DEFAULT_SIGNALS
 from .checkpointing.saving import Options, save_run
 from .checkpointing.session import ModelPart, OptimizerPart, RunState, check_custom
 from .checkpointing.weights import save, save_model
@@ -63,7 +63,9 @@ class RunServices:
     _schedulers: list[Any]
     _dataloaders: list[Any]
 
-    def _start_services(self, log_with: Any, project_dir: str | None, project: ProjectConfiguration | None) -> None:
+    def _start_services(
+        self, log_with: Any, project_dir: str | None, project: ProjectConfiguration | None, resume: str | None = None
+    ) -> None:
         if project is not None and not isinstance(project, ProjectConfiguration):
             raise ConfigurationError(f"project_config takes a ProjectConfiguration, not {type(project).__name__}")
         self.project_configuration = project or ProjectConfiguration(project_dir=project_dir)
@@ -75,9 +77,16 @@ class RunServices:
         self._save_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
         self._load_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
         self._writer: Writer | None = None
-        self._watch: PreemptionWatch | None = None
-        self._trained_on: Any = None
         self._shards: FullyShardedState | None = None
+        self._steps_before = 0  # optimizer steps of the run before the checkpoint that was loaded
+        self._former_trackers: dict[str, str] = {}
+        self._going_on = GoingOn(self._load_newest_if_any, self._save_and_leave, self._in_training_mode)
+        if resume is not None:
+            if resume != "auto":
+                raise ConfigurationError(f"resume={resume!r}: it is 'auto', or None for a run that starts anew")
+            self._checkpoints_dir("Accelerator(resume='auto')")
+            self._listen(DEFAULT_SIGNALS)
+            self._going_on.at_first_use()
 
     # -- folders
 
@@ -118,6 +127,7 @@ class RunServices:
         if save_model_func_kwargs:
             names = ", ".join(sorted(save_model_func_kwargs))
             raise ConfigurationError(f"save_state got arguments that nothing here takes: {names}")
+        self._going_on.resume_if_asked()
         project = self.project_configuration
         folder, rotation = self._checkpoint_folder(output_dir)
         if rotation is not None and folder.exists():
@@ -172,34 +182,69 @@ class RunServices:
 
         Loaders then go on behind the last batch that was trained on; `report.epoch` is the epoch that they are in.
         From here on the run also saves when it is asked to stop: at the next batch after one of `signals` has
-        reached any process, all of them save and exit with code 0. An empty list listens to none.
+        reached any process, all of them save and exit with code 0. An empty list listens to none. Call it when all
+        objects are prepared and registered; `Accelerator(resume="auto")` calls it at the first pass over a loader.
 
         Example:
             start = accelerator.resume()
             for epoch in range(start.epoch if start else 0, epochs):
                 ...
         """
-        if signals and self._watch is None and threading.current_thread() is threading.main_thread():
-            self._watch = PreemptionWatch(PartialState(), signals)
+        self._checkpoints_dir("resume()")
+        self._listen(signals)
+        return self._going_on.resume()
+
+    @property
+    def resumed(self) -> LoadReport | None:
+        """What `resume` has loaded; None where the run starts anew. With `resume="auto"` it is loaded by now."""
+        return self._going_on.report
+
+    def _listen(self, signals: Sequence[str]) -> None:
+        if signals and not self.project_configuration.automatic_checkpoint_naming:
+            raise ConfigurationError(
+                "a run that is asked to stop saves under the next number: set "
+                "ProjectConfiguration(automatic_checkpoint_naming=True), or resume(signals=()) to listen to none"
+            )
+        self._going_on.listen(PartialState(), signals)
+        self._attend_steps()
+
+    def _attend_steps(self) -> None:
+        """Where signals are listened to, each step tells which loader is trained on."""
+        for optimizer in self._optimizers if self._going_on.is_listening else ():
+            if self._going_on.note_step not in optimizer._after_step:
+                optimizer._after_step.append(self._going_on.note_step)
+
+    def _check_resumed(self) -> None:
+        if self._going_on.is_asked:
+            raise ConfigurationError(
+                "resume='auto' loads when a prepared loader is first read, and an optimizer steps before any was: "
+                "read `accelerator.resumed` before the loop"
+            )
+
+    def _in_training_mode(self) -> bool:
+        return any(model.training for model in self._models)
+
+    def _load_newest_if_any(self) -> LoadReport | None:
+        if self._writer is not None:
+            self._writer.wait()
         report = resume_run(self._run_state(), self._checkpoints_dir("resume()"), process=PartialState())
         if report is not None:
             self._take_up(report)
+            self._former_trackers = report.trackers
         return report
 
-    def _watch_loader(self, loader: Any) -> None:
-        """The first loader whose batches are trained on: between them the run may be stopped and saved."""
-        if self._trained_on is None:
-            self._trained_on = loader
-            loader.between_batches = (self._stop_if_asked,)
-
-    def _stop_if_asked(self) -> None:
-        if self._watch is not None and self._watch.requested():
-            folder = self.save_state()
-            logger.warning(f"asked to stop ({self._watch.received or 'another process was'}): saved {folder}")
-            raise SystemExit(0)
+    def _save_and_leave(self, why: str) -> None:
+        folder = self.save_state()
+        logger.warning(f"asked to stop ({why}): saved {folder}")
+        self.end_training()
+        raise SystemExit(0)
 
     def _take_up(self, report: LoadReport) -> None:
         self.step = int(report.progress.get("accumulation_step", 0))
+        self._steps_before = report.step
+        for optimizer in self._optimizers:
+            optimizer.steps_made = 0
+        self._going_on.take_main(report.progress.get("training_loader"))
         if "iteration" in report.progress and self.project_configuration.automatic_checkpoint_naming:
             self.project_configuration.iteration = int(report.progress["iteration"]) + 1
         for folder, why in report.skipped:
@@ -239,11 +284,8 @@ class RunServices:
             dataloaders=list(self._dataloaders),
             scaler=self.scaler,  # type: ignore[attr-defined]
             custom=list(self._custom_objects),
-            progress={
-                "accumulation_step": self.step,
-                "iteration": self.save_iteration,
-                "epoch": self._epoch(),
-            },
+            progress=self._progress(),
+            mesh=self._mesh_sizes(),
             rank_state=self._open_window(),
             save_hooks=list(self._save_hooks.values()),
             load_hooks=list(self._load_hooks.values()),
@@ -252,8 +294,23 @@ class RunServices:
 
     def _epoch(self) -> int:
         """The epoch of the loader that is trained on; of the first one before the first step."""
-        loader = self._trained_on or next(iter(self._dataloaders), None)
-        return int(getattr(loader, "iteration", 0))
+        return int(getattr(self._going_on.main_loader, "iteration", 0))
+
+    def _progress(self) -> dict[str, Any]:
+        steps = max((optimizer.steps_made for optimizer in self._optimizers), default=0)
+        return {
+            "step": self._steps_before + steps,
+            "epoch": self._epoch(),
+            "accumulation_step": self.step,
+            "iteration": self.save_iteration,
+            "training_loader": self._going_on.main_index,
+            "trackers": {tracker.name: tracker.run_key for tracker in self.trackers if tracker.run_key is not None},
+        }
+
+    def _mesh_sizes(self) -> dict[str, int]:
+        mesh = self.state.device_mesh
+        names = getattr(mesh, "mesh_dim_names", None)
+        return dict(zip(names, mesh.shape, strict=True)) if names else {}
 
     def _open_window(self) -> OpenWindow | None:
         """The unfinished accumulation window of this process; none where no process holds whole gradients."""
@@ -358,7 +415,9 @@ class RunServices:
         init_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         if self.state.is_main_process:  # one run of each, so that the others log nothing and get blank trackers
-            self.trackers = start_trackers(self.log_with, project_name, self.logging_dir, config, init_kwargs)
+            self.trackers = start_trackers(
+                self.log_with, project_name, self.logging_dir, config, init_kwargs, self._former_trackers
+            )
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """The tracker of this name (its client object with `unwrap`); a blank one where this process does not log."""
@@ -389,9 +448,7 @@ class RunServices:
             self._writer.wait()
             self._writer.release()
             self._writer = None
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        self._going_on.close()
         for tracker in self.trackers:
             tracker.finish()
         self.state.destroy_process_group()

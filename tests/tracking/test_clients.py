@@ -34,8 +34,8 @@ def client(monkeypatch):
     return put
 
 
-def recorded(name, *args, **kwargs):
-    tracker = LOGGER_TYPE_TO_CLASS[name](*args, **kwargs)
+def recorded(which, *args, **kwargs):
+    tracker = LOGGER_TYPE_TO_CLASS[which](*args, **kwargs)
     tracker.start()
     tracker.start()  # a second start opens no second run
     return tracker
@@ -280,3 +280,24 @@ def test_a_tracker_of_the_main_process_is_silent_on_the_others(client, second_pr
     tracker.log_artifact("file")
     tracker.finish()
     assert (package.mock_calls, tracker.tracker) == ([], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "opened", "key", "again"),
+    [
+        ("wandb", "init", "id", {"project": "p", "id": "r1", "resume": "allow"}),
+        ("trackio", "init", "name", {"project": "p", "name": "r1", "resume": "allow"}),
+        ("comet_ml", "start", "id", {"project_name": "p", "experiment_key": "r1"}),
+        ("aim", "Run", "hash", {"repo": ".", "run_hash": "r1"}),
+    ],
+)
+def test_a_run_can_be_gone_on_with_by_its_key(client, name, opened, key, again):
+    package = client(name)
+    setattr(getattr(package, opened).return_value, key, "r1")
+    place = {"logging_dir": "."} if name == "aim" else {}
+    tracker = recorded(name, "p", **place)
+    assert tracker.run_key == "r1"
+    recorded(name, "p", **place, **type(tracker).going_on("r1"))
+    assert getattr(package, opened).call_args.kwargs == again
+    tracker.finish()
+    assert tracker.run_key is None

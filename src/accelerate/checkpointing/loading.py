@@ -47,6 +47,16 @@ class LoadReport:
         """The epoch to go on in: the one that the training loader was in, or the next where it had ended."""
         return int(self.progress.get("epoch", 0))
 
+    @property
+    def step(self) -> int:
+        """The optimizer steps that the run had made."""
+        return int(self.progress.get("step", 0))
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """The run that each tracker was logging to, by the tracker's name."""
+        return dict(self.progress.get("trackers", {}))
+
 
 @dataclass
 class _Plan:

@@ -30,7 +30,8 @@ class DataLoaderStateMixin:
     remainder = -1
     batch_counts: tuple[int, ...] | None = None
     batch_weight = 1.0
-    # Called when the next batch is asked for, at the place after the one that was worked on.
+    # Called before each pass, and when the next batch is asked for, at the place after the one that was worked on.
+    before_pass: tuple[Callable[[], None], ...] = ()
     between_batches: tuple[Callable[[], None], ...] = ()
     _open_passes = 0
 

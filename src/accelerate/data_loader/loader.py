@@ -22,7 +22,10 @@ from .steps import Plan
 from .workers import unwrapped
 
 # What a copy or another process makes anew.
-_PER_PROCESS = frozenset({"_source", "_feed", "_order", "_place", "_pending", "_open_passes", "_origin", "_successor"})
+_PER_PROCESS = frozenset(
+    {"_source", "_feed", "_order", "_place", "_pending", "_open_passes", "_origin", "_successor"}
+    | {"before_pass", "between_batches"}
+)
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -129,6 +132,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # -- one pass
 
     def __iter__(self) -> Iterator[Any]:
+        for call in self.before_pass:
+            call()
         resumed, self._pending = self._pending, None
         self._successor = None
         if resumed is not None:
@@ -268,8 +273,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             position.order = self._order.as_saved()
         return position.to_dict()
 
+    @property
+    def origin(self) -> PreparedLoader:
+        """The loader that the user prepared: this one, or the one whose epoch this one goes on with."""
+        return self if self._origin is None else self._origin.origin
+
     def succeed(self, origin: PreparedLoader) -> None:
         """Go on in the present epoch of `origin`, also from a position that was loaded into it."""
+        self.before_pass, self.between_batches = origin.before_pass, origin.between_batches
         self._pending, origin._pending = origin._pending, None
         self._origin = origin
         origin._successor = weakref.ref(self)

@@ -151,6 +151,8 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> Any:
         if is_iterable(dataloader):
             return SkipDataLoader.around(dataloader, skip_batches=num_batches)
         return _without_first(dataloader, num_batches)
+    for call in dataloader.before_pass:
+        call()
     options = dataloader.options()
     base = dataloader.base_dataloader
     if is_iterable(base) or kind is not DataLoaderShard:

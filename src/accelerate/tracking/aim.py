@@ -7,7 +7,7 @@ import importlib
 import os
 from typing import Any
 
-from .base import ClientTracker, checked, on_main_process
+from .base import ClientTracker, checked, named, on_main_process
 from .values import plain
 
 
@@ -29,6 +29,13 @@ class AimTracker(ClientTracker):
         run = importlib.import_module("aim").Run(repo=self.aim_repo_path, **self.init_kwargs)
         run.name = self.run_name
         return run
+
+    def _id_of(self, client: Any) -> str | None:
+        return named(client, "hash")
+
+    @classmethod
+    def going_on(cls, run_id: str) -> dict[str, Any]:
+        return {"run_hash": run_id}
 
     def _close(self, client: Any) -> None:
         client.close()

@@ -60,6 +60,16 @@ class GeneralTracker:
                 "define them in the class"
             )
 
+    @property
+    def run_key(self) -> str | None:
+        """By what the service knows this run, for a checkpoint; None where it has no such name, or is not open."""
+        return None
+
+    @classmethod
+    def going_on(cls, run_id: str) -> dict[str, Any]:
+        """The constructor's arguments that log to the run `run_id` again; none where the service offers that not."""
+        return {}
+
     def start(self) -> None:
         """Open the run. Called by `init_trackers` on the processes that log, once the run is known to begin."""
 
@@ -116,6 +126,13 @@ class ClientTracker(GeneralTracker):
             self._is_open = False
             self._close(self._client)
 
+    @property
+    def run_key(self) -> str | None:
+        return self._id_of(self._client) if self._is_open else None
+
+    def _id_of(self, client: Any) -> str | None:
+        return None
+
     def _open(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not say how to open its run: define `_open`")
 
@@ -131,6 +148,12 @@ class ClientTracker(GeneralTracker):
             logger.warning(
                 "%s takes %s: %r holds %s of type %s and is not logged", self.name, takes, key, shown, type(value)
             )
+
+
+def named(client: Any, attribute: str) -> str | None:
+    """A client's name for its run; None where it has none (offline, disabled)."""
+    found = getattr(client, attribute, None)
+    return None if found is None else str(found)
 
 
 def checked(values: Any, method: str) -> Mapping[str, Any]:

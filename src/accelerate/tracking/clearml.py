@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
-from .base import ClientTracker, checked, on_main_process
+from .base import ClientTracker, checked, named, on_main_process
 from .values import flat, number, plain
 
 # A name that begins so is drawn as this series of the chart named by the rest.
@@ -47,6 +47,13 @@ class ClearMLTracker(ClientTracker):
     def _close(self, client: Any) -> None:
         if self._own:
             client.close()
+
+    def _id_of(self, client: Any) -> str | None:
+        return named(client, "id")
+
+    @classmethod
+    def going_on(cls, run_id: str) -> dict[str, Any]:
+        return {"continue_last_task": run_id}
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

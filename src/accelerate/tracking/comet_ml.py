@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from .base import ClientTracker, checked, on_main_process
+from .base import ClientTracker, checked, named, on_main_process
 from .values import number, plain
 
 
@@ -25,6 +25,13 @@ class CometMLTracker(ClientTracker):
 
     def _open(self) -> Any:
         return importlib.import_module("comet_ml").start(**{"project_name": self.run_name, **self.init_kwargs})
+
+    def _id_of(self, client: Any) -> str | None:
+        return named(client, "id")
+
+    @classmethod
+    def going_on(cls, run_id: str) -> dict[str, Any]:
+        return {"experiment_key": run_id}
 
     def _close(self, client: Any) -> None:
         client.end()

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
-from .base import ClientTracker, checked, on_main_process
+from .base import ClientTracker, checked, named, on_main_process
 from .values import flat, number, plain
 
 
@@ -69,6 +69,13 @@ class MLflowTracker(ClientTracker):
 
     def _close(self, client: Any) -> None:
         importlib.import_module("mlflow").end_run()
+
+    def _id_of(self, client: Any) -> str | None:
+        return named(getattr(client, "info", None), "run_id")
+
+    @classmethod
+    def going_on(cls, run_id: str) -> dict[str, Any]:
+        return {"run_id": run_id}
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

@@ -151,10 +151,12 @@ def start_trackers(
     logging_dir: str | os.PathLike[str] | None,
     config: dict[str, Any] | None = None,
     init_kwargs: dict[str, dict[str, Any]] | None = None,
+    runs: Mapping[str, str] | None = None,
 ) -> list[GeneralTracker]:
     """Make and start each tracker that `filter_trackers` returned, and hand each the configuration.
 
-    `init_kwargs` holds the arguments of each under its name. Call it on the processes that log.
+    `init_kwargs` holds the arguments of each under its name; `runs` the runs to go on with (`run_key`), which they
+    override. Call it on the processes that log.
     """
     options = dict(checked(init_kwargs or {}, "init_trackers(init_kwargs=...)"))
     known = {*LOGGER_TYPE_TO_CLASS, *(_of_object(item) for item in log_with if isinstance(item, GeneralTracker))}
@@ -165,6 +167,9 @@ def start_trackers(
                 f"init_trackers(init_kwargs=...) names {name!r}, which is no tracker"
                 + (f": did you mean {hint!r}?" if hint else f"; the trackers are {', '.join(sorted(known))}")
             )
+    for name, run_id in (runs or {}).items():
+        if name in LOGGER_TYPE_TO_CLASS:
+            options[name] = {**LOGGER_TYPE_TO_CLASS[name].going_on(run_id), **options.get(name, {})}
     trackers = [_made(item, project_name, logging_dir, options) for item in log_with]
     for tracker in trackers:
         tracker.start()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .base import ClientTracker, checked, on_main_process
+from .base import ClientTracker, checked, named, on_main_process
 from .values import plain
 
 
@@ -25,6 +25,13 @@ class TrackioTracker(ClientTracker):
 
     def _open(self) -> Any:
         return importlib.import_module("trackio").init(**{"project": self.run_name, **self.init_kwargs})
+
+    def _id_of(self, client: Any) -> str | None:
+        return named(client, "name")
+
+    @classmethod
+    def going_on(cls, run_id: str) -> dict[str, Any]:
+        return {"name": run_id, "resume": "allow"}
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
