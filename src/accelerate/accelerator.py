@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .collectives import gather_object
 from .config.training import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
 from .core import memory
 from .core.enums import DynamoBackend, FP8BackendType, LoggerType, RNGType
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .config.precision import AutocastKwargs
     from .config.training import GradientAccumulationPlugin
     from .parallel.base import Strategy
+    from .parallel.explain import Report
     from .parallelism_config import ParallelismConfig
     from .precision.base import Precision
     from .tracking import GeneralTracker
@@ -588,6 +590,23 @@ class Accelerator(ProcessControl, RunServices):
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """The loader as it is: DeepSpeed's sequence parallelism is not in force."""
         return dl
+
+    def explain(self, all_ranks: bool = False) -> Report:
+        """Print what was asked for and what became of it: the layout, parameters and modules, messages, memory.
+
+        Call it after `prepare`; optimizer state is known after the first step. It sends nothing, so one process may
+        call it alone; with `all_ranks` the memory of every rank is shown, and every process must call it. Returns
+        the report on each process that calls it; the main process prints it.
+        """
+        from .parallel.explain import Row, explain, held_bytes
+
+        optimizers = [optimizer.optimizer for optimizer in self._optimizers]
+        memory = gather_object([held_bytes(self._models, optimizers)]) if all_ranks else None
+        asked = [Row(name, str(got), origin) for name, (got, origin) in self.plan.values().items()]
+        steps = self.gradient_accumulation_steps
+        report = explain(asked, self.strategy, self._models, optimizers, steps, memory)
+        self.print(report)
+        return report
 
     # -- models
 

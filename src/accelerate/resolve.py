@@ -92,6 +92,17 @@ class Plan:
     strategy: str
     origins: dict[str, str]
 
+    def values(self) -> dict[str, tuple[Any, str]]:
+        """Name -> (value, where it came from) of what was decided."""
+        found = {
+            "mixed_precision": self.mixed_precision,
+            "gradient_accumulation_steps": self.accumulation.num_steps,
+            "dynamo_backend": self.dynamo.backend.value,
+            "exact": self.exact,
+        }
+        others = {name: "given" for name, origin in self.origins.items() if name not in found and origin != "default"}
+        return {name: (value, self.origins.get(name, "")) for name, value in {**found, **others}.items()}
+
 
 @dataclass(frozen=True)
 class Resolved:

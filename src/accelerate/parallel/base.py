@@ -27,6 +27,16 @@ class Bundle:
     evaluation: bool = False
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Messages of one kind that a rank sends in an optimizer step: how many, and their bytes (`unit`: of what)."""
+
+    what: str
+    messages: int
+    sent: float
+    unit: str = ""
+
+
 class Strategy:
     """How models live on the processes of a run."""
 
@@ -101,6 +111,14 @@ class Strategy:
     ) -> contextlib.AbstractContextManager[Any]:
         """A block in which `buffers` hold this rank's part of their sequences; whole where no sequence is split."""
         return contextlib.nullcontext()
+
+    def traffic(self, model: torch.nn.Module, backwards: int) -> list[Traffic]:
+        """What a prepared model sends in an optimizer step of so many backwards."""
+        return []
+
+    def dtypes(self, model: torch.nn.Module) -> tuple[str, str]:
+        """What a prepared model computes in, and what its gradients are averaged in."""
+        return self.precision.computes_in, "the parameters' dtype"
 
     def reduce_items(self, count: torch.Tensor) -> Any:
         """Sum `count` in place over the ranks that average gradients; the handle to wait on, or None."""

@@ -14,8 +14,9 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config.training import DistributedDataParallelKwargs
+from ..core.enums import DDPCommunicationHookType
 from ..precision.base import Precision
-from .base import Strategy
+from .base import Strategy, Traffic
 
 
 class DataParallel(Strategy):
@@ -55,6 +56,12 @@ class DataParallel(Strategy):
         replica = replica_of(model)
         return contextlib.nullcontext() if replica is None else replica.no_sync()
 
+    def traffic(self, model: torch.nn.Module, backwards: int) -> list[Traffic]:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        size = _sent_as(self.options.comm_hook)
+        sent = sum(parameter.numel() * (size or parameter.dtype.itemsize) for parameter in trained)
+        return [Traffic("all-reduce of gradients, about", _buckets(replica_of(model), sent), sent)] if trained else []
+
     @contextlib.contextmanager
     def join(self, joinables: list[Any], loaders: list[Any], even_batches: bool | None) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
@@ -77,6 +84,18 @@ def replica_of(model: torch.nn.Module) -> DistributedDataParallel | None:
     """The DDP wrapper of a prepared model, also inside a compiled one; None where it has none."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def _buckets(replica: DistributedDataParallel | None, sent: int) -> int:
+    if replica is None:
+        return 0
+    return max(1, -(-sent // replica.bucket_bytes_cap))
+
+
+def _sent_as(hook: DDPCommunicationHookType) -> int | None:
+    """Bytes of an element on its way, where a hook changes it."""
+    halves = (DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
+    return 2 if hook in halves else None
 
 
 def sync_next_backward(model: torch.nn.Module) -> None:

@@ -15,8 +15,8 @@ from ..core.errors import PrepareError
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime import group, mesh
-from . import fsdp_state, norms
-from .base import Bundle, Strategy
+from . import fsdp_state, norms, traffic
+from .base import Bundle, Strategy, Traffic
 from .remap import ParameterPlaces, Replacements
 
 
@@ -64,6 +64,12 @@ class ShardedStrategy(Strategy):
             self.replacements.repoint(optimizer)
             _check_trains(optimizer, bundle.models)
         return bundle
+
+    def traffic(self, model: nn.Module, backwards: int) -> list[Traffic]:
+        return [*traffic.shard_traffic(model, backwards), *traffic.split_traffic(model, backwards)]
+
+    def dtypes(self, model: nn.Module) -> tuple[str, str]:
+        return traffic.shard_dtypes(model) or super().dtypes(model)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

@@ -29,6 +29,10 @@ class MixedPrecision(Precision):
         self.device_type = device_type
         self.options = options
 
+    @property
+    def computes_in(self) -> str:  # type: ignore[override]
+        return f"{self.name} under autocast"
+
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         options = options or self.options
         kwargs = {} if options is None else options.to_kwargs()

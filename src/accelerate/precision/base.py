@@ -18,6 +18,8 @@ class Precision:
     name = "no"
     scaler: torch.amp.GradScaler | None = None
     native_amp = False
+    # In words, for `explain`.
+    computes_in = "the parameters' dtype"
 
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """A context in which operations run in the lowered precision; here: nothing happens."""

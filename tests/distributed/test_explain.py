@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `explain` says of messages and memory is what is sent and held."""
+
+from pathlib import Path
+
+from ranks import run_ranks
+
+LLAMA = Path(__file__).parents[2] / "examples" / "parallel"
+
+WORKER = """
+import sys
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, sys.argv[1])
+from llama import Llama, LlamaConfig
+
+from accelerate import Accelerator
+from accelerate.parallel.explain import size_of
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+
+class Messages(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0].strip("_")
+        if function.namespace in ("c10d", "_c10d_functional") and not name.startswith("wait") and "wrap" not in name:
+            sizes = [leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            number, size = self.counts.get(name, (0, 0))
+            self.counts[name] = (number + 1, size + max(sizes))
+        return function(*args, **(kwargs or {}))
+
+
+def trained(**options):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(layers=2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    ids = torch.randint(0, 256, (2, 8))
+
+    def window():
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(ids, labels=ids)[0])
+                optimizer.step()
+                optimizer.zero_grad()
+
+    window()
+    with Messages() as messages:
+        window()
+    report = accelerator.explain(all_ranks=True)
+    accelerator.free_memory()
+    accelerator.state._reset_state()
+    return messages.counts, report
+
+
+def said(report):
+    title = next(name for name in report.sections if name.startswith("messages"))
+    return {row.name: row.got for row in report.sections[title]}
+
+
+plugin = FullyShardedDataParallelPlugin(
+    fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"]
+)
+counts, report = trained(fsdp_plugin=plugin)
+words = said(report)
+number, size = counts["allgather_base"]
+assert words["all-gather of parameters"].startswith(f"{number} messages, {size_of(size)}"), (words, counts)
+number, size = counts["reduce_scatter_base"]
+assert words["reduce-scatter of gradients"].startswith(f"{number} messages, {size_of(size)}"), (words, counts)
+elements = sum(p.numel() for p in Llama(LlamaConfig(layers=2)).parameters())
+for rank in range(2):
+    held = report.find("memory", f"rank {rank}")
+    assert f"parameters {elements * 2 / 1024:.2f} KiB, gradients {elements * 2 / 1024:.2f} KiB" in held, held
+assert report.find("run", "mesh").startswith("dp_shard=2")
+
+counts, report = trained(parallelism_config=ParallelismConfig(tp_size=2))
+words = said(report)
+number = sum(int(text.split()[0]) for name, text in words.items())
+assert number == sum(found[0] for found in counts.values()), (words, counts)
+assert "tp: S(0)" in report.find("model: Llama", "layers.*.attention.q_proj.weight")
+
+counts, report = trained()
+assert said(report)["all-reduce of gradients, about"] == f"1 messages, {elements * 4 / 1024:.2f} KiB", said(report)
+assert report.find("model: Llama", "(whole)") == "DistributedDataParallel"
+print("all as said")
+"""
+
+
+def test_what_is_said_is_what_is_sent():
+    results = run_ranks(WORKER, 2, LLAMA, timeout=180)
+    assert all("all as said" in result.stdout for result in results)
