@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of some rows to some keys with its log-sum-exp, so that partial results can be merged; and its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+# What a kernel gives: the output of a block, and the log of its softmax's denominator, (batch, heads, rows).
+Partial = tuple[torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_FLASH_WIDTH = 256
+_LSE_ALIGNMENT = 32
+_BIAS_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Block:
+    """What stays the same for each pair of queries and keys: scale, and whether row i sees keys 0..i only.
+
+    A causal block is square. `keep` (batch, keys), where given, says which keys are seen at all.
+    """
+
+    scale: float
+    causal: bool = False
+    keep: torch.Tensor | None = None
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """In what partial results are added up: float64 stays, everything else is float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> Partial:
+    """Attention of one block: (output, log-sum-exp in float32 or float64; -inf for a row that sees no key).
+
+    Shapes: query (batch, heads, rows, width); key and value (batch, heads or a divisor of them, keys, width).
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = _repeat(key, groups), _repeat(value, groups)
+    out, lse = _kernel(query, key, value, block).forward(query, key, value, block)
+    if block.keep is not None:
+        lse = lse.masked_fill(~_sees_any(block, query.shape[2])[:, None], float("-inf"))
+    return out, lse
+
+
+def attend_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    merged: Partial,
+    block: Block,
+) -> Gradients:
+    """Gradients of one block's query, key and value, from the *whole* attention's output and log-sum-exp."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = _repeat(key, groups), _repeat(value, groups)
+    out, lse = merged
+    # A row that sees nothing anywhere has no weights: exp(-inf - 0), where exp(-inf - -inf) would be nan.
+    lse = lse.masked_fill(lse == float("-inf"), 0.0) if block.keep is not None else lse
+    kernel = _kernel(query, key, value, block)
+    d_query, d_key, d_value = kernel.backward(gradient, query, key, value, out, lse, block)
+    return d_query, _sum_groups(d_key, groups), _sum_groups(d_value, groups)
+
+
+class Merger:
+    """Adds partial attentions of the same rows to different keys up to the attention to all of them."""
+
+    def __init__(self, query: torch.Tensor, width: int) -> None:
+        shape = query.shape[:-1]
+        self.dtype = query.dtype
+        self.out = query.new_zeros((*shape, width), dtype=accumulator(query.dtype))
+        self.lse = query.new_full(shape, float("-inf"), dtype=accumulator(query.dtype))
+
+    def add(self, rows: slice, partial: Partial) -> None:
+        out, lse = partial
+        former = self.lse[:, :, rows]
+        total = torch.logaddexp(former, lse)
+        self.out[:, :, rows].mul_(_share(former, total)).addcmul_(out.to(self.out.dtype), _share(lse, total))
+        self.lse[:, :, rows] = total
+
+    def result(self) -> Partial:
+        return self.out.to(self.dtype), self.lse
+
+
+def _share(part: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """The share of a part's denominator in the total; 0 of nothing."""
+    return torch.exp(part - total).masked_fill(total == float("-inf"), 0.0).unsqueeze(-1)
+
+
+def _repeat(heads: torch.Tensor, groups: int) -> torch.Tensor:
+    """Keys and values once for each query head that shares them."""
+    return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
+
+
+def _sum_groups(heads: torch.Tensor, groups: int) -> torch.Tensor:
+    if groups == 1:
+        return heads
+    # In the accumulator's precision: the kernel's own is that of the inputs.
+    return heads.unflatten(1, (-1, groups)).sum(2, dtype=accumulator(heads.dtype))
+
+
+def _sees_any(block: Block, rows: int) -> torch.Tensor:
+    """(batch, rows): whether a row sees any key."""
+    assert block.keep is not None
+    if block.causal:
+        return block.keep.cumsum(-1) > 0
+    return block.keep.any(-1, keepdim=True).expand(-1, rows)
+
+
+def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> type[_Math]:
+    """The leanest of torch's kernels that gives its log-sum-exp for these tensors, else plain torch."""
+    width = query.shape[-1]
+    plain = query.dtype in _FLOATS and query.dtype == key.dtype == value.dtype and width == value.shape[-1]
+    if not plain:
+        return _Math
+    if query.device.type == "cpu":
+        return _CpuFlash
+    if query.device.type == "cuda" and query.dtype != torch.float64 and width % 8 == 0:
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        if half and width <= _FLASH_WIDTH and block.keep is None and torch.backends.cuda.flash_sdp_enabled():
+            return _CudaFlash
+        if torch.backends.cuda.mem_efficient_sdp_enabled():
+            return _CudaEfficient
+    return _Math
+
+
+def _bias(block: Block, query: torch.Tensor, keys: int) -> torch.Tensor | None:
+    """0 and -inf for keys that are seen or not, (batch, heads, rows, keys), in the memory of (batch, keys)."""
+    if block.keep is None:
+        return None
+    batch, heads, rows, _ = query.shape
+    padded = -(-keys // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
+    bias = query.new_zeros((batch, 1, 1, padded))
+    bias[:, 0, 0, :keys].masked_fill_(~block.keep, float("-inf"))
+    return bias[..., :keys].expand(batch, heads, rows, keys)
+
+
+class _Math:
+    """Matrices of scores in plain torch: any device, any dtype."""
+
+    @staticmethod
+    def _scores(query: torch.Tensor, key: torch.Tensor, block: Block) -> torch.Tensor:
+        dtype = accumulator(query.dtype)
+        scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * block.scale
+        if block.causal:
+            unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores.masked_fill_(unseen, float("-inf"))
+        if block.keep is not None:
+            scores.masked_fill_(~block.keep[:, None, None], float("-inf"))
+        return scores
+
+    @staticmethod
+    def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> Partial:
+        with torch.autocast(query.device.type, enabled=False):
+            scores = _Math._scores(query, key, block)
+            lse = torch.logsumexp(scores, dim=-1)
+            weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1))
+            return weights @ value.to(weights.dtype), lse
+
+    @staticmethod
+    def backward(
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        block: Block,
+    ) -> Gradients:
+        with torch.autocast(query.device.type, enabled=False):
+            weights = torch.exp(_Math._scores(query, key, block) - lse.unsqueeze(-1))
+            gradient, key, value = (tensor.to(weights.dtype) for tensor in (gradient, key, value))
+            d_weights = gradient @ value.transpose(-1, -2)
+            along = (gradient * out.to(weights.dtype)).sum(-1, keepdim=True)
+            d_scores = weights * (d_weights - along) * block.scale
+            return (
+                d_scores @ key,
+                d_scores.transpose(-1, -2) @ query.to(weights.dtype),
+                weights.transpose(-1, -2) @ gradient,
+            )
+
+
+class _CpuFlash(_Math):
+    """torch's flash attention for CPUs."""
+
+    @staticmethod
+    def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> Partial:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, block.causal, attn_mask=_bias(block, query, key.shape[2]), scale=block.scale
+        )
+        return out, lse
+
+    @staticmethod
+    def backward(
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        block: Block,
+    ) -> Gradients:
+        found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient.contiguous(),
+            query,
+            key,
+            value,
+            out,
+            # The kernel reads its own layout, in which the heads of a row are neighbours.
+            lse.transpose(1, 2).contiguous().transpose(1, 2),
+            0.0,
+            block.causal,
+            attn_mask=_bias(block, query, key.shape[2]),
+            scale=block.scale,
+        )
+        return found
+
+
+class _CudaFlash(_Math):
+    """torch's flash attention for GPUs: half precision, no key left out."""
+
+    @staticmethod
+    def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> Partial:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, block.causal, False, scale=block.scale
+        )[:2]
+        return out, lse
+
+    @staticmethod
+    def backward(
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        block: Block,
+    ) -> Gradients:
+        # Without dropout the generator's state is not read, and dense inputs have no cumulated lengths.
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient,
+            query,
+            key,
+            value,
+            out,
+            lse.contiguous(),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            block.causal,
+            state,
+            torch.empty(0, dtype=torch.uint64, device=query.device),
+            scale=block.scale,
+        )
+        return found
+
+
+class _CudaEfficient(_Math):
+    """torch's memory-efficient attention for GPUs: float32 too, and keys that are left out."""
+
+    @staticmethod
+    def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> Partial:
+        out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, _bias(block, query, key.shape[2]), True, 0.0, block.causal, scale=block.scale
+        )[:2]
+        return out, lse[..., : query.shape[2]]
+
+    @staticmethod
+    def backward(
+        gradient: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        block: Block,
+    ) -> Gradients:
+        missing = -lse.shape[-1] % _LSE_ALIGNMENT
+        # Rows that only fill up have infinite sums: their weights are 0.
+        lse = F.pad(lse, (0, missing), value=float("inf")).contiguous()
+        state = torch.zeros((), dtype=torch.int64, device=query.device)
+        d_query, d_key, d_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            gradient,
+            query,
+            key,
+            value,
+            _bias(block, query, key.shape[2]),
+            out,
+            lse,
+            state,
+            state,
+            0.0,
+            [True, True, True, False],
+            block.causal,
+            scale=block.scale,
+        )
+        return d_query, d_key, d_value
