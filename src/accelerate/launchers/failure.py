@@ -110,6 +110,7 @@ def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
         pid=first.popen.pid,
         code=first.exit_code,
         cause=cause_of(first.exit_code, traceback or first.error.tail.decode(errors="replace"), oom_kills),
+        host=first.host,
         traceback=traceback,
         log=str(first.log_folder / "stderr.log") if first.log_folder else None,
     )

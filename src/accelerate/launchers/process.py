@@ -7,17 +7,29 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from ..core import env
 from .spec import LaunchSpec, ProcessSpec
 from .streams import Stream
 
 PR_SET_PDEATHSIG = 1
+
+
+class Running(Protocol):
+    """What a rank needs of its process: that of subprocess.Popen."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int: ...
 
 
 class Rank:
@@ -33,18 +45,27 @@ class Rank:
         self.streams: list[Stream] = []
         output, error = self._open_streams(spec)
         try:
-            self.popen = subprocess.Popen(
-                process.argv,
-                env=env.child_environment(process.variables),
-                stdin=_stdin(process.local_rank),
-                stdout=output,
-                stderr=error,
-                process_group=0 if os.name == "posix" else None,
-                preexec_fn=die_with(os.getpid(), process.cpus),
-            )
+            self.popen = self._start(output, error)
         finally:
             os.close(output)
             os.close(error)
+
+    def _start(self, output: int, error: int) -> Running:
+        """Start the process, which writes to these descriptors."""
+        return subprocess.Popen(
+            self.spec.argv,
+            env=env.child_environment(self.spec.variables),
+            stdin=_stdin(self.spec.local_rank),
+            stdout=output,
+            stderr=error,
+            process_group=0 if os.name == "posix" else None,
+            preexec_fn=die_with(os.getpid(), self.spec.cpus),
+        )
+
+    @property
+    def host(self) -> str:
+        """The name of the machine it runs on."""
+        return socket.gethostname()
 
     @property
     def rank(self) -> int:
@@ -108,17 +129,25 @@ class Rank:
             # It was about to end by itself: it has written its traceback and is cleaning up.
             self.trouble_at = self.error.held_since
         self.stopped = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.name == "posix":
-                os.killpg(self.popen.pid, number)
-            else:
-                self.popen.terminate()
+        self._send(number)
+
+    def hand_on(self, number: int) -> None:
+        """Give a signal that asks for no end to the process alone."""
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.popen.pid, number)
 
     def kill_remains(self) -> None:
         """End what a stopped process left behind in its process group."""
         if os.name == "posix":
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.popen.pid, signal.SIGKILL)
+            self._send(signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.name == "posix":
+                os.killpg(self.popen.pid, number)
+            else:
+                os.kill(self.popen.pid, signal.SIGTERM)
 
 
 def _stdin(local_rank: int) -> int | None:

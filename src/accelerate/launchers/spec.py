@@ -77,6 +77,19 @@ class ProcessSpec:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a process stands: its ranks, its machine among the machines, and where rank 0 listens."""
+
+    rank: int
+    local_rank: int
+    local_processes: int
+    machine_rank: int
+    machines: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
 class LaunchSpec:
     """A whole launch.
 
@@ -117,23 +130,31 @@ class LaunchSpec:
     def process(self, local_rank: int, port: int, attempt: int = 0) -> ProcessSpec:
         """The process of a local rank on this machine, where rank 0 listens at `port` of machine 0."""
         rank = self.machine_rank * self.local_processes + local_rank
+        place = Place(
+            rank, local_rank, self.local_processes, self.machine_rank, self.num_machines, self.main_process_ip, port
+        )
+        variables = self.variables_at(place, attempt)
+        return ProcessSpec(rank, local_rank, tuple(self.program.argv()), variables, self._cpus(local_rank))
+
+    def variables_at(self, place: Place, attempt: int = 0) -> dict[str, str | None]:
+        """All variables of the process at a place."""
         variables: dict[str, str | None] = dict.fromkeys(FOREIGN)
         variables.update(self.variables)
         if self.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.threads)
         variables.update(
-            RANK=str(rank),
+            RANK=str(place.rank),
             WORLD_SIZE=str(self.num_processes),
-            LOCAL_RANK=str(local_rank),
-            LOCAL_WORLD_SIZE=str(self.local_processes),
-            GROUP_RANK=str(self.machine_rank),
-            GROUP_WORLD_SIZE=str(self.num_machines),
-            MASTER_ADDR=self.main_process_ip,
-            MASTER_PORT=str(port),
+            LOCAL_RANK=str(place.local_rank),
+            LOCAL_WORLD_SIZE=str(place.local_processes),
+            GROUP_RANK=str(place.machine_rank),
+            GROUP_WORLD_SIZE=str(place.machines),
+            MASTER_ADDR=place.address,
+            MASTER_PORT=str(place.port),
         )
         if self.max_restarts:
             variables.update(TORCHELASTIC_RESTART_COUNT=str(attempt), TORCHELASTIC_MAX_RESTARTS=str(self.max_restarts))
-        return ProcessSpec(rank, local_rank, tuple(self.program.argv()), variables, self._cpus(local_rank))
+        return variables
 
     def _cpus(self, local_rank: int) -> tuple[int, ...] | None:
         # Beside an accelerator each process binds itself to the processors near its device, once it knows that.
