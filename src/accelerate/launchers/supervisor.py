@@ -71,10 +71,14 @@ class Supervisor:
             self.code = self._finish()
             return self.code
 
+    def make_rank(self, process: ProcessSpec, folder: Path | None) -> Rank:
+        """Start a process; its logs go to `folder`."""
+        return Rank(self.spec, process, folder)
+
     def _start(self, processes: Sequence[ProcessSpec]) -> None:
         folder = Path(self.spec.log_dir).expanduser() / _run_name() if self.spec.log_dir else None
         for process in processes:
-            rank = Rank(self.spec, process, folder)
+            rank = self.make_rank(process, folder)
             self.ranks.append(rank)
             for stream in rank.streams:
                 self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
@@ -142,9 +146,7 @@ class Supervisor:
         name = signal.Signals(number).name
         if name not in ENDING:
             for rank in self.ranks:
-                if rank.code is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(rank.popen.pid, number)
+                rank.hand_on(number)
         elif self._interrupted is None:
             self._interrupted, self.final = number, True
             self._stop(number)
