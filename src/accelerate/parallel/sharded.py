@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,12 @@ from ..runtime import group, mesh
 from . import fsdp_state, norms, traffic
 from .base import Bundle, Strategy, Traffic
 from .remap import ParameterPlaces, Replacements
+
+
+# torch warns that DTensors which two dimensions split the same way are gathered in two messages: that is the layout.
+logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
+    lambda record: "While redistributing from" not in record.getMessage()
+)
 
 
 class ShardedStrategy(Strategy):
