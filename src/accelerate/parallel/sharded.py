@@ -20,7 +20,6 @@ from . import fsdp_state, norms, traffic
 from .base import Bundle, Strategy, Traffic
 from .remap import ParameterPlaces, Replacements
 
-
 # torch warns that DTensors which two dimensions split the same way are gathered in two messages: that is the layout.
 logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
     lambda record: "While redistributing from" not in record.getMessage()
