@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accelerate estimate-memory`: the figures of a model that is really built and trained; errors that name the way out."""
+"""`accelerate estimate-memory`: the figures are those of a model really built; errors name the way out."""
 
 import json
 

@@ -25,6 +25,7 @@ EXPORTS = {
     "checkpointing.loading": ["LoadReport", "load_newest", "load_run", "resume"],
     "checkpointing.manifest": ["CorruptCheckpoint", "Manifest", "read_manifest", "verify"],
     "checkpointing.matching": ["CheckpointMismatch"],
+    "checkpointing.merging": ["merge_fsdp_weights"],
     "checkpointing.preemption": ["PreemptionWatch"],
     "checkpointing.saving": ["Options", "save_run"],
     "checkpointing.session": [
@@ -40,7 +41,6 @@ EXPORTS = {
     "checkpointing.sharded_api": [
         "load_fsdp_model",
         "load_fsdp_optimizer",
-        "merge_fsdp_weights",
         "save_fsdp_model",
         "save_fsdp_optimizer",
     ],

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ..core.constants import MODEL_NAME
 from ..core.errors import CheckpointError
-from .codec import TensorSink, decode, encode
+from ..parallel.fsdp_state import is_fsdp1
+from .codec import TensorSink, decode, encode, memory_of
 from .dcp_legacy import PlainReader
 from .layout import model_shards, optimizer_shards
 from .session import ModelPart, OptimizerPart
@@ -116,6 +117,9 @@ class FullyShardedState:
             set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
         for index, model, optimizer in self.optimizers:
             path = optimizer_shards(folder, index)
+            if is_fsdp1(model):
+                load_nested(path, model, optimizer)
+                continue
             # An optimizer that has not stepped yet gets its state's tensors here, so that there is a place to read to.
             flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
             tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
@@ -125,6 +129,28 @@ class FullyShardedState:
     @staticmethod
     def _model_state(model: torch.nn.Module) -> dict[str, Any]:
         return {name: value for name, value in get_model_state_dict(model).items() if isinstance(value, torch.Tensor)}
+
+
+def load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strict: bool = True) -> None:
+    """Read an optimizer's shards into one of an FSDP1 model.
+
+    torch 2.13 does not load its own flattened form there: it takes the names of the entries from the state that this
+    rank has, and a rank has none of a parameter whose slice is empty.
+    """
+    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    places = [(f"state.{name}", values) for name, values in state["state"].items()]
+    places += [(f"param_groups.{group['params'][0]}", group) for group in state["param_groups"] if group["params"]]
+    tensors = {
+        f"{name}.{key}": value
+        for name, values in places
+        for key, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }
+    read_shards(path, tensors, strict)
+    read = {**read_options(path), **tensors}
+    for name, values in places:
+        values.update({key: read[f"{name}.{key}"] for key in values if f"{name}.{key}" in read})
+    set_optimizer_state_dict(model, optimizer, state)
 
 
 def _load_whole_model(model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
@@ -163,7 +189,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Any], rest: Mapping[str, An
     """Write this rank's shards of `tensors` (DTensors, or plain tensors that all ranks have) below `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     dcp.save(
-        dict(tensors),
+        _each_its_own(tensors),
         storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
         process_group=group,
         no_dist=not dist.is_initialized(),
@@ -171,6 +197,18 @@ def write_shards(folder: Path, tensors: Mapping[str, Any], rest: Mapping[str, An
     if rest and (not dist.is_initialized() or dist.get_rank() == 0):
         text = json.dumps(encode(dict(rest), TensorSink(inline=1 << 30), "options"), allow_nan=False)
         (folder / _OPTIONS).write_text(text)
+
+
+def _each_its_own(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values, tied ones as copies: torch's writer puts them into one file, which refuses shared memory."""
+    seen: set[tuple[Any, ...]] = set()
+    separate = {}
+    for name, value in tensors.items():
+        local = value.to_local() if hasattr(value, "to_local") else value
+        memory = memory_of(local)
+        separate[name] = value.detach().clone() if local.numel() and memory in seen else value
+        seen.add(memory)
+    return separate
 
 
 def read_options(folder: Path) -> dict[str, Any]:
@@ -195,6 +233,8 @@ def read_shards(folder: Path, tensors: dict[str, Any], strict: bool) -> None:
 
     Raises CheckpointError that lists what is missing or of another shape; without `strict` those are left as they are.
     """
+    if not tensors:
+        return  # as of plain SGD, which keeps no tensors: there is no file of shards then
     prefix = _prefix(folder)
     saved = {name.removeprefix(prefix): entry for name, entry in shard_entries(folder).items()}
     missing = [name for name in tensors if name not in saved]
@@ -207,10 +247,11 @@ def read_shards(folder: Path, tensors: dict[str, Any], strict: bool) -> None:
         raise CheckpointError(f"{folder} does not fit: missing {missing}; of another shape {shapes}")
     bad = {row.split(" ", 1)[0] for row in shapes}
     wanted = {f"{prefix}{name}": value for name, value in tensors.items() if name in saved and name not in bad}
-    _load(wanted, folder)
+    load_entries(wanted, folder)
 
 
-def _load(wanted: dict[str, Any], folder: Path) -> None:
+def load_entries(wanted: dict[str, Any], folder: Path) -> None:
+    """Fill `wanted` in place, by the names that the folder uses. All of them must be there."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(wanted, storage_reader=_reader(folder), no_dist=True)
@@ -226,7 +267,7 @@ def _prefix(folder: Path) -> str:
 def _read_full(folder: Path) -> dict[str, torch.Tensor]:
     entries = shard_entries(folder)
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    _load(tensors, folder)
+    load_entries(tensors, folder)
     prefix = _prefix(folder)
     return {name.removeprefix(prefix): value for name, value in tensors.items()}
 
@@ -242,29 +283,34 @@ def read_model(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def read_optimizer(
-    folder: Path, optimizer: torch.optim.Optimizer, modules: Iterable[torch.nn.Module]
+    folder: Path,
+    optimizer: torch.optim.Optimizer,
+    modules: Iterable[torch.nn.Module],
+    groups: Sequence[Iterable[str]] | None = None,
 ) -> dict[str, Any]:
     """The whole state of an optimizer from its shards, as `optimizer.load_state_dict` takes it.
 
-    Shards know parameters by name; `modules` are the models in which `optimizer` finds them.
+    Shards know parameters by name; `modules` are the models in which `optimizer` finds them, or `groups` has the names
+    of each of its groups.
     """
     values: dict[str, Any] = {**read_options(folder), **_read_full(folder)}
-    names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
+    if groups is None:
+        names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
+        groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     by_name: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
-    known = sorted(names.values(), key=len, reverse=True)
+    known = sorted((name for group in groups for name in group), key=len, reverse=True)
     for key, value in values.items():
         kind, _, rest = key.partition(".")
         owner = next((name for name in known if rest.startswith(f"{name}.")), None)
         if owner is None:
             raise CheckpointError(f"{folder} holds {key}, which belongs to no parameter of the prepared models")
         (by_name if kind == "state" else options).setdefault(owner, {})[rest[len(owner) + 1 :]] = value
-    state, groups, position = {}, [], 0
-    for group in optimizer.param_groups:
-        members = [names[id(parameter)] for parameter in group["params"]]
+    state, found, position = {}, [], 0
+    for group, members in zip(optimizer.param_groups, map(list, groups), strict=True):
         saved = next((options[name] for name in members if name in options), {})
         positions = list(range(position, position + len(members)))
-        groups.append({**{k: v for k, v in group.items() if k != "params"}, **saved, "params": positions})
+        found.append({**{k: v for k, v in group.items() if k != "params"}, **saved, "params": positions})
         state.update({at: by_name[name] for at, name in zip(positions, members, strict=True) if name in by_name})
         position += len(members)
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": found}

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API's own functions for sharded models: saved and loaded in torch.distributed.checkpoint's format, or merged."""
+"""The API's own functions for sharded models: saved and loaded in torch.distributed.checkpoint's format."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
-from ..state import PartialState
+from ..parallel.fsdp_state import full_options, is_fsdp1
 from .compat import load_pickled
 from .layout import model_shards, numbered, optimizer_shards
-from .sharded import model_shapes, read_model, read_options, read_shards
-from .weights import save_model
+from .sharded import load_nested, read_options, read_shards
 
 _FSDP_MODEL = f"{MODEL_NAME}_fsdp"
 
@@ -38,10 +36,6 @@ def _kind(fsdp_plugin: Any) -> str:
     if name not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"):
         raise ConfigurationError(f"state_dict_type={kind!r}: choose FULL_STATE_DICT or SHARDED_STATE_DICT")
     return name
-
-
-def _full(cpu: bool = True) -> StateDictOptions:
-    return StateDictOptions(full_state_dict=True, cpu_offload=cpu)
 
 
 def _weights(model: torch.nn.Module, options: StateDictOptions | None, adapter_only: bool) -> dict[str, Any]:
@@ -80,7 +74,7 @@ def save_fsdp_model(
     folder.mkdir(parents=True, exist_ok=True)
     kind = _kind(fsdp_plugin)
     if kind == "FULL_STATE_DICT":
-        state = _weights(model, _full(), adapter_only)
+        state = _weights(model, full_options(model), adapter_only)
         if _is_main():
             _write(state, folder / numbered(_FSDP_MODEL, model_index, ".bin"))
     elif kind == "SHARDED_STATE_DICT" and use_dcp:
@@ -136,7 +130,7 @@ def save_fsdp_optimizer(
     folder.mkdir(parents=True, exist_ok=True)
     inner = getattr(optimizer, "optimizer", optimizer)
     if _kind(fsdp_plugin) == "FULL_STATE_DICT" or not use_dcp:
-        state = get_optimizer_state_dict(model, inner, options=_full())
+        state = get_optimizer_state_dict(model, inner, options=full_options(model))
         if _is_main():
             _write(state, folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))
     else:
@@ -168,39 +162,14 @@ def load_fsdp_optimizer(
         full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
         set_optimizer_state_dict(model, inner, load_pickled(file) if _is_main() else {}, options=full)
         return
+    if is_fsdp1(model):
+        load_nested(path, model, inner, strict=not adapter_only)
+        return
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     state = get_optimizer_state_dict(model, inner, options=flat)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     read_shards(path, tensors, strict=not adapter_only)
     set_optimizer_state_dict(model, inner, {**state, **read_options(path), **tensors}, options=flat)
-
-
-def merge_fsdp_weights(
-    checkpoint_dir: str | os.PathLike[str],
-    output_path: str | os.PathLike[str],
-    safe_serialization: bool = True,
-    remove_checkpoint_dir: bool = False,
-) -> None:
-    """Put the shards of a model together: `model.safetensors` (or `pytorch_model.bin`) in the folder `output_path`.
-
-    `checkpoint_dir` is the folder of shards, or a checkpoint that has one. The main process does it; memory for the
-    whole model is needed. Raises CheckpointError when there are no shards.
-    """
-    folder = Path(checkpoint_dir)
-    if model_shards(folder, 0).is_dir():
-        folder = model_shards(folder, 0)
-    state = PartialState()
-    if state.is_main_process:
-        if not any(folder.glob("*.safetensors")) and not (folder / ".metadata").exists():
-            raise CheckpointError(
-                f"{folder} holds no shards of a model: give a checkpoint, or the folder {_FSDP_MODEL}_0 in it"
-            )
-        if not model_shapes(folder):
-            raise CheckpointError(f"{folder} holds no tensors of a model")
-        save_model(read_model(folder), output_path, safe_serialization=safe_serialization, process=state)
-        if remove_checkpoint_dir:
-            shutil.rmtree(folder)
-    state.wait_for_everyone()
 
 
 def _write(value: Any, path: Path) -> None:

@@ -90,13 +90,22 @@ def segments(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | 
     """The bytes of a safetensors file of these tensors: its header, then the tensors themselves, not copied."""
     for name, tensor in tensors.items():
         require_plain_tensor(tensor, name)
-        if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"{name}: a tensor of dtype {tensor.dtype} has no place in a safetensors file")
-    # Widest first, as the format's own writer does, so that every tensor starts at a multiple of its element size.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    ordered = sorted(tensors.items(), key=lambda item: widest_first(item[1]))
+    return [file_head(dict(ordered), metadata), *(tensor for _, tensor in ordered)]
+
+
+def widest_first(tensor: torch.Tensor) -> int:
+    """The sort key of a file's tensors: as the format's own writer has it, each starts at a multiple of its width."""
+    return -tensor.element_size()
+
+
+def file_head(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """What stands before the bytes of these tensors, which follow in this order. They may be on the meta device."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
-    for name, tensor in ordered:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise CheckpointError(f"{name}: a tensor of dtype {tensor.dtype} has no place in a safetensors file")
         size = tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -106,7 +115,7 @@ def segments(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | 
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *(tensor for _, tensor in ordered)]
+    return len(text).to_bytes(8, "little") + text
 
 
 def read_header(path: Path) -> Header:

@@ -13,6 +13,7 @@ COMMANDS = {
     "env": ("env", "show this installation and machine"),
     "estimate-memory": ("estimate", "show what a model takes to load and to train, from its configuration"),
     "launch": ("launch", "start a script: one process, several, or several machines"),
+    "merge-weights": ("merge", "put the shards of a model together"),
     "test": ("test", "prove that this installation trains on this machine"),
 }
 

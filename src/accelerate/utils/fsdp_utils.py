@@ -4,10 +4,10 @@
 from ..core.lazy import attach
 
 EXPORTS = {
+    "checkpointing.merging": ["merge_fsdp_weights"],
     "checkpointing.sharded_api": [
         "load_fsdp_model",
         "load_fsdp_optimizer",
-        "merge_fsdp_weights",
         "save_fsdp_model",
         "save_fsdp_optimizer",
     ],

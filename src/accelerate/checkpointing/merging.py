@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shards of a model put together into one file of weights, a bounded part of the model in memory at a time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ..core.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
+from ..core.errors import CheckpointError, ConfigurationError
+from ..core.files import atomic_write
+from ..state import PartialState
+from .blocks import BlockIO, host_view
+from .layout import numbered
+from .manifest import MANIFEST, check_files, read_manifest
+from .sharded import load_entries, shard_entries
+from .tensorfile import file_head, widest_first
+from .weights import plan_shards
+
+logger = logging.getLogger(__name__)
+
+_SHARDS = re.compile(rf"{MODEL_NAME}_fsdp_(\d+)")
+_WINDOW = 1 << 30  # bytes of a model that are in memory at a time, or one tensor
+
+
+@dataclass(frozen=True)
+class Merged:
+    """One written file: how many tensors it holds, and their size in bytes."""
+
+    path: Path
+    tensors: int
+    size: int
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Put the shards of a model together: `model.safetensors` (or `pytorch_model.bin`) in the folder `output_path`.
+
+    `checkpoint_dir` is the folder of shards, or a checkpoint that has one or several: the second model becomes
+    `model_1.safetensors`. The main process does it. Raises CheckpointError when there are no shards, or damaged ones.
+    """
+    state = PartialState()
+    if state.is_main_process:
+        merge(Path(checkpoint_dir), Path(output_path), safe_serialization, remove_checkpoint_dir)
+    state.wait_for_everyone()
+
+
+def merge(folder: Path, output: Path, safe: bool = True, remove: bool = False) -> list[Merged]:
+    """What `merge_fsdp_weights` does, on this process alone; the files that were written.
+
+    A safetensors file takes 1 GiB of memory (or that of the largest tensor); torch's format takes the whole model's.
+    """
+    models = find_models(folder)
+    if remove:
+        _check_removal(folder, models)
+    if output.exists() and not output.is_dir():
+        raise ConfigurationError(f"{output} is a file: give the folder in which the merged weights shall lie")
+    for shards in models.values():
+        _check(shards)
+    output.mkdir(parents=True, exist_ok=True)
+    written = [_merge_one(shards, output, index, safe) for index, shards in models.items()]
+    if remove:
+        shutil.rmtree(folder)
+    return written
+
+
+def find_models(folder: Path) -> dict[int, Path]:
+    """{number of the model: folder of its shards}: the folder itself, or those that a checkpoint has."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder")
+    found = {
+        int(match[1]): entry
+        for entry in sorted(folder.iterdir())
+        if (match := _SHARDS.fullmatch(entry.name)) and entry.is_dir()
+    }
+    if found:
+        return dict(sorted(found.items()))
+    if folder.name.startswith(f"{OPTIMIZER_NAME}_"):
+        raise CheckpointError(f"{folder} holds the shards of an optimizer: give {MODEL_NAME}_fsdp_0 beside it")
+    if any(folder.glob("*.safetensors")) or (folder / ".metadata").exists():
+        if not (folder / MANIFEST).exists():
+            return {0: folder}
+        raise CheckpointError(f"{folder} is a checkpoint of whole models: there is nothing to merge in it")
+    if any(folder.glob(f"{MODEL_NAME}*_rank*.bin")):
+        raise CheckpointError(
+            f"{folder} holds one file a rank (LOCAL_STATE_DICT), which only as many ranks can read: load it in a run "
+            "of that size and save it with SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
+    raise CheckpointError(f"{folder} holds no shards of a model: give a checkpoint, or the {MODEL_NAME}_fsdp_0 in it")
+
+
+def _check_removal(folder: Path, models: Mapping[int, Path]) -> None:
+    """What would be removed must be what was merged."""
+    if folder in models.values():
+        return
+    known = {MANIFEST, *(shards.name for shards in models.values())}
+    others = sorted(entry.name for entry in folder.iterdir() if entry.name not in known)
+    if others:
+        raise ConfigurationError(
+            f"removing {folder} would also remove {', '.join(others[:5])}{' ...' if len(others) > 5 else ''}: name "
+            "the folder of the shards itself, or keep the checkpoint"
+        )
+
+
+def _check(shards: Path) -> None:
+    """Compare the shards with the manifest of their checkpoint, where there is one."""
+    checkpoint = shards.parent
+    if not (checkpoint / MANIFEST).exists():
+        return
+    manifest = read_manifest(checkpoint)
+    names = [name for name in manifest.files if name.startswith(f"{shards.name}/")]
+    if not names:
+        return
+    with BlockIO() as io:
+        check_files(io, checkpoint, manifest, names)
+
+
+def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
+    entries = {}
+    for name, entry in shard_entries(shards).items():
+        _check_cover(shards, name, entry)
+        entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+    if not entries:
+        raise CheckpointError(f"{shards} holds no tensors of a model")
+    if all(name.startswith("optimizer.") for name in entries):
+        raise CheckpointError(f"{shards} holds the shards of an optimizer, not those of a model")
+    # The API's own shards name everything below `model.`; ours do not.
+    own = any(shards.glob("*.safetensors"))
+    prefix = "model." if not own and all(name.startswith("model.") for name in entries) else ""
+    name, ending = (SAFE_MODEL_NAME, ".safetensors") if safe else (MODEL_NAME, ".bin")
+    path = output / numbered(name, index, ending)
+    (_stream if safe else _write_whole)(shards, entries, prefix, path)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in entries.values())
+    logger.info("%s: %d tensors of %s", path, len(entries), shards)
+    return Merged(path, len(entries), size)
+
+
+def _stream(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path: Path) -> None:
+    """Write a safetensors file, read in parts from the shards."""
+    ordered = dict(sorted(entries.items(), key=lambda item: widest_first(item[1])))
+    with atomic_write(path) as file:
+        file.write(file_head({name.removeprefix(prefix): tensor for name, tensor in ordered.items()}))
+        for names in plan_shards(ordered, _WINDOW):
+            part = _read(shards, {name: ordered[name] for name in names})
+            for name in names:
+                if part[name].numel():
+                    file.write(host_view(part[name]))
+
+
+def _write_whole(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path: Path) -> None:
+    tensors = _read(shards, entries)
+    with atomic_write(path) as file:
+        torch.save({name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, file)
+
+
+def _read(shards: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in entries.items()}
+    try:
+        load_entries(tensors, shards)
+    # torch gathers what its readers raise in an exception of its own, which derives from BaseException.
+    except (CheckpointException, OSError, RuntimeError, ValueError, SafetensorError) as error:
+        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+        cause = next((failure[0] for failure in failures), error)
+        raise CheckpointError(f"the shards in {shards} cannot be read: {cause}") from error
+    return tensors
+
+
+def _check_cover(shards: Path, name: str, entry: TensorStorageMetadata) -> None:
+    """Raise CheckpointError where the shards leave a part of the tensor out: its file is missing."""
+    there = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    if there < math.prod(entry.size):
+        raise CheckpointError(
+            f"{shards} holds {there} of the {math.prod(entry.size)} values of {name}: a file of shards is missing"
+        )

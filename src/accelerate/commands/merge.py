@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate merge-weights CHECKPOINT OUTPUT`: the shards of a model become one file of weights."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from ..core.errors import CheckpointError, ConfigurationError
+from .parser import Parser
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="accelerate merge-weights",
+        description="Put the shards of a model (saved with FSDP and SHARDED_STATE_DICT) together: model.safetensors "
+        "in the output folder, or model.safetensors, model_1.safetensors, ... for a checkpoint of several. Where "
+        "the checkpoint has checksums they are compared first. 1 GiB of memory is enough.",
+    )
+    made.add_argument("checkpoint_directory", help="A checkpoint, or the folder pytorch_model_fsdp_0 in one.")
+    made.add_argument("output_path", help="Folder for the merged weights; it is made where it is not there.")
+    made.add_argument(
+        "--unsafe_serialization",
+        "--unsafe-serialization",
+        action="store_true",
+        help="Write pytorch_model.bin with torch.save; this takes memory for the whole model.",
+    )
+    made.add_argument(
+        "--remove_checkpoint_dir",
+        "--remove-checkpoint-dir",
+        action="store_true",
+        help="Remove checkpoint_directory afterwards. Refused where it holds more than the merged shards.",
+    )
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the command. Exits with 2 where there is nothing sound to merge."""
+    args = parser().parse_args(argv)
+    source, output = (Path(path).expanduser() for path in (args.checkpoint_directory, args.output_path))
+    from ..checkpointing.merging import merge
+
+    start = time.perf_counter()
+    try:
+        written = merge(source, output, not args.unsafe_serialization, args.remove_checkpoint_dir)
+    except (CheckpointError, ConfigurationError, OSError) as error:
+        print(f"accelerate merge-weights: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    for file in written:
+        print(f"{file.path}: {file.tensors} tensors, {file.size / 1e6:.1f} MB")
+    print(f"merged in {time.perf_counter() - start:.1f} s")
+    if args.remove_checkpoint_dir:
+        print(f"removed {source}")

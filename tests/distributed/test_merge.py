@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shards that two processes saved become one file: every tensor is that of the plain model; damage is named."""
+
+import shutil
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+
+from accelerate.checkpointing import merging
+from accelerate.commands.merge import main
+from accelerate.utils import merge_fsdp_weights
+
+MODELS = '''
+import torch
+
+class Tied(torch.nn.Module):
+    """Rows that do not divide by two, a tied pair, buffers of other dtypes, a part in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(6, 5)
+        self.embed = torch.nn.Embedding(7, 5)
+        self.head = torch.nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = torch.nn.Parameter(torch.full((1,), 0.5))
+        self.register_buffer("count", torch.arange(3))
+        self.register_buffer("narrow", torch.linspace(0, 1, 4).to(torch.bfloat16))
+
+    def forward(self, x):
+        return self.head(self.inner(x)) * self.scale
+
+def models():
+    torch.manual_seed(3)
+    return Tied(), torch.nn.Linear(3, 9)
+
+def inputs():
+    return torch.linspace(-1, 1, 24).reshape(4, 6), torch.linspace(0, 1, 12).reshape(4, 3)
+
+def train(models, optimizers, inputs, backward):
+    for model, optimizer, x in zip(models, optimizers, inputs):
+        backward(model(x).square().mean())
+        optimizer.step()
+'''
+
+WORKER = (
+    MODELS
+    + """
+import sys
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import save_fsdp_model
+
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+made = models()
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in made]
+a, b, first, second = accelerator.prepare(*made, *optimizers)
+rank = accelerator.process_index
+mine = [x[2 * rank : 2 * rank + 2] for x in inputs()]
+train((a, b), (first, second), mine, accelerator.backward)
+accelerator.save_state(sys.argv[1] + "/run")
+kept = [parameter.full_tensor().clone() for model in (a, b) for parameter in model.parameters()]
+with torch.no_grad():
+    for model in (a, b):
+        for parameter in model.parameters():
+            parameter.zero_()
+accelerator.load_state(sys.argv[1] + "/run")
+for before, parameter in zip(kept, [*a.parameters(), *b.parameters()], strict=True):
+    assert torch.equal(before, parameter.full_tensor())
+assert a.head.weight is a.embed.weight
+for index, model in enumerate((a, b)):
+    save_fsdp_model(plugin, accelerator, model, sys.argv[1] + "/api", model_index=index)
+accelerator.end_training()
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved")
+    run_ranks(WORKER, 2, root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The same training in one process, in plain PyTorch."""
+    space = {}
+    exec(MODELS, space)
+    models = space["models"]()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    space["train"](models, optimizers, space["inputs"](), lambda loss: loss.backward())
+    return [model.state_dict() for model in models]
+
+
+def same(found, expected):
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        torch.testing.assert_close(found[name], tensor, msg=name)
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["run", "api"])
+def test_merged_models_are_the_plain_ones(saved, plain, kind, tmp_path, monkeypatch, capsys):
+    # Few tensors at a time, so that the file is really put together from several readings.
+    monkeypatch.setattr(merging, "_WINDOW", 100)
+    main([str(saved / kind), str(tmp_path / "out")])
+    told = capsys.readouterr().out
+    assert "model.safetensors" in told and "model_1.safetensors" in told
+    same(load_file(tmp_path / "out" / "model.safetensors"), plain[0])
+    same(load_file(tmp_path / "out" / "model_1.safetensors"), plain[1])
+    merge_fsdp_weights(saved / kind / "pytorch_model_fsdp_1", tmp_path / "one", safe_serialization=False)
+    same(torch.load(tmp_path / "one" / "pytorch_model.bin", weights_only=True), plain[1])
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["pytorch_model.bin"]
+
+
+def test_what_is_removed_and_what_is_not(saved, plain, tmp_path, capsys):
+    shutil.copytree(saved / "run", tmp_path / "run")
+    told = refused(capsys, tmp_path / "run", tmp_path / "out", "--remove_checkpoint_dir")
+    assert "would also remove optimizer_0, optimizer_1" in told
+    assert not (tmp_path / "out").exists() and (tmp_path / "run" / "pytorch_model_fsdp_0").is_dir()
+    main([str(tmp_path / "run/pytorch_model_fsdp_0"), str(tmp_path / "out"), "--remove-checkpoint-dir"])
+    assert not (tmp_path / "run/pytorch_model_fsdp_0").exists() and (tmp_path / "run/optimizer_0").is_dir()
+    same(load_file(tmp_path / "out" / "model.safetensors"), plain[0])
+    shutil.copytree(saved / "api", tmp_path / "api")
+    main([str(tmp_path / "api"), str(tmp_path / "out"), "--remove_checkpoint_dir"])
+    assert not (tmp_path / "api").exists()
+    same(load_file(tmp_path / "out" / "model_1.safetensors"), plain[1])
+
+
+@pytest.mark.parametrize("kind", ["run", "api"])
+def test_damage_is_named_before_anything_is_written(saved, kind, tmp_path, capsys):
+    shutil.copytree(saved / kind, tmp_path / "bad")
+    shards = tmp_path / "bad" / "pytorch_model_fsdp_0"
+    victim = sorted(path for path in shards.iterdir() if path.suffix in (".safetensors", ".distcp"))[0]
+    if kind == "run":
+        content = bytearray(victim.read_bytes())
+        content[-1] ^= 1
+        victim.write_bytes(content)
+        told = refused(capsys, tmp_path / "bad", tmp_path / "out")
+        assert f"pytorch_model_fsdp_0/{victim.name}" in told and "checksum" in told
+    victim.unlink()
+    assert victim.name in refused(capsys, tmp_path / "bad", tmp_path / "out")
+    # Without a manifest the shards themselves say that a part is not there.
+    (tmp_path / "bad" / "checkpoint_manifest.json").unlink(missing_ok=True)
+    told = refused(capsys, shards, tmp_path / "out")
+    assert "a file of shards is missing" in told or victim.name in told
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_what_is_no_sharded_model_is_told(saved, tmp_path, capsys):
+    assert "no such folder" in refused(capsys, tmp_path / "none", tmp_path / "out")
+    assert "no shards of a model" in refused(capsys, tmp_path, tmp_path / "out")
+    assert "the shards of an optimizer" in refused(capsys, saved / "run" / "optimizer_0", tmp_path / "out")
+    (tmp_path / "file").write_text("")
+    assert "is a file" in refused(capsys, saved / "run", tmp_path / "file")
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "pytorch_model_fsdp_rank0.bin").write_text("")
+    assert "LOCAL_STATE_DICT" in refused(capsys, tmp_path / "local", tmp_path / "out")
