@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
@@ -29,11 +30,27 @@ class TorchTensorParallelPlugin:
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Options of tensor parallelism. `enable_async_tp` overlaps communication with the multiplications."""
+    """Options of tensor parallelism.
+
+    Fields:
+        enable_async_tp: overlap communication with the multiplications.
+        sequence_parallel: between the split layers (norms, residual stream) each rank keeps a part of the sequence.
+        loss_parallel: the output layer stays split over the vocabulary, and the loss is computed in parts.
+        plan: module name, in which `*` stands for one part -> a word (`colwise`, `rowwise`, ...) or a `ParallelStyle`
+            of torch. None takes the model's own plan (`_tp_plan`), else one is inferred.
+    """
 
     enable_async_tp: bool = False
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    plan: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.plan is not None and not (isinstance(self.plan, Mapping) and self.plan):
+            raise ConfigurationError(
+                f"plan={self.plan!r}: a tensor-parallel plan maps names of modules to words such as 'colwise'; None "
+                "takes the model's own, or infers one"
+            )
         if self.enable_async_tp:
             raise ConfigurationError(
                 "enable_async_tp=True needs symmetric-memory kernels, which this library does not drive: use False"

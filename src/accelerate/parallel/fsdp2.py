@@ -43,7 +43,6 @@ class FullyShardedDataParallel(ShardedStrategy):
         precision: Precision,
         plugin: FullyShardedDataParallelPlugin,
         parallelism: ParallelismConfig | None = None,
-        tensor_plan: tensor.Plan | None = None,
     ) -> None:
         if plugin.fsdp_version != 2:
             raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP2")
@@ -56,7 +55,6 @@ class FullyShardedDataParallel(ShardedStrategy):
         self.shards = mesh.fsdp_mesh(self.layout, self.mesh, device)
         # The ranks that average gradients with each other.
         self.copies = mesh.group_of(self.mesh, "dp_cp")
-        self.tensor_plan = tensor_plan
         self._deferred: set[int] = set()
         self._whole: dict[int, list[nn.Parameter]] = {}
 
@@ -70,7 +68,7 @@ class FullyShardedDataParallel(ShardedStrategy):
             return model
         split = None
         if self.layout.tp_enabled and self.mesh is not None:
-            split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], plan=self.tensor_plan)
+            split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler)
         shard_model(model, self.plugin, self.shards, self.device, split=split, full_outputs=self.full_outputs)
         whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
         self._whole[id(model)] = [parameter for parameter in whole if parameter.requires_grad]
@@ -135,29 +133,19 @@ def shard_model(
     def shard(equal: bool) -> None:
         modules = units
         if split is not None:
+            if equal:
+                # What is split is cut from equal weights, so these come first, and whole.
+                materialize.make_equal(_not_sharded_yet(model), device, ranks)
             split(model)
         if plugin.activation_checkpointing:
             modules = checkpoint_activations(model, units, device, bool(plugin.activation_checkpointing_offload))
         for unit in [*modules, model]:
-            if equal:
+            if equal and split is None:
                 materialize.make_equal(_not_sharded_yet(unit), device, ranks)
             _shard_unit(unit, unit is model, plugin, shards, whole.find(model), full_outputs)
 
-    meta = materialize.gather_flags(materialize.where_meta(model) is not None, device, ranks)
-    if not any(meta) and not plugin.cpu_ram_efficient_loading:
-        if split is not None:
-            # What is split is cut from equal weights, so these come first, and whole.
-            materialize.make_equal(_not_sharded_yet(model), device, ranks)
-        shard(equal=split is None)
-        return model
-    full = dict(materialize.named_tensors(model)) if dist.get_rank(ranks) == 0 and not meta[0] else {}
-    materialize.to_meta(model)
-    shard(equal=False)
-    materialize.allocate(model, device, home)
-    if meta[0]:
-        materialize.initialise(model, device, ranks, plugin.param_init_fn)
-    else:
-        materialize.spread(full, materialize.named_tensors(model), device, ranks)
+    from_first = bool(plugin.cpu_ram_efficient_loading)
+    materialize.lay_out(model, device, shard, ranks, home, from_first, plugin.param_init_fn)
     return model
 
 

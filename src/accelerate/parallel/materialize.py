@@ -55,16 +55,47 @@ def gather_flags(flag: bool, device: torch.device, group: dist.ProcessGroup | No
 
 @torch.no_grad()
 def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Give every rank of the group its first rank's values. Tensors are moved to `device`."""
+    """Give every rank of the group its first rank's values. Tensors are moved to `device`.
+
+    What is laid out already (a DTensor) is left alone: its parts differ, and whoever laid it out has filled them.
+    """
     locals_: list[torch.Tensor] = []
     for tensor in tensors:
         if isinstance(tensor, DTensor):
-            locals_.append(tensor.to_local())
             continue
         if tensor.device != device:
             tensor.data = tensor.data.to(device)
         locals_.append(tensor.data)
     _broadcast(locals_, group)
+
+
+def lay_out(
+    model: nn.Module,
+    device: torch.device,
+    apply: Callable[[bool], None],
+    ranks: dist.ProcessGroup | None = None,
+    home: torch.device | None = None,
+    from_first: bool = False,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> None:
+    """Lay a model out by `apply(equal)`, which replaces its tensors, and fill it wherever its weights are.
+
+    Where every rank of the group has weights, `apply(True)` has to make them equal first. Where only the first has
+    them (`from_first`, or the others built the model without storage) they are spread one tensor at a time, after
+    `apply(False)`; where not even that one has, each module is initialised alone. Local parts live on `home`.
+    """
+    meta = gather_flags(where_meta(model) is not None, device, ranks)
+    if not any(meta) and (not from_first or any(isinstance(parameter, DTensor) for parameter in model.parameters())):
+        apply(True)
+        return
+    full = dict(named_tensors(model)) if dist.get_rank(ranks) == 0 and not meta[0] else {}
+    to_meta(model)
+    apply(False)
+    allocate(model, device, home)
+    if meta[0]:
+        initialise(model, device, ranks, init)
+    else:
+        spread(full, named_tensors(model), device, ranks)
 
 
 def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:

@@ -3,49 +3,25 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
+from ..config.parallel import TorchTensorParallelConfig
 from ..core.errors import ConfigurationError, PrepareError
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime import mesh
-from . import materialize
+from . import materialize, tensor_plan, tensor_sequence, tensor_styles
 from .remap import ParameterPlaces
 from .sharded import ShardedStrategy
-
-Plan = Mapping[str, "str | ParallelStyle"]
-
-# The words of a plan. Columns split the outputs, rows the inputs; a pair of them meets in one all-reduce.
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-}
-
-# Names that the linear layers of attention and MLP blocks usually have: (columns, row) of one parent.
-_PAIRS: tuple[tuple[frozenset[str], str], ...] = (
-    (frozenset({"q_proj", "k_proj", "v_proj"}), "o_proj"),
-    (frozenset({"q_proj", "k_proj", "v_proj"}), "out_proj"),
-    (frozenset({"wq", "wk", "wv"}), "wo"),
-    (frozenset({"gate_proj", "up_proj"}), "down_proj"),
-    (frozenset({"up_proj"}), "down_proj"),
-    (frozenset({"w1", "w3"}), "w2"),
-    (frozenset({"fc1"}), "fc2"),
-    (frozenset({"up"}), "down"),
-)
-# Counts of heads that an attention module keeps; a rank computes its share of them.
-_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 class TensorParallel(ShardedStrategy):
@@ -53,39 +29,94 @@ class TensorParallel(ShardedStrategy):
 
     name = "tensor parallel"
 
-    def __init__(
-        self, device: torch.device, precision: Precision, parallelism: ParallelismConfig, plan: Plan | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, precision: Precision, parallelism: ParallelismConfig) -> None:
         super().__init__(device, precision, parallelism)
         if self.mesh is None or list(self.mesh.mesh_dim_names or ()) != ["tp"]:
             raise ConfigurationError(
                 f"{mesh.describe(parallelism)}: tensor parallelism alone uses every rank for tp; with dp sizes FSDP2 "
                 "drives, which needs an fsdp_plugin"
             )
-        self.plan = plan
+        self._sums = PartialSums()
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), self.device, None)
-        split_model(model, self.mesh["tp"], self.plan)  # type: ignore[index]
+        ranks = self.mesh["tp"]  # type: ignore[index]
+
+        def split(equal: bool) -> None:
+            if equal:
+                tensors = (tensor for _, tensor in materialize.named_tensors(model))
+                materialize.make_equal(tensors, self.device, None)
+            split_model(model, ranks, self.layout.tp_handler)
+
+        materialize.lay_out(model, self.device, split)
+        self._sums.add(model)
         return model
 
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        super().backward(loss, **kwargs)
+        self._sums.finish()
 
-def split_model(model: nn.Module, ranks: DeviceMesh, plan: Plan | None = None) -> dict[str, str]:
-    """Split the layers of a model in place over `ranks`, whose weights must be equal; name -> what became of it.
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        with self._sums.deferred():
+            yield
 
-    `plan` maps names, in which `*` stands for one part, to words of STYLES or torch's ParallelStyle objects. Without
-    one the model's own (`_tp_plan`) is taken, else one is inferred. A model that was loaded split is left as it is.
+
+class PartialSums:
+    """Gradients of whole parameters that see a part of the tokens, or of the heads: each rank has a summand.
+
+    They accumulate as they are and are summed over the ranks once, at the end of a window, in one message.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: list[nn.Parameter] = []
+        self._deferred = False
+
+    def add(self, model: nn.Module) -> None:
+        self._parameters += [
+            parameter
+            for parameter in model.parameters()
+            if isinstance(parameter, DTensor) and all(place.is_replicate() for place in parameter.placements)
+        ]
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """A block whose backwards leave summands where they are."""
+        before, self._deferred = self._deferred, True
+        try:
+            yield
+        finally:
+            self._deferred = before
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self._deferred:
+            return
+        kinds: dict[tuple[Any, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
+                kinds.setdefault((gradient.device_mesh, gradient.dtype), []).append(parameter)
+        for (ranks, _), listed in kinds.items():
+            parts = [parameter.grad.to_local() for parameter in listed]  # type: ignore[union-attr]
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            dist.all_reduce(flat, group=ranks.get_group())
+            for parameter, part, total in zip(listed, parts, flat.split([p.numel() for p in parts]), strict=True):
+                whole: Any = parameter
+                parameter.grad = DTensor.from_local(total.view_as(part), ranks, whole.placements, run_check=False)
+
+
+def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParallelConfig | None = None) -> bool:
+    """Split the layers of a model in place over `ranks`, whose weights must be equal. False: it was split before.
+
+    Without a plan in `options` the model's own (`_tp_plan`) is taken, else one is inferred.
     Raises PrepareError, before anything is split, for a plan or a size that does not fit the model.
     """
+    options = options or TorchTensorParallelConfig()
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return {}
-    plan = plan or getattr(model, "_tp_plan", None) or infer_plan(model)
-    styles = match_plan(model, plan)
+        return False
+    styles = _styles(model, options, ranks.size())
     modules = dict(model.named_modules())
-    for name, style in styles.items():
-        _check_division(name, modules[name], style, ranks.size())
-    parents = {name.rpartition(".")[0] for name, style in styles.items() if isinstance(style, ColwiseParallel)}
-    heads = [(modules[parent], _shares_of_heads(parent, modules[parent], ranks.size())) for parent in sorted(parents)]
+    heads = tensor_plan.check_plan(model, styles, ranks.size())
     places = ParameterPlaces(model)
     for name, style in styles.items():
         # Every rank cuts its part out of the weights it has: they are equal, nothing has to be sent.
@@ -95,7 +126,28 @@ def split_model(model: nn.Module, ranks: DeviceMesh, plan: Plan | None = None) -
         for key, share in shares.items():
             setattr(module, key, share)
     _retie(places)
-    return {name: type(style).__name__ for name, style in styles.items()}
+    if options.loss_parallel:
+        tensor_styles.compute_losses_in_parts()
+        model.register_forward_hook(lambda module, args, output: tensor_styles.plain_losses(output))
+    return True
+
+
+def _styles(model: nn.Module, options: TorchTensorParallelConfig, size: int) -> tensor_plan.Styles:
+    """Module name -> how it is split, by the user's plan, the model's own, or an inferred one."""
+    if options.plan is not None:
+        styles = tensor_plan.match_plan(model, options.plan)
+    elif own := getattr(model, "_tp_plan", None):
+        # A family of models shares a plan: rules for parts that this one lacks stand in it.
+        styles = tensor_plan.match_plan(model, own, strict=False)
+        if not styles:
+            raise PrepareError(f"no rule of the tensor-parallel plan of {type(model).__name__} fits a module of it")
+    else:
+        styles = tensor_plan.match_plan(model, tensor_plan.infer_plan(model, size))
+    if options.loss_parallel:
+        tensor_plan.split_losses(model, styles)
+    if options.sequence_parallel:
+        styles = tensor_sequence.along_sequence(model, styles)
+    return styles
 
 
 def _retie(places: ParameterPlaces) -> None:
@@ -115,86 +167,3 @@ def _retie(places: ParameterPlaces) -> None:
 
 def _layout(parameter: Any) -> Any:
     return parameter.placements if isinstance(parameter, DTensor) else None
-
-
-def match_plan(model: nn.Module, plan: Plan) -> dict[str, ParallelStyle]:
-    """Module name -> style, in the order of the model. The first pattern that fits a name counts.
-
-    Raises PrepareError for a pattern that fits no module, or an unknown word.
-    """
-    patterns = {pattern: re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")) for pattern in plan}
-    unused = set(plan)
-    found: dict[str, ParallelStyle] = {}
-    for name, _ in model.named_modules():
-        for pattern, expression in patterns.items():
-            if expression.fullmatch(name):
-                unused.discard(pattern)
-                found.setdefault(name, _style(pattern, plan[pattern]))
-    if unused:
-        raise PrepareError(
-            f"the tensor-parallel plan names modules that {type(model).__name__} does not have: "
-            f"{', '.join(sorted(unused))}"
-        )
-    return found
-
-
-def _style(pattern: str, asked: str | ParallelStyle) -> ParallelStyle:
-    if isinstance(asked, ParallelStyle):
-        return asked
-    if asked not in STYLES:
-        raise PrepareError(f"the tensor-parallel plan asks for {asked!r} at {pattern}; known are {list(STYLES)}")
-    return STYLES[asked]()
-
-
-def infer_plan(model: nn.Module) -> dict[str, str]:
-    """A plan for attention and MLP blocks whose linear layers have usual names.
-
-    Raises PrepareError where no block is recognised, or one has parts whose place in the split is not known.
-    """
-    plan: dict[str, str] = {}
-    for name, parent in model.named_modules():
-        children = dict(parent.named_children())
-        linear = {key for key, child in children.items() if isinstance(child, nn.Linear)}
-        for columns, row in _PAIRS:
-            if not columns <= linear or row not in linear:
-                continue
-            strange = [
-                key
-                for key, child in children.items()
-                if key not in columns | {row} and any(True for _ in child.parameters())
-            ]
-            if strange:
-                raise PrepareError(
-                    f"no tensor-parallel plan can be inferred for {name}: how {', '.join(strange)} takes part in the "
-                    "split is not known. Give a plan."
-                )
-            prefix = f"{name}." if name else ""
-            plan.update({f"{prefix}{key}": "colwise" for key in sorted(columns)})
-            plan[f"{prefix}{row}"] = "rowwise"
-            break
-    if not plan:
-        raise PrepareError(
-            f"no tensor-parallel plan can be inferred for {type(model).__name__}: no module of it has linear layers "
-            "named like an attention or MLP block (q_proj, k_proj, v_proj, o_proj; up_proj, down_proj). Give a plan."
-        )
-    return plan
-
-
-def _check_division(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
-    width = {ColwiseParallel: "out_features", RowwiseParallel: "in_features"}.get(type(style))
-    found = getattr(module, width, None) if width else None
-    if found is not None and found % size:
-        raise PrepareError(f"tp_size={size} does not divide {width}={found} of {name}")
-
-
-def _shares_of_heads(name: str, module: nn.Module, size: int) -> dict[str, int]:
-    """Attribute -> this rank's number of heads, for an attention module that counts them."""
-    shares = {}
-    for key in _HEADS:
-        count = getattr(module, key, None)
-        if not isinstance(count, int) or isinstance(count, bool):
-            continue
-        if count % size:
-            raise PrepareError(f"tp_size={size} does not divide {key}={count} of {name}: a head is never split")
-        shares[key] = count // size
-    return shares

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import PrepareError
 from accelerate.parallel.base import Bundle
 from accelerate.parallel.fsdp2 import FullyShardedDataParallel
@@ -153,14 +154,19 @@ def check_run(what, make, strategy, steps=STEPS, seed=None, build=None):
     return state
 
 
-def sharded(plan=None, efficient=False, **sizes):
+def sharded(efficient=False, **sizes):
     plugin = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", cpu_ram_efficient_loading=efficient)
-    return FullyShardedDataParallel(CPU, Precision(), plugin, ParallelismConfig(**sizes), plan)
+    return FullyShardedDataParallel(CPU, Precision(), plugin, ParallelismConfig(**sizes))
 
 
 def on_rank_0(seed):
     with torch.device("cpu" if PartialState().process_index == 0 else "meta"):
         return own(0)
+
+
+def split(model, **options):
+    layout = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(**options))
+    return TensorParallel(CPU, Precision(), layout).wrap_model(model)
 
 
 def refused(call, named):
@@ -179,15 +185,9 @@ def main():
     check_run("tp", own, alone)
     if world == 2:
         whole = {"layers.*.attention.?_proj": "colwise"}
-        refused(
-            lambda: TensorParallel(CPU, Precision(), ParallelismConfig(tp_size=2), whole).wrap_model(own(0)), "?_proj"
-        )
-        alone.plan = {"head": "sideways"}
-        refused(lambda: alone.wrap_model(own(0)), "sideways")
-        refused(
-            lambda: TensorParallel(CPU, Precision(), ParallelismConfig(tp_size=2)).wrap_model(nn.Linear(2, 2)),
-            "Linear",
-        )
+        refused(lambda: split(own(0), plan=whole), "?_proj")
+        refused(lambda: split(own(0), plan={"head": "sideways"}), "sideways")
+        refused(lambda: split(nn.Linear(2, 2)), "Linear")
         print("all equal")
         return
     check_run("fsdp x tp", own, sharded(dp_shard_size=2, tp_size=2))

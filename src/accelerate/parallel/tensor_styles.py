@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one module is split over tensor-parallel ranks: torch's styles, with what training a whole model needs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+)
+
+from ..core.errors import PrepareError
+
+# What a residual stream is sharded along: (batch, sequence, features).
+SEQUENCE = 1
+
+
+class SharedInput:
+    """Layers that read one tensor, in turn: it is made whole once, and its gradient is summed over the ranks once."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+        self._given: torch.Tensor | None = None
+        self._whole: torch.Tensor | None = None
+        self._left = 0
+
+    def take(self, given: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        if given is not self._given or self._whole is None:
+            self._given, self._whole, self._left = given, whole_input(given, mesh), self.layers
+        whole = self._whole
+        self._left -= 1
+        if self._left == 0:
+            # Nothing outlives the forward.
+            self._given = self._whole = None
+        return whole
+
+
+def whole_input(given: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """A tensor that is the same on every rank, or a DTensor in any layout, as one that is whole on each."""
+    if not isinstance(given, DTensor):
+        return DTensor.from_local(given, mesh, (Replicate(),), run_check=False)
+    if given.placements == (Replicate(),):
+        return given
+    return given.redistribute(placements=(Replicate(),), async_op=True)
+
+
+class Columns(ColwiseParallel):
+    """Each rank has some of the outputs. Siblings that read the same tensor share its way to the ranks and back."""
+
+    def __init__(self, output: Placement | None = None, use_local_output: bool = True) -> None:
+        super().__init__(output_layouts=output, use_local_output=use_local_output)
+        self.shared = SharedInput(1)
+        # torch asks the style for these when it is applied.
+        self._prepare_input_fn = self._take_input  # type: ignore[method-assign]
+
+    def _take_input(self, layouts: Any, desired: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        return self.shared.take(inputs[0], mesh)
+
+
+class VocabularyColumns(Columns):
+    """An output layer whose logits stay split for the loss; where no gradient is taken they are made whole."""
+
+    def __init__(self) -> None:
+        super().__init__(Shard(-1), use_local_output=False)
+        self._prepare_output_fn = self._give_output  # type: ignore[method-assign]
+
+    @staticmethod
+    def _give_output(layouts: Any, use_local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        if torch.is_grad_enabled():
+            return outputs.redistribute(placements=(Shard(outputs.ndim - 1),))
+        return outputs.full_tensor()
+
+
+class Rows(RowwiseParallel):
+    """Each rank has some of the inputs; outputs are summed. With `along_sequence` each rank keeps its part."""
+
+    def __init__(self, whole_input: bool = False, along_sequence: bool = False) -> None:
+        super().__init__(
+            input_layouts=Replicate() if whole_input else Shard(-1),
+            output_layouts=Shard(SEQUENCE) if along_sequence else Replicate(),
+            use_local_output=not along_sequence,
+        )
+
+
+class AlongSequence(SequenceParallel):
+    """A module without a word between tokens (a norm), each rank on its part of them. Its parameters stay whole.
+
+    With `gather` what it returns is whole on every rank again.
+    """
+
+    def __init__(self, dimension: int = SEQUENCE, use_local_output: bool = False, gather: bool = False) -> None:
+        super().__init__(sequence_dim=dimension, use_local_output=use_local_output)
+        if gather:
+            self._prepare_output_fn = self._give_whole  # type: ignore[method-assign]
+        if not use_local_output:
+            self._prepare_input_fn = self._take_part  # type: ignore[method-assign]
+
+    def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        for key, parameter in module.named_parameters(recurse=False):
+            whole = DTensor.from_local(parameter.data, device_mesh, (Replicate(),), run_check=False)
+            module.register_parameter(key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+    @staticmethod
+    def _take_part(sharding: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        if not isinstance(inputs[0], DTensor):
+            raise PrepareError(
+                f"{type(module).__name__} is to compute along the sequence, but what it reads is whole: it does not "
+                "stand in the residual stream. Give a plan that leaves it out."
+            )
+        return SequenceParallel._prepare_input_fn(sharding, module, inputs, mesh)
+
+    @staticmethod
+    def _give_whole(use_local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        return _gathered(outputs)
+
+
+class PerHead(AlongSequence):
+    """A norm of each head (q_norm, k_norm): a rank sees its own heads, the gradient of the weight is over all of them.
+
+    To torch the ranks then have different tokens, which for a norm of the last dimension is the same thing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(dimension=0, use_local_output=True)
+
+
+class Whole(ParallelStyle):
+    """A module that stays as it is on every rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
+class Entry(ParallelStyle):
+    """Where the residual stream begins to be sharded along the sequence: before this module."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def shard(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (_part(args[0], device_mesh), *args[1:]), kwargs
+            name = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
+            return args, {**kwargs, name: _part(kwargs[name], device_mesh)}
+
+        # Before the hooks of other layouts, which read their inputs.
+        module.register_forward_pre_hook(shard, with_kwargs=True, prepend=True)
+        return module
+
+
+class Exit(ParallelStyle):
+    """Where the residual stream is whole again: after this module."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(inner: nn.Module, args: Any, output: Any) -> Any:
+            return _mapped(output, _gathered)
+
+        module.register_forward_hook(gather)
+        return module
+
+
+class Both(ParallelStyle):
+    """Two styles of one module, in order."""
+
+    def __init__(self, first: ParallelStyle, second: ParallelStyle) -> None:
+        self.styles = (first, second)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for style in self.styles:
+            module = style._apply(module, device_mesh)
+        return module
+
+
+def _part(stream: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    if isinstance(stream, DTensor):
+        return stream
+    whole = DTensor.from_local(stream, mesh, (Replicate(),), run_check=False)
+    return whole.redistribute(placements=(Shard(SEQUENCE),))
+
+
+def _gathered(value: Any) -> Any:
+    if not isinstance(value, DTensor):
+        return value
+    return value.redistribute(placements=(Replicate(),)).to_local()
+
+
+def _mapped(output: Any, change: Any) -> Any:
+    if isinstance(output, tuple):
+        return tuple(change(value) for value in output)
+    return change(output)
+
+
+_stack = contextlib.ExitStack()
+_entered = False
+
+
+def compute_losses_in_parts() -> None:
+    """From here on, `cross_entropy` of logits that are split over their classes sums over ranks, and gathers nothing.
+
+    The loop computes its loss wherever it likes, and torch's context has to hold from there through the backward: it
+    is held to the end of the process. It touches nothing but DTensors that a cross entropy is taken of.
+    """
+    global _entered
+    if not _entered:
+        _stack.enter_context(loss_parallel())
+        _entered = True
+
+
+def plain_losses(output: Any) -> Any:
+    """A model's output with its whole DTensors (the loss that it computed itself) as plain tensors."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, DTensor) and value.ndim == 0:
+            return value.redistribute(placements=(Replicate(),) * value.device_mesh.ndim).to_local()
+        return value
+
+    if isinstance(output, Mapping):
+        for key in list(output):
+            if plain(output[key]) is not output[key]:
+                output[key] = plain(output[key])  # type: ignore[index]
+        return output
+    return _mapped(output, plain)
