@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -257,6 +258,19 @@ def checks(device: torch.device) -> dict[str, Callable[[], None]]:
     return found
 
 
+def large_models(peer: str | None, small: bool) -> None:
+    """Tokens a second, MFU and memory of a large model: plain PyTorch, ours, the peer's; fp8 where it is there."""
+    script, shared = str(Path(__file__).with_name("gpu_llama.py")), ["--small", "--steps", "3"] if small else []
+    runs = [("raw", sys.executable, ["--variant", "raw"]), ("ours", sys.executable, ["--variant", "api"])]
+    if peer is not None:
+        runs.append(("peer", peer, ["--variant", "api"]))
+    if importlib.util.find_spec("torchao") is not None and not small:
+        runs.append(("ours, fp8", sys.executable, ["--variant", "api", "--fp8"]))
+    for who, python, options in runs:
+        done = subprocess.run([python, script, *options, *shared], capture_output=True, text=True, timeout=600)
+        print(f"{who}: {done.stdout.strip() or 'failed: ' + done.stderr[-1000:]}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer", help="the interpreter of the environment that has the peer")
@@ -284,6 +298,7 @@ def main() -> int:
             command = [python, str(Path(__file__)), "--times", *(["--cpu"] if args.cpu else [])]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             print(f"{who}:\n{done.stdout or done.stderr[-1000:]}", end="")
+    large_models(args.peer, args.cpu)
     return 1 if failures else 0
 
 

@@ -64,6 +64,9 @@ SCRIPTS = [
             "checkpoint save": Row("save_state of 1.2 GB / torch.save and fsync", "ratio", 1.0),
             "checkpoint load": Row("load_state of 1.2 GB / reading its bytes from the disk", "ratio", 1.2),
             "checkpoint wait": Row("time the loop waits for a save, in the background where offered", "time"),
+            "checkpoint load memory": Row("most memory of load_state over what was resident", "time", 4.2),
+            "checkpoint verify": Row("verifying 1.2 GB / reading its bytes from the disk", "ratio", 1.1),
+            "checkpoint resume data": Row("from 1,000 batches into an epoch to the next batch", "time", 5),
         },
     ),
     Script(
