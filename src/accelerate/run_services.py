@@ -247,10 +247,6 @@ class RunServices:
         self._going_on.take_main(report.progress.get("training_loader"))
         if "iteration" in report.progress and self.project_configuration.automatic_checkpoint_naming:
             self.project_configuration.iteration = int(report.progress["iteration"]) + 1
-        for folder, why in report.skipped:
-            logger.warning(f"{folder} is no valid checkpoint and was passed over: {why}")
-        for note in report.notes:
-            logger.warning(f"{report.folder}: {note}")
 
     def _checkpoints_dir(self, caller: str) -> Path:
         if self.project_dir is None:

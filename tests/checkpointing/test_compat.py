@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from accelerate.checkpointing import ModelPart, OptimizerPart, Options, RunState, load_newest, load_run, save_run
 from accelerate.checkpointing.compat import load_pickled
 from accelerate.core.errors import CheckpointError
+from accelerate.data_loader import prepare_data_loader
 
 FOLDER = Path(__file__).parent / "data" / "api_format"
 
@@ -104,3 +106,37 @@ def test_a_missing_file_is_named_and_a_folder_without_manifest_is_not_picked(tmp
     (tmp_path / "checkpoint_0" / "scheduler.bin").unlink()
     with pytest.raises(CheckpointError, match=r"has no scheduler\.bin"):
         load_run(run, tmp_path / "checkpoint_0", process=process)
+
+
+def test_the_seed_of_a_pickled_sampler_is_read_and_nothing_of_it_is_built(tmp_path, process):
+    class Data(list):
+        """A user's dataset, pickled with the sampler."""
+
+    Data.__qualname__ = "Data"
+    globals()["Data"] = Data
+
+    def loader(seed, data=None):
+        data = data or Data(range(12))
+        return prepare_data_loader(
+            DataLoader(data, 2, shuffle=True), use_seedable_sampler=True, data_seed=seed, num_processes=1,
+            process_index=0,
+        )  # fmt: skip
+
+    model, optimizer, scheduler = build()
+    shutil.copytree(FOLDER, tmp_path / "c")
+    saved = loader(77, Data([*range(11), Trap(tmp_path / "owned")])).get_sampler()
+    saved.set_epoch(2)
+    torch.save(saved, tmp_path / "c" / "sampler.bin")
+    state = {"_num_yielded": 5, "_sampler_iter_yielded": 5}
+    torch.save(state, tmp_path / "c" / "dl_state_dict_1.bin")
+    (tmp_path / "c" / "sampler_1.bin").write_bytes(b"no archive")
+    loaders = [loader(1), loader(5)]
+    run = RunState([ModelPart(model)], [OptimizerPart(optimizer)], [scheduler], loaders, custom=[Counted()])
+    report = load_run(run, tmp_path / "c", process=process)
+    assert not (tmp_path / "owned").exists()
+    wanted = loader(77)
+    wanted.set_epoch(2)
+    assert [batch.tolist() for batch in loaders[0]] == [batch.tolist() for batch in wanted]
+    assert loaders[0].iteration == 3
+    assert "leave the 5 batches" in report.notes[0] and "sampler_1.bin holds no seedable" in report.notes[1]
+    assert loaders[1].get_sampler().initial_seed == 5

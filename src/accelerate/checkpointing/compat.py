@@ -7,7 +7,9 @@ caller trusts it and says so.
 
 from __future__ import annotations
 
+import io
 import pickle
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
+from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME
 from ..core.errors import CheckpointError
 from .layout import numbered
 from .session import RunState, rng_state
 
 _LOADER_NAME = "dl_state_dict"
+_BROKEN = (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)
 
 # What a pickled numpy array names. These build arrays and nothing else.
 _NUMPY_GLOBALS: list[Any] = [
@@ -62,7 +65,7 @@ def rank_files(run: RunState, rank: int) -> dict[str, Any]:
     """{file name: value} of what each rank saves for itself."""
     state = rng_state()
     values: dict[str, Any] = {
-        "step": run.progress.get("step", 0),
+        "step": run.progress.get("accumulation_step", 0),
         "random_state": state["python"],
         "numpy_random_seed": state["numpy"],
         "torch_manual_seed": state["torch"],
@@ -90,7 +93,7 @@ def shared_files(run: RunState, optimizers: Sequence[Any]) -> dict[str, Any]:
 
 
 def read_rank(folder: Path, rank: int, allow_pickle: bool) -> dict[str, Any] | None:
-    """A rank's generators in our names, and the step; None where the folder has no file of this rank."""
+    """A rank's generators in our names, and its step in the window; None where the folder has no file of it."""
     path = folder / f"{RNG_STATE_NAME}_{rank}.pkl"
     if not path.exists():
         return None
@@ -112,10 +115,73 @@ def read_optimizer(folder: Path, index: int, allow_pickle: bool) -> Any:
     return load_pickled(folder / numbered(OPTIMIZER_NAME, index, ".bin"), allow_pickle)
 
 
-def read_loader(folder: Path, index: int, allow_pickle: bool) -> Any:
-    """The state of a loader, or None where none was saved."""
+def read_loader(folder: Path, index: int, allow_pickle: bool, notes: list[str]) -> Any:
+    """The state of a loader, or None where none was saved that a prepared loader can take."""
     path = folder / numbered(_LOADER_NAME, index, ".bin")
-    return load_pickled(path, allow_pickle) if path.exists() else None
+    if path.exists():
+        state = load_pickled(path, allow_pickle)
+        if "format" in state:
+            return state
+        done = state.get("_num_yielded", (state.get("_snapshot") or {}).get("_snapshot_step"))
+        notes.append(
+            f"{path.name} is the position of another kind of loader and was not used: leave the {done} batches that "
+            "were read out with skip_first_batches"
+        )
+    return _read_sampler(folder / numbered(SAMPLER_NAME, index, ".bin"), notes)
+
+
+def _read_sampler(path: Path, notes: list[str]) -> dict[str, Any] | None:
+    """The seed and the epoch of a pickled seedable sampler, as the position of a loader at the start of that epoch.
+
+    The sampler holds the whole dataset, of any class: nothing of the file is built but numbers and plain containers.
+    """
+    if not path.exists():
+        return None
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            found = _Numbers(io.BytesIO(archive.read(name))).load()
+        seed, epoch = int(found.state["initial_seed"]), int(found.state["epoch"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration, *_BROKEN) as error:
+        notes.append(f"{path.name} holds no seedable sampler ({error!r}) and was not used")
+        return None
+    return {"format": 1, "epoch": epoch, "unit": "samples", "total": None, "consumed": 0, "own": {"seed": seed}}
+
+
+class _Inert:
+    """Stands for an object of any class: takes what a pickle says of it, and does nothing."""
+
+    state: Any = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    def append(self, value: Any) -> None:
+        """An item of a list's subclass."""
+
+    extend = add = append
+
+
+class _Numbers(pickle.Unpickler):
+    """Reads a pickle in which every class and function is inert, and no tensor has content."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return _Inert
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _Inert()
 
 
 def read_shared(folder: Path, run: RunState, allow_pickle: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..core.constants import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME, SAMPLER_NAME
+from ..core.constants import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError
 from . import compat
 from .blocks import BlockIO, CorruptFile
@@ -216,12 +216,12 @@ class CompatSource(Source):
         if found is None:
             notes.append(f"no random states of rank {rank} were saved: its generators stay as they are")
             found = {"rng": None}
-        if any(self.folder.glob(f"{SAMPLER_NAME}*.bin")):
-            notes.append("sampler.bin is a pickled object and was not used: loaders shuffle by their own seed")
         loaders = [
-            compat.read_loader(self.folder, index, self.allow_pickle) for index in range(len(self.run.dataloaders))
+            compat.read_loader(self.folder, index, self.allow_pickle, notes)
+            for index in range(len(self.run.dataloaders))
         ]
-        return {"rng": found["rng"], "progress": {"step": found.get("step", 0)}, "dataloaders": loaders}
+        progress = {"accumulation_step": found.get("step", 0)}
+        return {"rng": found["rng"], "progress": progress, "dataloaders": loaders}
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
