@@ -15,6 +15,8 @@ COMMANDS = {
     "launch": ("launch", "start a script: one process, several, or several machines"),
     "merge-weights": ("merge", "put the shards of a model together"),
     "test": ("test", "prove that this installation trains on this machine"),
+    "to-fsdp2": ("to_fsdp2", "convert a configuration file from FSDP1 to FSDP2"),
+    "tpu-config": ("tpu_config", "run setup commands on all workers of a TPU pod"),
 }
 
 

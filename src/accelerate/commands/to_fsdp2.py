@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate to-fsdp2`: a launch configuration for FSDP1 becomes one for FSDP2; each change is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..config import launch_file
+from ..core.errors import ConfigurationError
+from .parser import Parser
+
+STRATEGY, RESHARD, STATES = "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_state_dict_type"
+# Whether a strategy of version 1 frees the gathered parameters after the forward pass.
+RESHARDS = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": True,
+    "HYBRID_SHARD_ZERO2": False,
+    "NO_SHARD": False,
+}
+GONE = {
+    "fsdp_backward_prefetch": "FSDP2 always prefetches in the backward pass",
+    "fsdp_forward_prefetch": "FSDP2 has no such option",
+    "fsdp_sync_module_states": "FSDP2 always gives all ranks the same weights",
+    "fsdp_use_orig_params": "FSDP2 always keeps the model's own parameters",
+}
+
+
+def convert(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The keys of a configuration file for FSDP2, and what was changed, a line each. `data` stays as it is.
+
+    ConfigurationError where it is not a configuration for FSDP.
+    """
+    kind = data.get("distributed_type")
+    if kind != "FSDP" and (kind is not None or "fsdp_config" not in data):
+        raise ConfigurationError(
+            f"distributed_type is {kind or 'not given'}: only a configuration for FSDP can be converted"
+        )
+    options = dict(data.get("fsdp_config") or {})
+    new = {**data, "fsdp_config": options}
+    told: list[str] = []
+    _sharding(new, options, told)
+    for key, why in GONE.items():
+        if key in options:
+            told.append(f"{key}: {_word(options.pop(key))} is left out: {why}")
+    _states(options, told)
+    # The key takes words and sizes too, so that it is read as text.
+    word = str(options.get(RESHARD)).lower()
+    if word in ("true", "false"):
+        options[RESHARD] = word == "true"
+    if str(options.get("fsdp_version", 1)) != "2":
+        told.append("fsdp_version: 2")
+    options["fsdp_version"] = 2
+    return new, told
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _sharding(new: dict[str, Any], options: dict[str, Any], told: list[str]) -> None:
+    version_2 = str(options.get("fsdp_version", 1)) == "2"
+    given = options.pop(STRATEGY, None)
+    if version_2 and RESHARD in options and given is not None:
+        told.append(f"{STRATEGY}: {given} is left out: FSDP2 has {RESHARD}, which is there already")
+        return
+    # Version 1 takes its strategies under either key.
+    if given is None and str(options.get(RESHARD, "")).upper() in RESHARDS:
+        given = options[RESHARD]
+    if given is None:
+        return
+    strategy = str(given).upper()
+    if strategy not in RESHARDS:
+        raise ConfigurationError(f"{STRATEGY}: {given} is not one of {', '.join(RESHARDS)}")
+    options[RESHARD] = RESHARDS[strategy]
+    told.append(f"{STRATEGY}: {strategy} is now {RESHARD}: {_word(RESHARDS[strategy])}")
+    if strategy == "NO_SHARD":
+        told.append(
+            "note: NO_SHARD kept whole parameters on every rank; FSDP2 always shards. For whole parameters take "
+            "distributed_type MULTI_GPU instead"
+        )
+    if strategy.startswith("HYBRID_SHARD"):
+        _hybrid(new, told)
+
+
+def _hybrid(new: dict[str, Any], told: list[str]) -> None:
+    """Version 1 shards within a machine and replicates over machines; version 2 takes that from the layout."""
+    machines, processes = new.get("num_machines") or 1, new.get("num_processes")
+    if new.get("parallelism_config"):
+        told.append("note: hybrid sharding is what parallelism_config says: see that dp_replicate_size is right there")
+    elif machines == 1:
+        told.append("note: on one machine hybrid sharding is full sharding")
+    elif isinstance(processes, int) and processes > 0 and processes % machines == 0:
+        sizes = {"dp_replicate_size": machines, "dp_shard_size": processes // machines}
+        new["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
+        words = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        told.append(f"parallelism_config: {words}: shards within a machine, replicas over machines, as before")
+    else:
+        told.append(
+            f"note: num_processes {processes} does not say how many processes each of {machines} machines has: for "
+            "hybrid sharding give parallelism_config with dp_replicate_size and dp_shard_size"
+        )
+
+
+def _states(options: dict[str, Any], told: list[str]) -> None:
+    kind = options.get(STATES)
+    if str(kind).upper() == "LOCAL_STATE_DICT":
+        options[STATES] = "SHARDED_STATE_DICT"
+        told.append(f"{STATES}: LOCAL_STATE_DICT is now SHARDED_STATE_DICT: FSDP2 has no local one")
+    elif kind is None and str(options.get("fsdp_version", 1)) != "2":
+        told.append(f"note: without {STATES} FSDP1 saves FULL_STATE_DICT, FSDP2 SHARDED_STATE_DICT")
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="accelerate to-fsdp2",
+        description="Convert a launch configuration file for FSDP1 to FSDP2, and say what changes.",
+    )
+    made.add_argument("--config_file", "--config-file", required=True, help="The file to convert.")
+    made.add_argument("--output_file", "--output-file", help="Where to write it; with --overwrite the file itself.")
+    made.add_argument("--overwrite", action="store_true", help="Write over a file that is there already.")
+    return made
+
+
+def _target(source: Path, output: str | None, overwrite: bool) -> Path:
+    if output is None and not overwrite:
+        raise ConfigurationError("give --output_file for the result, or --overwrite to write over the file itself")
+    target = source if output is None else Path(output).expanduser()
+    if target.exists() and not overwrite:
+        raise ConfigurationError(f"--output_file {target} is there already: give another one, or --overwrite")
+    return target
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the command. Exits with 2 where the file cannot be converted; nothing is written then."""
+    args = parser().parse_args(argv)
+    source = Path(args.config_file).expanduser()
+    try:
+        target = _target(source, args.output_file, args.overwrite)
+        found = launch_file.read(source)
+        try:
+            data, told = convert(found.data)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{source}: {error}") from None
+        launch_file.write(target, data)
+    except (ConfigurationError, OSError) as error:
+        print(f"accelerate to-fsdp2: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    for line in [*found.notes, *told] or [f"{source} is for FSDP2 already: nothing changes"]:
+        print(line)
+    print(f"written to {target}")

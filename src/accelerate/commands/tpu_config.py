@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate tpu-config`: run setup commands on all workers of a TPU pod, through gcloud's ssh."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..config import launch_file
+from ..core.errors import ConfigurationError, LaunchError
+from .parser import Parser
+
+# Where the commands run on each worker.
+FOLDER = "/usr/share"
+SOURCE = "git+https://github.com/huggingface/accelerate.git"
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="accelerate tpu-config",
+        description="Run commands on every worker of a TPU pod, for its setup before `accelerate launch`. What is not "
+        "given here is taken from the configuration file (tpu_name, tpu_zone, command_file, commands).",
+    )
+    pod = made.add_argument_group("pod", "Which pod; from the configuration file where not given.")
+    pod.add_argument("--config_file", "--config-file", help="Configuration file to read, instead of the default one.")
+    pod.add_argument("--tpu_name", "--tpu-name", help="Name of the TPU.")
+    pod.add_argument("--tpu_zone", "--tpu-zone", help="Zone of the TPU.")
+    inside = made.add_argument_group("commands", "What runs on each worker, in this order, in one shell.")
+    inside.add_argument(
+        "--use_alpha", "--use-alpha", action="store_true", help="Call `gcloud alpha` instead of `gcloud`."
+    )
+    inside.add_argument(
+        "--command_file", "--command-file", help="File with one command a line; empty lines and # lines are left out."
+    )
+    inside.add_argument(
+        "--command", action="append", nargs="+", help="A command in quotes; several, or the option several times."
+    )
+    inside.add_argument(
+        "--install_accelerate", "--install-accelerate", action="store_true", help="Install accelerate first."
+    )
+    inside.add_argument(
+        "--accelerate_version",
+        "--accelerate-version",
+        default="latest",
+        help="Version to install: latest, dev (the development source) or a number. Default: latest.",
+    )
+    inside.add_argument("--debug", action="store_true", help="Print gcloud's command line and run nothing.")
+    return made
+
+
+def gcloud_command(args: argparse.Namespace) -> list[str]:
+    """The argv of gcloud for parsed arguments. ConfigurationError for what is missing, with where it may be given."""
+    kept = _from_file(args.config_file)
+    name, zone = args.tpu_name or kept.get("tpu_name"), args.tpu_zone or kept.get("tpu_zone")
+    for what, value in (("tpu_name", name), ("tpu_zone", zone)):
+        if not value:
+            raise ConfigurationError(f"no {what}: give --{what}, or write it into the configuration file")
+    steps = [f"cd {FOLDER}", *_installation(args), *_commands(args, kept)]
+    alpha = ["alpha"] if args.use_alpha else []
+    where = ["compute", "tpus", "tpu-vm", "ssh", str(name), "--zone", str(zone)]
+    return ["gcloud", *alpha, *where, "--command", "; ".join(steps), "--worker", "all"]
+
+
+def _from_file(named: str | None) -> dict[str, Any]:
+    """The keys of the named configuration file, or of the default one where it exists."""
+    if named is None and not launch_file.default_file().is_file():
+        return {}
+    return launch_file.read(named or launch_file.default_file()).data
+
+
+def _installation(args: argparse.Namespace) -> list[str]:
+    if not args.install_accelerate:
+        if args.accelerate_version != "latest":
+            raise ConfigurationError(
+                f"--accelerate_version {args.accelerate_version} has no effect without --install_accelerate"
+            )
+        return []
+    wanted = {"latest": "accelerate -U", "dev": SOURCE}.get(args.accelerate_version)
+    return [f"pip install {wanted or shlex.quote('accelerate==' + args.accelerate_version)}"]
+
+
+def _commands(args: argparse.Namespace, kept: dict[str, Any]) -> list[str]:
+    """The commands of a file, or those given; the configuration file's where neither was given."""
+    file, given = args.command_file, args.command
+    if file and given:
+        raise ConfigurationError("--command_file and --command contradict each other: give only one of them")
+    if not file and not given:
+        file, given = kept.get("command_file"), [kept.get("commands") or []]
+    if file:
+        lines = _lines(file)
+    else:
+        lines = [command for group in given or [] for command in group]
+    if not lines and not args.install_accelerate:
+        raise ConfigurationError(
+            "nothing to run: give --command or --command_file, or commands or command_file in the configuration file"
+        )
+    return lines
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        text = Path(file).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--command_file {file} cannot be read: {error}") from None
+    # A comment would swallow every command behind it: all of them become one line.
+    return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the command. Exits with gcloud's code, with 2 where something is missing."""
+    args = parser().parse_args(argv)
+    try:
+        command = gcloud_command(args)
+        if args.debug:
+            print(f"Running {shlex.join(command)}")
+            return
+        code = _run(command)
+    except (ConfigurationError, LaunchError) as error:
+        print(f"accelerate tpu-config: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if code:
+        print(
+            f"accelerate tpu-config: error: gcloud ended with exit code {code}: {shlex.join(command)}", file=sys.stderr
+        )
+        sys.exit(code if code > 0 else 128 - code)
+    print("the pod is set up")
+
+
+def _run(command: list[str]) -> int:
+    if shutil.which(command[0]) is None:
+        raise LaunchError(
+            "gcloud is not on the PATH: install the Google Cloud CLI, or see the command line with --debug and run it "
+            "elsewhere"
+        )
+    return subprocess.run(command).returncode
