@@ -1,30 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's elastic agent and rendezvous: machines that come and go, and restarts on all that are left."""
+"""Machines that come and go: torch's rendezvous says who takes part, and a round is watched like any launch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
-import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from ..core import env
-from ..core.errors import ConfigurationError, LaunchError
+from ..core.errors import ConfigurationError
 from .base import Launcher
-from .failure import Failure, cause_of
-from .meeting import check_address, interface_of
-from .process import die_with
+from .meeting import interface_of, resolve_address, say
+from .messenger import StoreLost
+from .rendezvous import Rendezvous, lost, settings_of
+from .rounds import Round, processes
 from .spec import LaunchSpec, ProcessSpec
 from .static import DEFAULT_PORT
+from .supervisor import Supervisor
 
-# A node that dies is left behind in seconds: the agent's own defaults take most of a minute.
-QUICK = {"last_call_timeout": "2", "keep_alive_interval": "1", "keep_alive_max_attempt": "2"}
-# The store of an earlier attempt keeps the addresses of dead peers; each attempt gets its own.
-FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+# torch's own stores and agents speak of every connection that ends; what they mean for the run is said by us.
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+OWN = ("static", "c10d")
+
+
+class Interrupted(BaseException):
+    """A signal came while no rank was running."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class ElasticLauncher(Launcher):
@@ -33,152 +42,148 @@ class ElasticLauncher(Launcher):
     name = "elastic"
 
     def __init__(self, spec: LaunchSpec) -> None:
-        super().__init__(replace(spec, main_process_port=spec.main_process_port or DEFAULT_PORT))
+        alone = spec.num_machines == 1 and not spec.main_process_ip_given
+        super().__init__(replace(spec, main_process_port=spec.main_process_port or (0 if alone else DEFAULT_PORT)))
 
     def check(self) -> None:
         super().check()
-        check_address(self.spec.main_process_ip)
-        if self.spec.tee != "0" and self.spec.log_dir is None:
-            raise ConfigurationError("the elastic engine marks lines only when it also keeps them: give --log_dir")
+        resolve_address(self.spec.main_process_ip)
+        if self.spec.num_machines > 1 and not self.spec.main_process_ip_given and ":" not in self.spec.nnodes:
+            raise ConfigurationError(
+                "several machines need --main_process_ip, the address of the machine that holds the rendezvous"
+            )
+        if self._is_ours:
+            settings_of(self.spec)
+        elif self.spec.tee != "0" and self.spec.log_dir is None:
+            raise ConfigurationError(
+                f"under --rdzv_backend {self.spec.rdzv_backend} lines are marked only when they are also kept: give "
+                "--log_dir"
+            )
+
+    @property
+    def _is_ours(self) -> bool:
+        """Other backends, and a store in a file, are handled by torch's own agent."""
+        stored = self.spec.rendezvous_settings().get("store_type", "tcp")
+        return self.spec.rdzv_backend in OWN and stored == "tcp"
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
-        guarded = [sys.executable, "-S", "-E", str(Path(__file__).with_name("guard.py")), "<pid of the agent>"]
-        variables = {**self.spec.variables, FRESH_STORE: "1"}
-        return [
-            ProcessSpec(rank, rank, (*guarded, *self.spec.program.argv()), variables)
-            for rank in range(self.spec.local_processes)
-        ]
+        """As they are in the first round, if all machines come."""
+        return processes(self.spec, 0 if port is None else port, attempt)
 
     def run(self) -> int:
         address = _address_towards(self.spec.main_process_ip)
-        variables: dict[str, str | None] = {**self.spec.variables, FRESH_STORE: "1"}
-        if self.spec.threads is not None:
-            variables["OMP_NUM_THREADS"] = str(self.spec.threads)
+        variables = dict(self.spec.variables)
         if env.get("GLOO_SOCKET_IFNAME") is None and (name := interface_of(address)) is not None:
             variables["GLOO_SOCKET_IFNAME"] = name
-        env.publish(variables)
-        guarded = [sys.executable, "-S", "-E", str(Path(__file__).with_name("guard.py")), str(os.getpid())]
-        command = [*guarded, *self.spec.program.argv()]
-        config = agent_config(
-            self.spec,
-            endpoint=f"{self.spec.main_process_ip}:{self.spec.main_process_port}",
-            conf=self._settings(address),
-            local_addr=address,
-        )
-        return _run_agent(config, command[0], command[1:], self.spec)
+        spec = replace(self.spec, variables=variables)
+        if not self._is_ours:
+            from .torch_agent import run_program_elastic
 
-    def _settings(self, address: str) -> dict[str, str]:
-        """Exactly one machine hosts the store: machine 0, or the one that has the address."""
-        host = interface_of(socket.gethostbyname(self.spec.main_process_ip)) is not None
-        given = self.spec.rendezvous_settings()
-        first = self.spec.machine_rank == 0 if interface_of(address) == "lo" else host
-        return {**QUICK, "is_host": str(first).lower(), **given}
+            return run_program_elastic(spec, address)
+        if spec.num_machines > 1 and not spec.main_process_ip_given:
+            say("no --main_process_ip: only launches on this machine can join the run")
+        # What is set for this process alone must not reach the ranks.
+        for variable in QUIET:
+            variables.setdefault(variable, env.get(variable))
+        env.publish({variable: env.get(variable, value) for variable, value in QUIET.items()})
+        with _raising_signals():
+            return _run(replace(spec, variables=variables), address)
 
 
-def agent_config(spec: LaunchSpec, endpoint: str, conf: Mapping[str, str], local_addr: str | None, **more: Any) -> Any:
-    """torch's LaunchConfig for a spec."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.launcher.api import LaunchConfig
+def _run(spec: LaunchSpec, address: str) -> int:
+    """Meet, then run rounds until the run is over for this machine; its exit code."""
+    import logging
 
-    least, _, most = spec.nnodes.partition(":")
-    logs = None
-    if spec.log_dir is not None:
-        both = Std.ALL
-        logs = DefaultLogsSpecs(log_dir=str(Path(spec.log_dir).expanduser()), redirects=both, tee=both)
-    backend = spec.rdzv_backend if spec.rdzv_backend != "static" else "c10d"
-    return LaunchConfig(
-        min_nodes=int(least),
-        max_nodes=int(most or least),
-        nproc_per_node=spec.local_processes,
-        run_id=more.pop("run_id", spec.rdzv_id),
-        role=spec.role,
-        rdzv_endpoint=endpoint,
-        rdzv_backend=backend,
-        rdzv_configs=dict(conf),
-        max_restarts=spec.max_restarts,
-        monitor_interval=spec.monitor_interval,
-        local_addr=local_addr,
-        logs_specs=logs or DefaultLogsSpecs(log_dir=tempfile.mkdtemp(prefix="accelerate-elastic-")),
-        **more,
-    )
-
-
-def _run_agent(config: Any, entrypoint: Any, args: Sequence[Any], spec: LaunchSpec) -> int:
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    rendezvous: Rendezvous | None = None
+    rounds: list[Round] = []
     try:
-        elastic_launch(config, entrypoint)(*args)
-    except ChildFailedError as error:
-        rank, first = error.get_first_failure()
-        failure = Failure(
-            rank=rank, local_rank=first.local_rank, pid=first.pid, code=first.exitcode,
-            cause=cause_of(first.exitcode, first.message if "Traceback" in str(first.message) else ""),
-        )  # fmt: skip
-        print("\n".join(failure.lines()), file=sys.stderr)
-        if spec.error_file:
-            failure.write(spec.error_file)
-        return failure.exit_code
-    except SignalException as error:
-        print(f"accelerate launch: ended by {error.sigval.name}", file=sys.stderr)
-        return 128 + int(error.sigval)
-    except Exception as error:
-        # The agent's own errors come in many types; what they have in common is that no rank has failed.
-        raise LaunchError(f"the elastic agent gave up: {type(error).__name__}: {error}") from error
-    return 0
+        rendezvous = Rendezvous(spec, address)
+        return _run_rounds(spec, rendezvous, rounds)
+    except Interrupted as error:
+        name = signal.Signals(error.number).name
+        if rounds:
+            with contextlib.suppress(StoreLost):
+                rounds[-1].interrupted(name, 128 + error.number)
+        say(f"ended by {name}")
+        return 128 + error.number
+    except StoreLost as error:
+        if rendezvous is None:
+            raise
+        raise StoreLost(lost(rendezvous, str(error))) from error
+    finally:
+        if rendezvous is not None:
+            rendezvous.close(rounds[-1] if rounds else None)
+
+
+def _run_rounds(spec: LaunchSpec, rendezvous: Rendezvous, rounds: list[Round]) -> int:
+    restarts = 0
+    while True:
+        formed, launch, port = rendezvous.form(restarts)
+        rounds.append(formed)
+        formed.interval = spec.monitor_interval
+        formed.begin()
+        if formed.number > 1 or ":" in spec.nnodes:
+            _tell_who(formed, launch)
+        supervisor = Supervisor(launch, formed)
+        supervisor.run(processes(launch, port, formed.restarts))
+        if supervisor.interrupted:
+            formed.interrupted(supervisor.interrupted, supervisor.code)
+            return supervisor.code
+        end = formed.settle_end(supervisor.finished)
+        code = supervisor.code or end.code
+        if end.kind == "finished":
+            return 0
+        if end.kind == "over":
+            return code
+        restarts = formed.restarts + int(formed.costs)
+        if restarts > spec.max_restarts:
+            if end.kind != "failed":
+                say(f"{formed.left} of at least {formed.least} machines left, and no restart (--max_restarts)")
+            return code
+        formed.gather("stopped", spec.stop_timeout + 2.0)
+        if restarts > formed.restarts:
+            say(f"restart {restarts} of {spec.max_restarts}")
+
+
+def _tell_who(formed: Round, launch: LaunchSpec) -> None:
+    names = ", ".join(member.name for member in formed.members)
+    first = formed.place * launch.local_processes
+    last = first + launch.local_processes - 1
+    ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
+    count = len(formed.members)
+    say(f"{count} machine{'s' if count > 1 else ''} in the group: {names}; here {ranks} of {launch.num_processes}")
 
 
 def _address_towards(host: str) -> str:
     """This machine's own address on the network that leads to `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigurationError(f"main_process_ip={host!r} cannot be reached from here: {error.strerror}") from None
 
 
-def run_function_elastic(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    spec: LaunchSpec,
-    endpoint: str,
-    backend: str,
-    conf: Mapping[str, Any],
-    run_id: str,
-    max_restarts: int,
-    monitor_interval: float,
-    prefix: str | None,
-) -> None:
-    """Run a function in forked processes under torch's agent. LaunchError where it fails for good."""
-    chosen = replace(
-        spec, rdzv_backend=backend, max_restarts=max_restarts, monitor_interval=monitor_interval,
-        nnodes=str(spec.num_machines),
-    )  # fmt: skip
-    settings = {key: str(value) for key, value in conf.items()}
-    if not endpoint:
-        endpoint, settings = "localhost:0", {**QUICK, "is_host": "true", **settings}
-    env.publish({**spec.variables, FRESH_STORE: "1"})
-    more = {"log_line_prefix_template": prefix} if prefix else {}
-    config = agent_config(chosen, endpoint, settings, None, start_method="fork", run_id=run_id, **more)
-    code = _run_agent(config, _Guarded(function, os.getpid()), args, chosen)
-    if code:
-        raise LaunchError(f"the launched function failed with code {code}; its traceback is above")
+@contextlib.contextmanager
+def _raising_signals() -> Iterator[None]:
+    """Signals that end the run are errors while no rank runs; while ranks run, their supervisor catches them."""
+    if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+        yield
+        return
 
+    seen: list[int] = []
 
-class _Guarded:
-    """A function whose process dies with the notebook's."""
+    def note(number: int, frame: FrameType | None) -> None:
+        if seen:
+            os._exit(128 + number)
+        seen.append(number)
+        raise Interrupted(number)
 
-    def __init__(self, function: Callable[..., Any], parent: int) -> None:
-        self.function, self.parent = function, parent
-        self.__qualname__ = self.__name__ = getattr(function, "__name__", "function")
-
-    def __call__(self, *args: Any) -> Any:
-        prepare = die_with(self.parent)
-        if prepare is not None:
-            prepare()
-        from .functions import finish_forked, forget_parent
-
-        forget_parent()
-        try:
-            return self.function(*args)
-        finally:
-            finish_forked()
+    former = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)

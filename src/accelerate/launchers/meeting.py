@@ -17,6 +17,7 @@ from typing import Any
 
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.version import __version__
+from .others import Others, Stop
 from .spec import LaunchSpec
 
 # Seconds until somebody waiting says for whom, and how long it waits at all.
@@ -118,7 +119,7 @@ class Host:
                 if waited > next_word:
                     next_word *= 2
                     self._tell_all({"waiting": self._absent()})
-                    _say(f"waiting for {self._absent()}")
+                    say(f"waiting for {self._absent()}")
         except (ConfigurationError, LaunchError) as error:
             self._tell_all({"refused": str(error)})
             raise
@@ -168,14 +169,18 @@ def join(spec: LaunchSpec, patience: float = PATIENCE) -> Peer:
     """
     where = f"machine 0 at {spec.main_process_ip}:{spec.main_process_port}"
     check_address(spec.main_process_ip)
-    until = time.monotonic() + patience
+    began, next_word = time.monotonic(), FIRST_WORD
     while True:
-        peer = _connect(spec, where, patience, until)
+        peer = reach(spec, where, max(0.0, began + patience - time.monotonic()))
         peer.send({"hello": introduction(spec)})
         if _is_complete(peer, where):
             return peer
         # What answered was the store of an attempt that is ending, or a launcher that was stopped: ask again.
         peer.socket.close()
+        waited = time.monotonic() - began
+        if waited > next_word:
+            next_word *= 2
+            say(f"{where} hangs up: what answers there is no launcher of this kind, or it was stopped")
         time.sleep(0.2)
 
 
@@ -189,21 +194,27 @@ def _is_complete(peer: Peer, where: str) -> bool:
             if "refused" in message:
                 raise ConfigurationError(f"{where} refuses: {message['refused']}")
             if "waiting" in message:
-                _say(f"{where} waits for {message['waiting']}")
+                say(f"{where} waits for {message['waiting']}")
             if message.get("go"):
                 return True
 
 
 def check_address(host: str) -> None:
+    resolve_address(host)
+
+
+def resolve_address(host: str) -> str:
+    """The address of a host. ConfigurationError where it has none."""
     try:
-        socket.getaddrinfo(host, None)
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except socket.gaierror as error:
         raise ConfigurationError(
             f"main_process_ip={host!r} does not resolve to an address: {error.strerror}"
         ) from None
 
 
-def _connect(spec: LaunchSpec, where: str, patience: float, until: float) -> Peer:
+def reach(spec: LaunchSpec, where: str, patience: float) -> Peer:
+    """A connection to machine 0. LaunchError where nobody answers within `patience` seconds."""
     began, next_word = time.monotonic(), FIRST_WORD
     while True:
         try:
@@ -212,11 +223,11 @@ def _connect(spec: LaunchSpec, where: str, patience: float, until: float) -> Pee
             return Peer(_ready(connection), {"machine": 0, "host": spec.main_process_ip})
         except OSError as error:
             waited = time.monotonic() - began
-            if time.monotonic() > until:
+            if waited > patience:
                 raise LaunchError(f"{where} did not answer within {patience:.0f} s: {error}") from None
             if waited > next_word:
                 next_word *= 2
-                _say(f"{where} does not answer yet ({error}): is it started, and is the address right?")
+                say(f"{where} does not answer yet ({error}): is it started, and is the address right?")
             time.sleep(0.2)
 
 
@@ -250,7 +261,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-class Link:
+class Link(Others):
     """The other machines while the run lasts: a failure there stops the ranks here, and the other way round."""
 
     def __init__(self, peers: list[Peer]) -> None:
@@ -258,11 +269,11 @@ class Link:
         for peer in peers:
             peer.socket.setblocking(False)
 
-    def callbacks(self, stop: Callable[[str, int, bool], None]) -> list[tuple[socket.socket, Callable[[], bool]]]:
+    def callbacks(self, stop: Stop) -> list[tuple[socket.socket, Callable[[], bool]]]:
         """A socket and what to call when it is readable, for each machine; the call says whether it stays open."""
         return [(peer.socket, partial(self._hear, peer, stop)) for peer in self.peers]
 
-    def _hear(self, peer: Peer, stop: Callable[[str, int, bool], None]) -> bool:
+    def _hear(self, peer: Peer, stop: Stop) -> bool:
         messages = peer.receive()
         if messages is None:
             if not peer.done:
@@ -290,5 +301,5 @@ class Link:
                 peer.send(message)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(f"accelerate launch: {text}", file=sys.stderr, flush=True)

@@ -100,7 +100,7 @@ def notebook_launcher(
         variables={"ACCELERATE_MIXED_PRECISION": published["mixed_precision"], "FORK_LAUNCHED": "1"},
     )
     if max_restarts or rdzv_backend != "static" or rdzv_endpoint:
-        from .elastic import run_function_elastic
+        from .torch_agent import run_function_elastic
 
         run_function_elastic(
             function, args, spec,

@@ -24,7 +24,7 @@ from .spec import LaunchSpec, ProcessSpec
 from .streams import LINE_WAIT
 
 if TYPE_CHECKING:
-    from .meeting import Link
+    from .others import Others
 
 # Seconds that a rank gets to show whether another one's failure is its own doing.
 SETTLE = 0.05
@@ -37,7 +37,7 @@ ENDING = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"})
 class Supervisor:
     """Starts processes, waits for all, and returns the run's exit code."""
 
-    def __init__(self, spec: LaunchSpec, link: Link | None = None) -> None:
+    def __init__(self, spec: LaunchSpec, link: Others | None = None) -> None:
         self.spec = spec
         self.link = link
         self.ranks: list[Rank] = []
@@ -71,6 +71,16 @@ class Supervisor:
             self.code = self._finish()
             return self.code
 
+    @property
+    def interrupted(self) -> str | None:
+        """The name of the signal that asked for the end."""
+        return None if self._interrupted is None else signal.Signals(self._interrupted).name
+
+    @property
+    def finished(self) -> bool:
+        """Whether all ranks ended well, and by themselves."""
+        return self.code == 0 and self._stopped_by is None and self._interrupted is None
+
     def make_rank(self, process: ProcessSpec, folder: Path | None) -> Rank:
         """Start a process; its logs go to `folder`."""
         return Rank(self.spec, process, folder)
@@ -89,6 +99,8 @@ class Supervisor:
         """Until something happens: output, an end, a signal, or a time that was set."""
         # An ended process wakes us through SIGCHLD; outside the main thread there is no such call.
         patience = 1.0 if threading.current_thread() is threading.main_thread() else 0.05
+        if self.link is not None:
+            patience = min(patience, self.link.interval)
         if any(stream.waiting for rank in self.ranks for stream in rank.streams):
             patience = min(patience, LINE_WAIT)
         now = time.monotonic()
@@ -107,6 +119,8 @@ class Supervisor:
     def _act(self) -> None:
         for number in self._take_signals():
             self._heed_signal(number)
+        if self.link is not None:
+            self.link.tick(self._stop_for_others)
         now = time.monotonic()
         ended = [rank for rank in self.ranks if rank.poll()]
         if self._kill_at is None and self._settle_until is None and any(rank.code for rank in ended):
@@ -122,7 +136,7 @@ class Supervisor:
         if first is None:
             return SETTLE
         if failures.is_partner_lost(first):
-            return SETTLE_VICTIM
+            return SETTLE_VICTIM if self.link is None else self.link.settle
         earlier = [rank for rank in self.ranks if rank.code is None and rank.error.held_since is not None]
         return SETTLE_ENDING if earlier else SETTLE
 
@@ -155,13 +169,14 @@ class Supervisor:
 
     def _hear_others_out(self) -> None:
         """All ranks here may have failed only because one elsewhere did: its machine says so a moment later."""
-        deadline = time.monotonic() + SETTLE_VICTIM
         first = failures.find_first(self.ranks)
-        while self.link is not None and first is not None and failures.is_partner_lost(first):
-            if self._stopped_by is not None or time.monotonic() > deadline:
-                return
-            for key, _ in self._selector.select(0.1):
+        if self.link is None or first is None or not failures.is_partner_lost(first):
+            return
+        deadline = time.monotonic() + self.link.settle
+        while self._stopped_by is None and time.monotonic() < deadline:
+            for key, _ in self._selector.select(min(0.1, self.link.interval)):
                 key.data()
+            self.link.tick(self._stop_for_others)
 
     def _heed_link(self, connection: socket, hear: Callable[[], bool]) -> None:
         if not hear():
