@@ -235,10 +235,10 @@ PROGRAM = Group(
             "engine",
             "text",
             "What starts the processes: local (this machine), static (machines of given ranks), elastic (machines "
-            "that come and go), mpi, deepspeed (its starter for host files), tpu, slurm (a batch job), kubernetes (a "
-            "manifest, with --dry_run). auto takes what the options imply.",
+            "that come and go), mpi, deepspeed (its starter for host files), tpu, slurm (a batch job), ray (a running "
+            "cluster), kubernetes (a manifest, with --dry_run). auto takes what the options imply.",
             "auto",
-            choices=("auto", "local", "static", "elastic", "mpi", "deepspeed", "tpu", "slurm", "kubernetes"),
+            choices=("auto", "local", "static", "elastic", "mpi", "deepspeed", "tpu", "slurm", "ray", "kubernetes"),
             key="engine",
         ),
         Option("config_file", "text", "Configuration file to read, instead of the default one."),
@@ -291,7 +291,7 @@ AWS = Group(
 
 MPI = Group(
     "clusters",
-    "Starting through mpirun, Slurm or Kubernetes.",
+    "Starting through mpirun, Slurm, Ray or Kubernetes.",
     (
         Option(
             "slurm_options",
@@ -299,6 +299,14 @@ MPI = Group(
             "Further options of sbatch in one text, as '--partition=gpu --time=2:00:00'.",
             "",
             key="slurm_options",
+        ),
+        Option(
+            "ray_address",
+            "text",
+            "Ray cluster to run on: host:port, ray://host:port, auto (the one that runs on this machine) or local (a "
+            "new one of this machine alone). Without it: the one that runs here, else a new one.",
+            key="ray_address",
+            variable="RAY_ADDRESS",
         ),
         Option("image", "text", "Container image of the pods.", key="image"),
         Option(

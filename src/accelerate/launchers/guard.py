@@ -15,6 +15,9 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != starter:
             sys.exit(1)
+    if hasattr(signal, "pthread_sigmask"):
+        # Signals that a starter blocks for itself would stay blocked for the command (Ray's workers block SIGINT).
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.execvp(command[0], command)
 
 

@@ -10,7 +10,7 @@ from .spec import LaunchSpec, Program
 from .variables import variables
 
 # Engines whose processes run elsewhere: what this machine has says nothing about them.
-REMOTE = ("slurm", "kubernetes")
+REMOTE = ("slurm", "ray", "kubernetes")
 
 
 def plan(settings: Settings, program: Program) -> LaunchSpec:
@@ -67,7 +67,11 @@ def _device_elsewhere(settings: Settings) -> tuple[str, int]:
             f"engine={settings['engine']}: the processes run elsewhere, where this machine cannot count devices: give "
             "--num_processes"
         )
-    return ("cpu", 0) if settings["cpu"] else ("cuda", int(settings["num_processes"]))
+    if settings["cpu"]:
+        return "cpu", 0
+    # A Ray cluster says itself what it has.
+    kind = "auto" if settings["engine"] == "ray" and not settings["multi_gpu"] else "cuda"
+    return kind, int(settings["num_processes"])
 
 
 def _device(settings: Settings, present: system.Accelerators) -> tuple[str, int]:
@@ -156,7 +160,8 @@ def _check_devices(settings: Settings, spec: LaunchSpec, count: int) -> None:
 def summary(settings: Settings, spec: LaunchSpec) -> str:
     """The launch in one line: what it will be, and which of it nobody asked for."""
     plural = "es" if spec.num_processes > 1 else ""
-    told = [f"{spec.num_processes} process{plural} on {spec.device}"]
+    where = "what the cluster has" if spec.device == "auto" else spec.device
+    told = [f"{spec.num_processes} process{plural} on {where}"]
     if spec.num_machines > 1:
         told.append(f"machine {spec.machine_rank} of {spec.num_machines}")
     told.append(f"mixed precision {settings['mixed_precision'] or 'no'}")

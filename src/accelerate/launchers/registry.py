@@ -63,6 +63,12 @@ def _slurm(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
     return SlurmLauncher(spec, settings["slurm_options"])
 
 
+def _ray(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+    from .ray import RayLauncher
+
+    return RayLauncher(spec, settings["ray_address"])
+
+
 def _kubernetes(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
     from .kubernetes import KubernetesLauncher
 
@@ -77,6 +83,7 @@ ENGINES: dict[str, Maker] = {
     "deepspeed": _deepspeed,
     "tpu": _tpu,
     "slurm": _slurm,
+    "ray": _ray,
     "kubernetes": _kubernetes,
 }
 

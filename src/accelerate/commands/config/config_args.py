@@ -80,6 +80,7 @@ class ClusterConfig(BaseConfig):
     nnodes: str | None = None
     engine: str | None = None
     slurm_options: str | None = None
+    ray_address: str | None = None
     image: str | None = None
     max_restarts: int | None = None
     monitor_interval: float | None = None

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process on another machine: its keeper there, and here a rank that is watched like those of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core import env
+from ..core.errors import LaunchError
+from ..core.imports import version_of
+from ..core.version import __version__
+from .ports import HeldPort
+from .process import Rank
+from .spec import LaunchSpec, ProcessSpec, Program
+from .supervisor import Supervisor
+
+# Seconds that a call waits for output before it comes back without any.
+READ_WAIT = 10.0
+# Seconds that a process which was killed gets to be reported as gone.
+GONE_WAIT = 10.0
+CHUNK = 65536
+_ENDED = 0
+
+
+class Keeper:
+    """Lives beside the process: starts it, reads it, signals it. The process dies with its keeper (Linux).
+
+    `read` and the other methods are called from different threads.
+    """
+
+    def __init__(self) -> None:
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._selector = selectors.DefaultSelector()
+        self._started = threading.Event()
+        self._problem: OSError | None = None
+        self._port: HeldPort | None = None
+
+    def introduce(self) -> dict[str, Any]:
+        """Who and where this is, and with what."""
+        return {
+            "host": socket.gethostname(),
+            "python": platform.python_version(),
+            "accelerate": __version__,
+            "torch": version_of("torch").base_version,
+        }
+
+    def hold_port(self, port: int) -> int:
+        """Hold a port for rank 0 (0: any free one) for as long as this keeper lives; its number."""
+        self._port = HeldPort(port)
+        return self._port.number
+
+    def start(self, program: Program, variables: Mapping[str, str | None], folder: str | None) -> int:
+        """Start the program in a folder (None: the keeper's own); its process id.
+
+        LaunchError where the folder or the program is not on this machine.
+        """
+        where = Path(folder or ".")
+        if not where.is_dir():
+            raise LaunchError(f"there is no folder {folder} on {socket.gethostname()}")
+        if program.kind == "script" and not (where / program.name).exists():
+            raise LaunchError(f"there is no script {program.name} in {where.resolve()} on {socket.gethostname()}")
+        # The kernel takes the end of the starting thread for the end of the starter: this one lives as long as the
+        # process does.
+        threading.Thread(target=self._keep, args=(program, variables, where), daemon=True).start()
+        self._started.wait()
+        if self._popen is None:
+            raise LaunchError(f"{program.name} cannot be started on {socket.gethostname()}: {self._problem}")
+        return self._popen.pid
+
+    def _keep(self, program: Program, variables: Mapping[str, str | None], where: Path) -> None:
+        guarded = [sys.executable, "-S", "-E", str(Path(__file__).with_name("guard.py")), str(os.getpid())]
+        try:
+            self._popen = subprocess.Popen(
+                [*guarded, *program.argv()],
+                cwd=where,
+                env=env.child_environment(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                process_group=0,
+            )
+        except OSError as error:
+            self._problem = error
+            self._started.set()
+            return
+        for number, stream in ((1, self._popen.stdout), (2, self._popen.stderr)):
+            assert stream is not None
+            self._selector.register(stream, selectors.EVENT_READ, number)
+        with contextlib.suppress(OSError, AttributeError):
+            self._selector.register(os.pidfd_open(self._popen.pid), selectors.EVENT_READ, _ENDED)
+        self._started.set()
+        self._popen.wait()
+
+    def read(self) -> tuple[list[tuple[int, bytes]], int | None]:
+        """What the process has written since the last call, as (1 or 2 for the stream, bytes), and its exit code.
+
+        Comes back as soon as there is something. The code is None until it has ended and everything is read.
+        """
+        assert self._popen is not None
+        waited = 0.0
+        while waited < READ_WAIT:
+            code = self._popen.returncode
+            pieces = self._take(0.0 if code is not None else 0.2)
+            if pieces or code is not None:
+                return pieces, None if pieces else code
+            waited += 0.2
+        return [], None
+
+    def _take(self, patience: float) -> list[tuple[int, bytes]]:
+        pieces = []
+        for key, _ in self._selector.select(patience):
+            if key.data == _ENDED:
+                self._selector.unregister(key.fileobj)
+                os.close(key.fd)
+                continue
+            data = os.read(key.fd, CHUNK)
+            if data:
+                pieces.append((key.data, data))
+            else:
+                self._selector.unregister(key.fileobj)
+        return pieces
+
+    def signal(self, number: int, group: bool) -> None:
+        """Signal the process, or all of its process group."""
+        assert self._popen is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            (os.killpg if group else os.kill)(self._popen.pid, number)
+
+
+class KeptProcess:
+    """A process elsewhere, with what a rank needs of one. `send(number, group)` brings a signal to its keeper."""
+
+    def __init__(self, pid: int, host: str, send: Callable[[int, bool], None]) -> None:
+        self.pid, self.host, self.send = pid, host, send
+        self._code: int | None = None
+        self._ended = threading.Event()
+        self._sinks: dict[int, int] = {}
+
+    def attach(self, output: int, error: int) -> None:
+        """The descriptors that get what the process writes."""
+        self._sinks = {1: os.dup(output), 2: os.dup(error)}
+
+    def take(self, pieces: Sequence[tuple[int, bytes]], code: int | None) -> None:
+        """What its keeper has read."""
+        for number, data in pieces:
+            with contextlib.suppress(OSError):
+                while data:
+                    data = data[os.write(self._sinks[number], data) :]
+        if code is not None:
+            self._end(code)
+
+    def lose(self, why: str) -> None:
+        """Its keeper is gone, and so is the process."""
+        told = f"accelerate launch: {self.host} (pid {self.pid}) is lost: {why}\n"
+        self.take([(2, told.encode())], -signal.SIGKILL)
+
+    def _end(self, code: int) -> None:
+        self._code = code
+        self._ended.set()
+        # The end of its streams wakes whoever watches them.
+        for sink in self._sinks.values():
+            os.close(sink)
+        self._sinks = {}
+
+    @property
+    def ended(self) -> bool:
+        return self._code is not None
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def wait(self) -> int:
+        """The exit code. A process whose keeper says nothing any more is given up."""
+        if not self._ended.wait(GONE_WAIT):
+            self._code = -signal.SIGKILL
+        assert self._code is not None
+        return self._code
+
+
+class KeptRank(Rank):
+    """A rank whose process runs on another machine."""
+
+    def __init__(self, spec: LaunchSpec, process: ProcessSpec, folder: Path | None, kept: KeptProcess) -> None:
+        self._kept = kept
+        super().__init__(spec, process, folder)
+
+    def _start(self, output: int, error: int) -> KeptProcess:
+        self._kept.attach(output, error)
+        return self._kept
+
+    @property
+    def host(self) -> str:
+        return self._kept.host
+
+    def hand_on(self, number: int) -> None:
+        if self.code is None:
+            self._kept.send(number, False)
+
+    def _send(self, number: int) -> None:
+        self._kept.send(number, True)
+
+
+class KeptSupervisor(Supervisor):
+    """Watches processes of other machines. `kept`: the running process of each rank; `started` is called with them."""
+
+    def __init__(self, spec: LaunchSpec, kept: Sequence[KeptProcess], started: Callable[[], None]) -> None:
+        super().__init__(spec)
+        self._kept, self._started = kept, started
+
+    def make_rank(self, process: ProcessSpec, folder: Path | None) -> Rank:
+        return KeptRank(self.spec, process, folder, self._kept[process.rank])
+
+    def _start(self, processes: Sequence[ProcessSpec]) -> None:
+        super()._start(processes)
+        self._started()

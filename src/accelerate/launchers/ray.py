@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ray: the processes run where a cluster has room, one keeper (an actor) beside each; watched from here."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ..core import env
+from ..core.errors import ConfigurationError, LaunchError
+from ..core.imports import is_available
+from .base import Launcher
+from .keeper import Keeper, KeptProcess, KeptSupervisor
+from .meeting import FIRST_WORD, PATIENCE
+from .spec import LaunchSpec, Place, ProcessSpec
+
+INSTALL = "pip install 'ray>=2.40'"
+# What Ray calls accelerators, in the order in which a cluster is searched for them, and the variables by which a
+# process sees those that it was given; some have words before the numbers.
+ACCELERATORS = ("GPU", "NPU", "HPU", "neuron_cores")
+VISIBLE = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ONEAPI_DEVICE_SELECTOR",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_MODULES",
+    "NEURON_RT_VISIBLE_CORES",
+)
+# Variables of this environment that go along to the cluster's machines.
+CARRIED = ("ACCELERATE_", "HF_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "PYTHON", "WANDB_", "TOKENIZERS_")
+LOCAL = "local"
+_CONNECT = 3.0
+_TURN = 0.5
+
+
+class RayLauncher(Launcher):
+    """`address` is the cluster's: host:port, ray://host:port, auto (the one that runs on this machine) or local.
+
+    local is a cluster of this machine alone that lives as long as the run. None takes what runs here, else local.
+    """
+
+    name = "ray"
+
+    def __init__(self, spec: LaunchSpec, address: str | None = None) -> None:
+        super().__init__(spec)
+        self.address = address
+
+    def check(self) -> None:
+        super().check()
+        if self.spec.machine_rank or self.spec.main_process_ip_given:
+            given = "machine_rank" if self.spec.machine_rank else "main_process_ip"
+            raise ConfigurationError(
+                f"the ray engine is started once and finds the machines itself: leave out {given}"
+            )
+        if not is_available("ray"):
+            raise ConfigurationError(f"the ray engine needs Ray, which is not installed: {INSTALL}")
+        if self.address not in (None, "auto", LOCAL):
+            _host_and_port(str(self.address))
+
+    def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
+        """What is known before the cluster is: the machines are not."""
+        spec, told = self.spec, "<of its machine>"
+        processes = []
+        for rank in range(spec.num_processes):
+            place = Place(rank, 0, 0, 0, 0, "<address of rank 0>", spec.main_process_port)
+            variables = {**_carried(), **spec.variables_at(place, attempt)}
+            variables.update(dict.fromkeys(("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"), told))
+            processes.append(ProcessSpec(rank, 0, tuple(spec.program.argv()), variables))
+        return processes
+
+    def dry_run(self) -> str:
+        bundles, strategy = _bundles(self.spec, None if self.spec.device == "cpu" else ACCELERATORS[0])
+        where = self.address or "the one that runs on this machine, else a new one"
+        accelerators = "" if self.spec.device == "cpu" else f"; without {ACCELERATORS[0]} where the cluster has none"
+        told = [f"# cluster: {where}", f"# placement group: {strategy}, {bundles}{accelerators}"]
+        return "\n".join([*told, *super().dry_run().splitlines()]).replace(f" on {socket.gethostname()}", "")
+
+    def run(self) -> int:
+        from .supervisor import with_restarts
+
+        with _ending_on_signals(), _connected(self.address, self.spec.quiet) as cluster:
+            resource = cluster.accelerator(self.spec)
+            cluster.check_room(*_bundles(self.spec, resource), self._patience())
+            return with_restarts(self.spec, lambda number: self._attempt(cluster, resource, number))
+
+    def _patience(self) -> float | None:
+        """Seconds to wait for room: `join_timeout` of --rdzv_conf."""
+        given = self.spec.rendezvous_settings().get("join_timeout")
+        return None if given is None else float(given)
+
+    def _attempt(self, cluster: Cluster, resource: str | None, number: int) -> KeptSupervisor:
+        """One run of all processes, from their placement to their end."""
+        patience = self._patience() or PATIENCE
+        with _reserved(cluster, *_bundles(self.spec, resource), patience) as group:
+            members = _members(self.spec, group, resource, cluster)
+            try:
+                return self._watched(cluster, _placed(members), number)
+            finally:
+                _dismiss(members)
+
+    def _watched(self, cluster: Cluster, members: list[Member], number: int) -> KeptSupervisor:
+        processes, spec = self._specified(cluster, members, number), self.spec
+        folder = None if cluster.brings_folder else str(Path.cwd())
+        calls = [
+            member.keeper.start.remote(spec.program, process.variables, folder)
+            for member, process in zip(members, processes, strict=True)
+        ]
+        for member, call in zip(members, calls, strict=True):
+            member.kept = KeptProcess(_result(call), member.told["host"], member.send)
+        pump = threading.Thread(target=_pump, args=(members,), daemon=True)
+        supervisor = KeptSupervisor(spec, [member.process for member in members], pump.start)
+        supervisor.run(processes)
+        return supervisor
+
+    def _specified(self, cluster: Cluster, members: list[Member], number: int) -> list[ProcessSpec]:
+        """Each process as it will be, in the order of the ranks."""
+        spec, first = self.spec, members[0]
+        nodes = list(dict.fromkeys(member.node for member in members))
+        port = _result(first.keeper.hold_port.remote(spec.main_process_port))
+        address = first.address if len(nodes) > 1 else "127.0.0.1"
+        processes = []
+        for rank, member in enumerate(members):
+            here = [other for other in members if other.node == member.node]
+            machine = nodes.index(member.node)
+            place = Place(rank, here.index(member), len(here), machine, len(nodes), address, port)
+            variables = {**_carried(), **spec.variables_at(place, number), **_visible(here)}
+            if len(nodes) > 1 and "GLOO_SOCKET_IFNAME" not in variables:
+                variables["GLOO_SOCKET_IFNAME"] = member.told["interface"]
+            processes.append(ProcessSpec(rank, place.local_rank, tuple(spec.program.argv()), variables))
+        return processes
+
+
+@dataclass
+class Member:
+    """A keeper in the cluster, what it says of its place, and the process that it keeps."""
+
+    keeper: Any
+    told: dict[str, Any]
+    kept: KeptProcess | None = None
+
+    @property
+    def node(self) -> str:
+        return str(self.told["node"])
+
+    @property
+    def address(self) -> str:
+        return str(self.told["address"])
+
+    @property
+    def process(self) -> KeptProcess:
+        assert self.kept is not None
+        return self.kept
+
+    def send(self, number: int, group: bool) -> None:
+        self.keeper.signal.remote(number, group)
+
+
+class RayKeeper(Keeper):
+    """A keeper that knows its place in a Ray cluster."""
+
+    def introduce(self) -> dict[str, Any]:
+        import ray
+
+        from .meeting import interface_of
+
+        address = ray.util.get_node_ip_address()
+        given = ray.get_runtime_context().get_accelerator_ids()
+        return {
+            **super().introduce(),
+            "node": ray.get_runtime_context().get_node_id(),
+            "address": address,
+            "interface": interface_of(address),
+            "devices": next((ids for ids in given.values() if ids), []),
+            "visible": {name: text for name in VISIBLE if (text := env.get(name)) is not None},
+        }
+
+
+class Cluster:
+    """The Ray cluster that this process is connected to."""
+
+    def __init__(self, address: str, brings_folder: bool) -> None:
+        self.address, self.brings_folder = address, brings_folder
+
+    def nodes(self) -> dict[str, dict[str, float]]:
+        """The resources of each machine, by its address."""
+        import ray
+
+        return {
+            node["NodeManagerAddress"] + ":" + node["NodeID"]: node["Resources"]
+            for node in ray.nodes()
+            if node["Alive"]
+        }
+
+    def accelerator(self, spec: LaunchSpec) -> str | None:
+        """The resource of which each process gets one; None runs on the CPU."""
+        if spec.device == "cpu":
+            return None
+        found = next((name for name in ACCELERATORS if any(node.get(name) for node in self.nodes().values())), None)
+        if found is None and spec.device != "auto":
+            raise ConfigurationError(f"{self} has no accelerator ({self.shown()}): give --cpu to run without")
+        if found is None and not spec.quiet:
+            _say(f"{self} has no accelerator: the processes run on the CPU")
+        return found
+
+    def check_room(self, bundles: Sequence[Mapping[str, float]], strategy: str, patience: float | None) -> None:
+        """ConfigurationError where the processes would not fit if nobody else used the cluster."""
+        if patience is not None:
+            # Somebody who says how long to wait has a cluster that grows.
+            return
+        bundle = bundles[0]
+        rooms = [
+            min(int(node.get(name, 0) // much) for name, much in bundle.items()) for node in self.nodes().values()
+        ]
+        room = sum(rooms) if strategy == "PACK" else sum(1 for here in rooms if here)
+        if room < len(bundles):
+            what = "processes" if strategy == "PACK" else "machines"
+            raise ConfigurationError(
+                f"{len(bundles)} {what} with {_words(bundle)} each do not fit: {self} has {self.shown()}. Ask for "
+                "fewer; for a cluster that grows, --rdzv_conf join_timeout=SECONDS waits"
+            )
+
+    def shown(self) -> str:
+        """What its machines have."""
+        told = []
+        for name, node in self.nodes().items():
+            here = {key: node[key] for key in ("CPU", *ACCELERATORS) if node.get(key)}
+            told.append(f"{_words(here) or 'nothing'} on {name.partition(':')[0]}")
+        return "; ".join(told) or "no machine"
+
+    def __str__(self) -> str:
+        return "the Ray cluster of this machine" if self.address == LOCAL else f"the Ray cluster at {self.address}"
+
+
+def _bundles(spec: LaunchSpec, resource: str | None) -> tuple[list[dict[str, float]], str]:
+    """What is reserved, and how it is spread: as many machines as were asked for, else wherever there is room."""
+    each: dict[str, float] = {"CPU": spec.threads or 1}
+    if resource is not None:
+        each[resource] = 1
+    if spec.num_machines == 1:
+        return [each] * spec.num_processes, "PACK"
+    here = {name: much * spec.local_processes for name, much in each.items()}
+    return [here] * spec.num_machines, "STRICT_SPREAD"
+
+
+@contextlib.contextmanager
+def _connected(address: str | None, quiet: bool) -> Iterator[Cluster]:
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    found = _resolved(address)
+    if found == LOCAL and not quiet:
+        _say("no Ray cluster is given or runs here: one of this machine alone is started for this run")
+    more = {} if found.startswith("ray://") else {"include_dashboard": False if found == LOCAL else None}
+    try:
+        context = ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR, **more)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ConfigurationError(f"the Ray cluster at {found} cannot be used: {_in_a_line(error)}") from None
+    try:
+        # Ray ends a process in its own way.
+        with _ending_on_signals():
+            brought = ray.get_runtime_context().runtime_env or {}
+            yield Cluster(found, brings_folder="working_dir" in brought)
+    finally:
+        del context
+        ray.shutdown()
+
+
+def _resolved(address: str | None) -> str:
+    """An address that answers, or `local`."""
+    if address in (None, "auto"):
+        running = Path(env.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "ray_current_cluster"
+        found = running.read_text().strip() if running.is_file() else None
+        if found and _answers(found) is None:
+            return found
+        if address == "auto":
+            raise ConfigurationError("no Ray cluster runs on this machine: start one with `ray start --head`")
+        return LOCAL
+    if address != LOCAL:
+        problem = _answers(str(address))
+        if problem is not None:
+            raise ConfigurationError(f"no Ray cluster answers at {address}: {problem}")
+    return str(address)
+
+
+def _answers(address: str) -> str | None:
+    """Why nobody listens at an address; None where somebody does."""
+    try:
+        socket.create_connection(_host_and_port(address), timeout=_CONNECT).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit() or not host:
+        raise ConfigurationError(
+            f"ray_address={address!r} is no address of a Ray cluster: write host:port, ray://host:port, auto or local"
+        )
+    return host.strip("[]"), int(port)
+
+
+@contextlib.contextmanager
+def _reserved(
+    cluster: Cluster, bundles: Sequence[Mapping[str, float]], strategy: str, patience: float
+) -> Iterator[Any]:
+    """A placement group, once there is room for it."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+    began, next_word = time.monotonic(), FIRST_WORD
+    try:
+        while not group.wait(_TURN):
+            waited = time.monotonic() - began
+            if waited > patience:
+                raise LaunchError(f"{cluster} had no room within {patience:.0f} s; it has {cluster.shown()}")
+            if waited > next_word:
+                next_word *= 2
+                free = {key: much for key, much in ray.available_resources().items() if key in ("CPU", *ACCELERATORS)}
+                _say(f"waiting for room: {len(bundles)} x {_words(bundles[0])}; free now: {_words(free) or 'nothing'}")
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def _members(spec: LaunchSpec, group: Any, resource: str | None, cluster: Cluster) -> list[Member]:
+    """A keeper for each process. ConfigurationError where one is of another version than this launcher."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    kind = ray.remote(RayKeeper)
+    options: dict[str, Any] = {"num_cpus": spec.threads or 1, "max_concurrency": 3}
+    if resource == "GPU":
+        options["num_gpus"] = 1
+    elif resource is not None:
+        options["resources"] = {resource: 1}
+    share = 1 if spec.num_machines == 1 else spec.local_processes
+    keepers = []
+    for number in range(spec.num_processes):
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number // share)
+        keepers.append(kind.options(scheduling_strategy=place, **options).remote())
+    members = [Member(keeper, _result(keeper.introduce.remote())) for keeper in keepers]
+    ours = Keeper().introduce()
+    for member in members:
+        for key in ("accelerate", "torch"):
+            if member.told[key] != ours[key]:
+                raise ConfigurationError(
+                    f"{member.told['host']} of {cluster} has {key} {member.told[key]}, this machine has {ours[key]}: "
+                    "install the same"
+                )
+    return members
+
+
+def _placed(members: list[Member]) -> list[Member]:
+    """In the order of the ranks: machine by machine, this one first."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    order = sorted({member.node for member in members}, key=lambda node: (node != here, node))
+    return [member for node in order for member in members if member.node == node]
+
+
+def _visible(members: Sequence[Member]) -> dict[str, str]:
+    """Each process sees the devices of all on its machine, as everywhere else: its own is that of its local rank."""
+    found = {}
+    for name, text in members[0].told["visible"].items():
+        words = re.match(r"[a-z_]+:", text)
+        devices = [str(number) for member in members for number in member.told["devices"]]
+        if devices:
+            found[name] = (words.group() if words else "") + ",".join(devices)
+    return found
+
+
+def _carried() -> dict[str, str]:
+    return {name: text for prefix in CARRIED for name, text in env.all_with_prefix(prefix).items()}
+
+
+def _pump(members: Sequence[Member]) -> None:
+    """Hand on what the keepers read until every process has ended."""
+    import ray
+
+    asked = {member.keeper.read.remote(): member for member in members}
+    while asked:
+        (ready, *_), _ = ray.wait(list(asked), num_returns=1)
+        member = asked.pop(ready)
+        try:
+            member.process.take(*ray.get(ready))
+        except Exception as error:
+            # Whatever it is, nobody can say any more what the process does.
+            member.process.lose(_in_a_line(error))
+        if not member.process.ended:
+            asked[member.keeper.read.remote()] = member
+
+
+def _dismiss(members: Sequence[Member]) -> None:
+    import ray
+
+    for member in members:
+        with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
+            ray.kill(member.keeper)
+
+
+def _result(call: Any) -> Any:
+    """What a keeper answers, with its errors as ours."""
+    import ray
+
+    while True:
+        try:
+            return ray.get(call, timeout=_TURN)
+        except ray.exceptions.GetTimeoutError:
+            # Waited for in turns, so that a signal is heeded.
+            continue
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, (LaunchError, ConfigurationError)):
+                raise type(cause)(str(cause)) from None
+            raise LaunchError(f"a process could not be started in the Ray cluster: {_in_a_line(cause)}") from error
+        except ray.exceptions.RayError as error:
+            raise LaunchError(
+                "a process could not be started in the Ray cluster (is accelerate installed on all of its machines?): "
+                f"{_in_a_line(error)}"
+            ) from None
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the launch in order while nothing runs yet. Outside the main thread they are not ours."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        _say(f"ended by {signal.Signals(number).name}; nothing runs")
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{much:g} {name}" for name, much in resources.items())
+
+
+def _in_a_line(error: BaseException) -> str:
+    """The line of a long report that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named[-1] if named else lines[0] if lines else type(error).__name__)[:300]
+
+
+def _say(text: str) -> None:
+    print(f"accelerate launch: {text}", file=sys.stderr, flush=True)
