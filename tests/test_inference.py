@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model is cut into stages; the pipeline itself is tested on two processes in tests/distributed."""
+"""Pipelined inference on one process; the pipeline itself is tested on two processes in tests/distributed."""
 
 from __future__ import annotations
-
-import itertools
-import random
 
 import pytest
 import torch
@@ -21,32 +18,6 @@ class Model(nn.Module):
         self.embed = nn.Linear(4, 8)
         self.body = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])})
         self.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
-
-
-def test_stages_are_cut_between_blocks_and_balanced() -> None:
-    units = list(inference._units(Model(), "", frozenset()))
-    assert [name for name, _ in units] == [
-        "embed", "body.blocks.0", "body.blocks.1", "body.blocks.2", "body.blocks.3", "head.0", "head.1",
-    ]  # fmt: skip
-    assert dict(units)["embed"] == (4 * 8 + 8) * 4
-    kept = [name for name, _ in inference._units(Model(), "", frozenset({"ModuleDict", "Sequential"}))]
-    assert kept == ["embed", "body", "head"]
-
-
-def test_the_largest_stage_is_as_small_as_it_can_be() -> None:
-    dice = random.Random(0)
-    for _ in range(30):
-        sizes = [dice.randint(0, 9) for _ in range(dice.randint(3, 8))]
-        stages = dice.randint(2, 3)
-        cuts = inference._balanced([(str(place), size) for place, size in enumerate(sizes)], stages)
-        assert len(cuts) == stages - 1
-
-        def largest(places: tuple[int, ...], sizes: list[int] = sizes) -> int:
-            edges = (0, *places, len(sizes))
-            return max(sum(sizes[a:b]) for a, b in itertools.pairwise(edges))
-
-        best = min(largest(places) for places in itertools.combinations(range(1, len(sizes)), stages - 1))
-        assert largest(tuple(map(int, cuts))) == best
 
 
 def test_split_points_that_do_not_fit_are_refused() -> None:

@@ -7,7 +7,7 @@ Source: `torch.distributed.pipelining` (the tracer, GPipe's order).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
@@ -19,6 +19,7 @@ from .collectives.objects import broadcast_object_list
 from .collectives.padding import pad_input_tensors
 from .core import trees
 from .core.errors import PrepareError
+from .parallel.pipeline.split import balance, check_names, find_units
 from .state import PartialState
 
 
@@ -179,51 +180,15 @@ def _shape_of_output(model: nn.Module, inputs: dict[str, Any]) -> _Shape:
 def _split_points(model: nn.Module, asked: str | Sequence[str], whole: Sequence[str], stages: int) -> list[str]:
     """The names of the modules at which stages 2, 3, ... begin."""
     if asked == "auto":
-        return _balanced(list(_units(model, "", frozenset(whole))), stages)
+        units = find_units(model, whole, nested=True)
+        if len(units) < stages:
+            raise PrepareError(
+                f"the model has {len(units)} parts to cut between and there are {stages} processes: name split_points,"
+                " or start fewer processes"
+            )
+        return [units[place].name for place in balance([unit.size for unit in units], stages)]
     points = [asked] if isinstance(asked, str) else list(asked)
-    known = dict(model.named_modules())
-    unknown = [name for name in points if name not in known]
-    if unknown:
-        raise PrepareError(f"split_points name no module of {type(model).__name__}: {', '.join(unknown)}")
+    check_names(model, points)
     if len(points) != stages - 1:
         raise PrepareError(f"{len(points)} split points make {len(points) + 1} stages; there are {stages} processes")
     return points
-
-
-def _units(module: nn.Module, name: str, whole: frozenset[str]) -> Iterator[tuple[str, int]]:
-    """(name, bytes) of the parts that a stage takes whole, in order: blocks, and what stands beside them."""
-    for child_name, child in module.named_children():
-        path = f"{name}.{child_name}" if name else child_name
-        if type(child).__name__ not in whole and any(
-            isinstance(inner, (nn.ModuleList, nn.Sequential)) for inner in child.modules()
-        ):
-            yield from _units(child, path, whole)
-        else:
-            yield path, sum(parameter.numel() * parameter.element_size() for parameter in child.parameters())
-
-
-def _balanced(units: list[tuple[str, int]], stages: int) -> list[str]:
-    """Where to cut so that the largest stage is as small as it can be."""
-    if len(units) < stages:
-        raise PrepareError(
-            f"the model has {len(units)} parts to cut between and there are {stages} processes: name split_points, or "
-            "start fewer processes"
-        )
-    sizes = [size for _, size in units]
-    best = [[float("inf")] * (len(units) + 1) for _ in range(stages + 1)]
-    begin = [[0] * (len(units) + 1) for _ in range(stages + 1)]
-    best[0][0] = 0
-    # best[s][end]: the largest stage when units[:end] fill s stages.
-    for stage in range(1, stages + 1):
-        for end in range(stage, len(units) + 1):
-            load = 0
-            for start in range(end - 1, stage - 2, -1):
-                load += sizes[start]
-                largest = max(best[stage - 1][start], load)
-                if largest < best[stage][end]:
-                    best[stage][end], begin[stage][end] = largest, start
-    cuts, end = [], len(units)
-    for stage in range(stages, 1, -1):
-        end = begin[stage][end]
-        cuts.append(units[end][0])
-    return cuts[::-1]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config.parallel import (
     DeepSpeedSequenceParallelConfig,
+    PipelineParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
@@ -37,8 +38,8 @@ class ParallelismConfig:
     Fields:
         dp_replicate_size: copies of the model. dp_shard_size: ranks a copy is sharded over.
         tp_size: ranks a matrix is split over. cp_size, sp_size: ranks a sequence is split over (ring, all-to-all).
-        pp_size: stages the layers are split into.
-        tp_handler, cp_handler, sp_handler: options, with defaults where the dimension is in use.
+        pp_size: ranks the layers are split over.
+        tp_handler, cp_handler, sp_handler, pp_handler: options, with defaults where the dimension is in use.
 
     Raises ConfigurationError (a ValueError) for sizes that cannot be combined.
     """
@@ -54,6 +55,7 @@ class ParallelismConfig:
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     pp_size: int | None = None
+    pp_handler: PipelineParallelConfig | None = None
 
     def __post_init__(self) -> None:
         self._device_mesh: DeviceMesh | None = None
@@ -66,6 +68,10 @@ class ParallelismConfig:
         if self.cp_size > 1:  # type: ignore[operator]
             self.cp_handler = self.cp_handler or TorchContextParallelConfig()
             self._check_handler("cp", self.cp_handler, TorchContextParallelConfig)
+        if self.pp_size > 1:  # type: ignore[operator]
+            self.pp_handler = self.pp_handler or PipelineParallelConfig()
+            if not isinstance(self.pp_handler, PipelineParallelConfig):
+                raise ConfigurationError(f"pp_handler takes a PipelineParallelConfig, not {type(self.pp_handler)}")
         if self.sp_size > 1:  # type: ignore[operator]
             self.sp_handler = self.sp_handler or DeepSpeedSequenceParallelConfig()
             self._check_handler("sp", self.sp_handler, DeepSpeedSequenceParallelConfig)
@@ -106,7 +112,7 @@ class ParallelismConfig:
 
     def __repr__(self) -> str:
         values = {f"{name}_size": size for name, size in self.sizes.items()} | {"total_size": self.total_size}
-        values |= {name: getattr(self, name) for name in ("tp_handler", "cp_handler", "sp_handler")}
+        values |= {name: getattr(self, name) for name in ("tp_handler", "cp_handler", "sp_handler", "pp_handler")}
         return "ParallelismConfig(" + ", ".join(f"{name}={value}" for name, value in values.items()) + ")"
 
     def to_json(self) -> dict[str, Any]:
@@ -201,7 +207,7 @@ class ParallelismConfig:
 
         Its dimensions are the active ones in the order of MESH_ORDER. Flattened ones are added where their parts
         exist: `dp` (its ranks see different samples), `dp_shard_cp` (FSDP shards over it), `dp_cp` (losses are
-        averaged over it).
+        averaged over it). Ranks that share a sequence, by cp or by sp, are among the last two.
         """
         names = [name for name in MESH_ORDER if self.sizes[name] > 1]
         if self.dp_replicate_enabled and not self.dp_shard_cp_dim_names and self.non_dp_dim_names:
@@ -214,8 +220,8 @@ class ParallelismConfig:
         mesh = init_device_mesh(device_type, tuple(self.sizes[name] for name in names), mesh_dim_names=tuple(names))
         for flat, parts in (
             ("dp", ("dp_replicate", "dp_shard")),
-            ("dp_shard_cp", ("dp_shard", "cp")),
-            ("dp_cp", ("dp_replicate", "dp_shard", "cp")),
+            ("dp_shard_cp", ("dp_shard", "cp", "sp")),
+            ("dp_cp", ("dp_replicate", "dp_shard", "cp", "sp")),
         ):
             present = tuple(name for name in parts if name in names)
             if present:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of tensor, context and sequence parallelism."""
+"""Options of tensor, context, sequence and pipeline parallelism."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 _ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa")
@@ -106,3 +107,74 @@ class DeepSpeedSequenceParallelConfig:
                 f"Invalid sp_attn_implementation: {kind}. Must be one of {list(_ATTENTION)} or a hub-hosted flash "
                 "attention kernel (e.g. 'kernels-community/flash-attn2')."
             )
+
+
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved", "zero_bubble", "zbv")
+# Schedules under which a rank holds several stages that do not follow each other.
+_LOOPED_SCHEDULES = ("looped_bfs", "interleaved", "zero_bubble", "zbv")
+
+
+@dataclass
+class PipelineParallelConfig:
+    """Options of pipeline parallelism (`pp_handler`): where the model is cut, and in which order its parts compute.
+
+    Fields:
+        schedule: "gpipe" works with any loss. "1f1b", "looped_bfs", "interleaved", "zero_bubble" and "zbv" keep fewer
+            micro-batches at a time or wait less; they need a model that returns its loss, or a `loss_fn`. None takes
+            PARALLELISM_CONFIG_PP_SCHEDULE, else gpipe.
+        num_microbatches: parts of a batch. None takes PARALLELISM_CONFIG_PP_NUM_MICROBATCHES, else one a stage.
+        stages_per_rank: stages that each rank holds; None: two under the schedules after "1f1b", else one.
+        split_points: names of the modules at which the second and each later stage begins; None balances.
+        balance: what stages are to be equal in: "parameters" (bytes), or "time", measured with `example_inputs`
+            (keyword arguments of the model's forward) on the first rank.
+        placement: module name -> "first" or "last", for a module that computes elsewhere than where it is registered
+            (a final norm that stands before the blocks).
+        loss_fn: `loss_fn(output, labels)`. The prepared model then takes `labels=` and returns (loss, output).
+        whole_inputs: names of inputs that every micro-batch gets whole although their first dimension could be taken
+            for the batch's.
+        gather_output: give every rank the whole output. False: a model that returns its loss gives that alone, and
+            None for its other tensors.
+
+    Raises ConfigurationError for a word that is not known or a number that cannot be.
+    """
+
+    schedule: str | None = None
+    num_microbatches: int | None = None
+    stages_per_rank: int | None = None
+    split_points: Sequence[str] | None = None
+    balance: str = "parameters"
+    example_inputs: dict[str, Any] | None = None
+    placement: dict[str, str] = field(default_factory=dict)
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    whole_inputs: Sequence[str] = ()
+    gather_output: bool = True
+
+    def __post_init__(self) -> None:
+        self.schedule = (self.schedule or env.get("PARALLELISM_CONFIG_PP_SCHEDULE") or "gpipe").lower()
+        if self.schedule not in PIPELINE_SCHEDULES:
+            raise ConfigurationError(f"schedule={self.schedule!r}: known are {', '.join(PIPELINE_SCHEDULES)}")
+        if self.num_microbatches is None:
+            self.num_microbatches = env.get_int("PARALLELISM_CONFIG_PP_NUM_MICROBATCHES")
+        looped = self.schedule in _LOOPED_SCHEDULES
+        if self.stages_per_rank is None:
+            self.stages_per_rank = 2 if looped else 1
+        for name in ("num_microbatches", "stages_per_rank"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1")
+        wanted = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule, self.stages_per_rank)
+        if self.stages_per_rank != wanted:
+            raise ConfigurationError(
+                f"stages_per_rank={self.stages_per_rank} does not go with schedule={self.schedule!r}, under which each "
+                f"rank has {wanted}"
+            )
+        if self.balance not in ("parameters", "time"):
+            raise ConfigurationError(f"balance={self.balance!r}: known are 'parameters' and 'time'")
+        if self.balance == "time" and self.example_inputs is None:
+            raise ConfigurationError("balance='time' measures the model's forward: give example_inputs")
+        if wrong := [f"{name}={end!r}" for name, end in self.placement.items() if end not in ("first", "last")]:
+            raise ConfigurationError(f"placement takes 'first' or 'last', not {', '.join(wrong)}")
+        if isinstance(self.split_points, str):
+            self.split_points = [self.split_points]
+        if isinstance(self.whole_inputs, str):
+            self.whole_inputs = (self.whole_inputs,)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch on its way into micro-batches: which inputs are divided, and what makes two batches alike."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...core import trees
+from ...core.errors import PrepareError
+
+
+class Inputs:
+    """The inputs of one call, and their division into `parts` of `rows` samples each."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, parts: int, whole: set[str]) -> None:
+        self.args, self.kwargs, self.batch, self.whole = args, kwargs, batch, whole
+        quotient, rest = divmod(batch, parts)
+        self.rows = [quotient + (number < rest) for number in range(parts)]
+        self.starts = [sum(self.rows[:number]) for number in range(parts)]
+
+    def part(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments and keyword arguments of one micro-batch; tensors are views."""
+        start, rows = self.starts[number], self.rows[number]
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.narrow(0, start, rows) if tensor.dim() and tensor.shape[0] == self.batch else tensor
+
+        args = tuple(trees.map_leaves(cut, value) for value in self.args)
+        kwargs = {
+            name: value if name in self.whole else trees.map_leaves(cut, value) for name, value in self.kwargs.items()
+        }
+        return args, kwargs
+
+
+class Divider:
+    """Divides the inputs of a model's forward. `whole` names inputs that are never divided."""
+
+    def __init__(self, forward: Callable[..., Any], whole: Sequence[str], parts: int) -> None:
+        self.whole = set(whole)
+        self.parts = parts
+        parameters = inspect.signature(forward).parameters.values()
+        named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.positions = [parameter.name for parameter in parameters if parameter.kind in named]
+        free = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        if not free and (unknown := self.whole - {parameter.name for parameter in parameters}):
+            raise PrepareError(
+                f"whole_inputs names {', '.join(sorted(unknown))}, which the model's forward does not take"
+            )
+
+    def divide(self, args: tuple[Any, ...], kwargs: dict[str, Any], first: bool) -> Inputs:
+        """Raises PrepareError where the inputs cannot be divided; `first`: also for a batch of too few samples."""
+        # Where an input is not to be divided it must be known by its name.
+        while self.whole and args and any(name in self.whole for name in self.positions[: len(args)]):
+            kwargs = {self.positions[len(args) - 1]: args[-1], **kwargs}
+            args = args[:-1]
+        tensors = [
+            leaf
+            for value in (*args, *(value for name, value in kwargs.items() if name not in self.whole))
+            for leaf in trees.leaves(value)
+        ]
+        if any(tensor.requires_grad for tensor in tensors):
+            raise PrepareError("an input of the pipelined model requires grad: gradients of inputs are not given back")
+        batch = next((int(tensor.shape[0]) for tensor in tensors if tensor.dim()), None)
+        if batch is None:
+            raise PrepareError("the pipelined model was called without a tensor of samples: nothing can be divided")
+        if first and batch < self.parts:
+            raise PrepareError(
+                f"a batch of {batch} samples cannot be divided into num_microbatches={self.parts}: lower it, or give "
+                "each process larger batches"
+            )
+        return Inputs(args, kwargs, batch, min(self.parts, max(batch, 1)), self.whole)
+
+
+def key_of(value: Any, shapes: bool = True) -> Any:
+    """Equal for inputs of equal structure, shapes (without `shapes`: dimensions) and dtypes; hashable."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape) if shapes else value.dim(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(key_of(entry, shapes) for entry in value)
+    if isinstance(value, Mapping):
+        return tuple((name, key_of(entry, shapes)) for name, entry in value.items())
+    if isinstance(value, (type(None), bool, int, str)):
+        return value
+    return type(value)

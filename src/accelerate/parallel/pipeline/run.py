@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A forward and a backward through the stages of a pipeline, behind a call of the model and a backward of its loss.
+
+The order is GPipe's: all micro-batches forward, then all backward. The forward runs this rank's stages; the last
+stage's output reaches every rank, where the loop computes its loss from it. The output hangs on one autograd function,
+whose backward takes each micro-batch's gradient from the next stage through this one to the former.
+
+What follows on the last block (final norm, head, the model's own loss) is computed once, on the whole batch, unless it
+was seen to give the same by parts: so an output is the plain model's, whatever it is a mean of.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core import trees
+from ...core.errors import AccelerateError, PrepareError
+from . import merge
+from .inputs import Divider, Inputs, key_of
+from .split import Cut
+from .stage import Part, Spec, StagedModel, depends_on_stand_ins, describe, fill, is_spec
+from .wire import Arriving, Wire
+
+
+class Stage(nn.Module):
+    """The units of one stage, as one module: what a layout shards as a whole."""
+
+    def __init__(self, number: int, units: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.number = number
+        self.units = nn.ModuleList(units)
+
+    def forward(self, *received: torch.Tensor, job: Callable[[int, Sequence[torch.Tensor]], Any]) -> Any:
+        return job(self.number, received)
+
+
+@dataclass
+class Boundary:
+    """What passes from one stage to the next (described), and what the units before gave."""
+
+    output: Any
+    seen: dict[int, list[Any]]
+
+    def __post_init__(self) -> None:
+        self.specs: list[Spec] = list(trees.leaves(self.output, is_spec))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a stage could not do, told to the others."""
+
+    stage: int
+    text: str
+
+
+@dataclass
+class Known:
+    """What was learned from the first batch of its shapes: boundaries by (stage, rows), the output described."""
+
+    inlets: dict[tuple[int, int], Boundary] = field(default_factory=dict)
+    outlets: dict[tuple[int, int], Boundary] = field(default_factory=dict)
+    # What all units before the tail give to a micro-batch of so many rows.
+    tail: tuple[int, dict[int, list[Any]]] | None = None
+    output: Any = None
+
+
+@dataclass
+class Saved:
+    """The graph of one micro-batch in one stage: what came in, what went out."""
+
+    leaves: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+
+
+@dataclass
+class Batch:
+    """One call of the model: its inputs, and the graphs that its backward goes through."""
+
+    inputs: Inputs
+    known: Known
+    key: Any
+    grad: bool
+    new: bool
+    by_parts: bool | None
+    saved: dict[int, list[Saved]] = field(default_factory=dict)
+    # What stages of one rank hand to each other: (to which stage, micro-batch) -> boundary and tensors, or gradients.
+    local: dict[tuple[int, int], Any] = field(default_factory=dict)
+    # Of the last stage: what each micro-batch gave; the tail's graph over the whole batch; the output.
+    given: list[Any] = field(default_factory=list)
+    tail: Saved | None = None
+    divided: list[bool] = field(default_factory=list)
+    output: Any = None
+    failure: Failure | None = None
+    error: Exception | None = None
+    # What the last stage found out beside, told to all with the output of a new batch.
+    notes: Any = None
+    backward: Callable[[Batch, list[torch.Tensor | None]], None] | None = None
+
+
+class Runner:
+    """Runs a staged model. `stages` are this rank's; `ranks[s]` is the rank of the group that holds stage s."""
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        cut: Cut,
+        stages: dict[int, Stage],
+        ranks: Sequence[int],
+        wire: Wire,
+        divider: Divider,
+        gather: bool = True,
+    ) -> None:
+        self.staged, self.cut, self.stages, self.ranks = staged, cut, stages, list(ranks)
+        self.wire, self.divider, self.gather = wire, divider, gather
+        self.last = cut.stages - 1
+        self.source = self.ranks[self.last]
+        self.known: dict[Any, Known] = {}
+        # By structure of the inputs: whether the output may be computed by parts.
+        self.parts_agree: dict[Any, bool] = {}
+        # What the last stage learns from a new batch beside the output; called with the batch and the trial's outputs.
+        self.examine: Callable[[Batch, list[Any]], Any] | None = None
+        self.trained = False
+        self.anchor = torch.zeros((), device=wire.device, requires_grad=True)
+        # Called before and after a backward goes through.
+        self.before_backward: list[Callable[[], None]] = []
+        self.after_backward: list[Callable[[], None]] = []
+        self._due = False
+
+    # -- forward
+
+    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+        """The batch of a call. Inputs are the same on all ranks of the pipeline, and so is what is known of them."""
+        training, grad = self.staged.model.training, torch.is_grad_enabled()
+        inputs = self.divider.divide(args, kwargs, first=training and not self.trained)
+        self.trained = self.trained or training
+        given = (inputs.args, inputs.kwargs)
+        key = (key_of(given), training, grad)
+        known = self.known.get(key)
+        by_parts = self.parts_agree.get((key_of(given, shapes=False), training, grad))
+        return Batch(inputs, known or Known(), key, grad, new=known is None, by_parts=by_parts)
+
+    def forward(self, batch: Batch) -> Any:
+        """All micro-batches through all stages; the model's output, on every rank."""
+        for number in sorted(self.stages):
+            self._stage_forward(number, batch)
+        if self.last in self.stages and batch.failure is None:
+            self._attempt(self.last, batch, self._finish_output)
+        batch.backward = self._backward
+        return self.hand_out(batch)
+
+    def _attempt(self, number: int, batch: Batch, what: Callable[..., Any], *arguments: Any) -> Any:
+        """With a new batch a stage's error is kept: the others wait for what it would have sent, and are told."""
+        if not batch.new:
+            return what(batch, *arguments)
+        try:
+            return what(batch, *arguments)
+        except Exception as error:
+            batch.failure, batch.error = Failure(number, f"{type(error).__name__}: {error}"), error
+            return None
+
+    def _stage_forward(self, number: int, batch: Batch) -> None:
+        batch.saved[number] = []
+        arriving = self._post_all(number, batch)
+        sent = []
+        for micro in range(len(batch.inputs.rows)):
+            inlet, leaves = self._receive(number, micro, batch, arriving)
+            computed = None
+            if batch.failure is None:
+                computed = self._attempt(number, batch, self._compute, number, micro, inlet, leaves)
+            if batch.failure is not None:
+                if batch.error is not None and micro:
+                    raise batch.error
+                self._send(number, micro, batch, None, [])
+                return
+            tensors, boundary = computed  # type: ignore[misc]
+            batch.saved[number].append(Saved(leaves, tensors))
+            if number != self.last:
+                sent.append((boundary, tensors))
+                # Two stages of a rank may talk to one peer: then all is received before anything is sent.
+                if len(self.stages) == 1:
+                    self._send(number, micro, batch, boundary, tensors)
+        for micro, (boundary, tensors) in enumerate(sent if len(self.stages) > 1 else ()):
+            self._send(number, micro, batch, boundary, tensors)
+
+    def _post_all(self, number: int, batch: Batch) -> list[Arriving]:
+        """Memory for all that will come, where its shapes are known."""
+        if number == 0 or batch.new or self.ranks[number - 1] == self.wire.rank:
+            return []
+        inlets = batch.known.inlets
+        return [self.wire.post(inlets[number, rows].specs, self.ranks[number - 1]) for rows in batch.inputs.rows]
+
+    def _receive(
+        self, number: int, micro: int, batch: Batch, arriving: list[Arriving]
+    ) -> tuple[Boundary | None, list[torch.Tensor]]:
+        if number == 0:
+            return None, []
+        sender, key = self.ranks[number - 1], (number, batch.inputs.rows[micro])
+        inlets = batch.known.inlets
+        if sender == self.wire.rank:
+            told, tensors = batch.local.pop((number, micro))
+            tensors = [tensor.detach() for tensor in tensors]
+        else:
+            told = inlets.get(key) or self.wire.receive_object(sender)
+            tensors = []
+        if isinstance(told, Failure):
+            batch.failure = told
+            return None, []
+        inlet = inlets.setdefault(key, told)
+        if sender != self.wire.rank:
+            tensors = (arriving[micro] if arriving else self.wire.post(inlet.specs, sender)).take()
+        if batch.grad:
+            for tensor, spec in zip(tensors, inlet.specs, strict=True):
+                tensor.requires_grad_(spec.requires_grad)
+        return inlet, tensors
+
+    def _send(
+        self, number: int, micro: int, batch: Batch, boundary: Boundary | None, tensors: list[torch.Tensor]
+    ) -> None:
+        """Hand a micro-batch to the next stage; with the first of its size what it is, or that there is none."""
+        if number == self.last:
+            return
+        peer, key = self.ranks[number + 1], (number, batch.inputs.rows[micro])
+        if peer == self.wire.rank:
+            batch.local[number + 1, micro] = (batch.failure or boundary, tensors)
+            batch.known.outlets.setdefault(key, boundary) if boundary is not None else None
+            return
+        if batch.failure is not None:
+            self.wire.send_object(batch.failure, peer)
+            return
+        assert boundary is not None
+        if batch.new and key not in batch.known.outlets:
+            self.wire.send_object(boundary, peer)
+            batch.known.outlets[key] = boundary
+        self.wire.send(tensors, peer)
+
+    def _compute(
+        self, batch: Batch, number: int, micro: int, inlet: Boundary | None, leaves: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Boundary | None]:
+        """One micro-batch through one stage: the tensors that it gives, and (of a new batch) their description."""
+        is_last = number == self.last
+        start, stop = self.cut.bounds[number], self.cut.bounds[number + 1]
+        if is_last and not batch.by_parts:
+            stop = self.cut.tail
+        rows = batch.inputs.rows[micro]
+        seen = inlet.seen if inlet is not None else {}
+        part = Part(start, stop, seen=copy.copy(seen), record=batch.new)
+        if stop == start:
+            # Nothing of the last stage is by micro-batches.
+            assert inlet is not None
+            output = fill(inlet.output, leaves)
+        else:
+            output = self._run(number, part, inlet, leaves, *batch.inputs.part(micro))
+            if batch.new and inlet is not None:
+                self._check_origin(number, part, inlet, leaves, batch, micro, output)
+        if is_last:
+            batch.given.append(output)
+            if batch.known.tail is None:
+                batch.known.tail = (rows, part.seen)
+            return list(trees.leaves(output)), None
+        tensors = list(trees.leaves(output))
+        known = batch.known.outlets.get((number, rows))
+        if known is None:
+            return tensors, Boundary(describe(output, self._named_output(stop)), part.seen)
+        self._check_specs(known, tensors, stop)
+        return tensors, known
+
+    def _run(
+        self,
+        number: int,
+        part: Part,
+        inlet: Boundary | None,
+        leaves: Sequence[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        def job(_: int, received: Sequence[torch.Tensor]) -> Any:
+            part.received = None if inlet is None else fill(inlet.output, received)
+            return self.staged.run(part, args, kwargs)
+
+        return self.stages[number](*leaves, job=job)
+
+    def _named_output(self, stop: int) -> str:
+        return f"the output of {self.cut.units[stop - 1]}"
+
+    def _check_specs(self, known: Boundary, tensors: list[torch.Tensor], stop: int) -> None:
+        for spec, tensor in zip(known.specs, tensors, strict=True):
+            if tensor.shape != spec.shape or tensor.dtype != spec.dtype or tensor.requires_grad != spec.requires_grad:
+                raise PrepareError(
+                    f"{self._named_output(stop)} was {spec} for an earlier batch of the same inputs and is "
+                    f"{describe(tensor, '')} now: shapes must follow from those of the inputs, and parameters that "
+                    "are frozen or freed during the training need a new prepare"
+                )
+
+    def _check_origin(
+        self,
+        number: int,
+        part: Part,
+        inlet: Boundary,
+        leaves: list[torch.Tensor],
+        batch: Batch,
+        micro: int,
+        output: Any,
+    ) -> None:
+        """Raise where a stage has used what no stage sends: stand-ins are NaN, and it shows."""
+        if not depends_on_stand_ins(output) or depends_on_stand_ins(leaves):
+            return
+        again = Part(part.start, part.stop, seen=inlet.seen, nan=False)
+        with torch.no_grad():
+            without = self._run(number, again, inlet, leaves, *batch.inputs.part(micro))
+        if depends_on_stand_ins(without):
+            return
+        before = self.cut.units[part.start - 1]
+        raise PrepareError(
+            f"the stage from {self.cut.units[part.start]} on uses what an earlier stage computed beside the output of "
+            f"{before} (a skip connection, or a module that computes in another order than it is registered in): only "
+            "that output travels. Name split_points behind its use, or say where the module computes (placement)."
+        )
+
+    # -- the output
+
+    def _finish_output(self, batch: Batch) -> None:
+        """The model's output on the last stage, from what its micro-batches gave."""
+        rows = batch.inputs.rows
+        if batch.by_parts:
+            batch.output = merge.merge(batch.given, rows)
+            if batch.output is None:
+                raise PrepareError("the model's output cannot be put together from parts any more")
+            return
+        description, tensors, batch.divided = merge.join(batch.given, rows)
+        whole = Boundary(description, {})
+        if batch.grad:
+            for tensor, spec in zip(tensors, whole.specs, strict=True):
+                tensor.requires_grad_(spec.requires_grad)
+        assert batch.known.tail is not None
+        seen = merge.widen(batch.known.tail[1], batch.known.tail[0], batch.inputs.batch)
+        part = Part(self.cut.tail, len(self.cut.units), seen=seen)
+        batch.output = self._run(self.last, part, whole, tensors, batch.inputs.args, batch.inputs.kwargs)
+        batch.tail = Saved(tensors, list(trees.leaves(self._kept(batch.output))))
+        if batch.new and (batch.by_parts is None or self.examine is not None):
+            self._try_parts(batch, whole)
+
+    def _try_parts(self, batch: Batch, whole: Boundary) -> None:
+        """See, once for a structure of inputs, whether the tail gives the same by parts."""
+        rows = batch.inputs.rows
+        assert batch.known.tail is not None
+        outputs = []
+        with torch.no_grad():
+            for micro, given in enumerate(batch.given):
+                seen = merge.widen(batch.known.tail[1], batch.known.tail[0], rows[micro])
+                part = Part(self.cut.tail, len(self.cut.units), seen=seen)
+                leaves = [tensor.detach() for tensor in trees.leaves(given)]
+                outputs.append(self._run(self.last, part, whole, leaves, *batch.inputs.part(micro)))
+        merged = merge.merge(outputs, rows)
+        inputs = (batch.inputs.args, batch.inputs.kwargs)
+        key = (key_of(inputs, shapes=False), *batch.key[1:])
+        self.parts_agree[key] = merged is not None and merge.is_same(merged, batch.output)
+        if self.examine is not None:
+            batch.notes = self.examine(batch, outputs)
+
+    def hand_out(self, batch: Batch) -> Any:
+        """Give every rank the output of the last stage, with the graph behind it."""
+        at_source = self.wire.rank == self.source
+        if batch.new:
+            told = self._attempt(self.last, batch, self._describe_output) if at_source and not batch.failure else None
+            self._agree(batch, self.wire.broadcast_object(batch.failure or told, self.source))
+        specs = list(trees.leaves(batch.known.output, is_spec))
+        if at_source:
+            tensors = [tensor.detach().contiguous() for tensor in trees.leaves(self._kept(batch.output))]
+            if [tuple(tensor.shape) for tensor in tensors] != [spec.shape for spec in specs]:
+                raise PrepareError(
+                    "the model's output has other shapes than for an earlier batch of the same inputs: a pipeline "
+                    "needs shapes that follow from those of the inputs"
+                )
+        else:
+            tensors = [spec.empty(self.wire.device) for spec in specs]
+        self.wire.broadcast(tensors, self.source)
+        self.wire.settle()
+        batch.output = None
+        batch.given = []
+        if batch.grad and any(spec.requires_grad for spec in specs):
+            tensors = list(_Handed.apply(self.anchor, self, batch, specs, tensors))
+        return fill(batch.known.output, tensors)
+
+    def _describe_output(self, batch: Batch) -> tuple[Any, Any]:
+        return describe(self._kept(batch.output), "the model's output"), batch.notes
+
+    def _kept(self, output: Any) -> Any:
+        """The output, or its loss alone."""
+        if self.gather:
+            return output
+        loss = merge.loss_of(output)
+        if loss is None:
+            raise PrepareError("gather_output=False hands out the loss alone, and the model returns none: give labels")
+        return trees.map_leaves(lambda tensor: tensor if tensor is loss else None, output)
+
+    def _agree(self, batch: Batch, told: Any) -> None:
+        if isinstance(told, Failure):
+            self.wire.settle()
+            if batch.error is not None:
+                raise batch.error
+            raise PrepareError(f"stage {told.stage} of the pipeline could not compute: {told.text}")
+        batch.known.output, batch.notes = told
+        self.known[batch.key] = batch.known
+
+    # -- backward
+
+    def start_backward(self, batch: Batch, grads: list[torch.Tensor | None]) -> None:
+        """The backward of a batch, called by autograd on every rank with the gradients of the output."""
+        if batch.backward is None:
+            raise AccelerateError(
+                "backward was called a second time through the same output of a pipelined model: call the model again"
+            )
+        for call in self.before_backward:
+            call()
+        run, batch.backward = batch.backward, None
+        run(batch, grads)
+        self._due = True
+        # At the end of the backward that this is a part of, however many outputs it goes through.
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+
+    def _finish_backward(self) -> None:
+        if self._due:
+            self._due = False
+            for call in self.after_backward:
+                call()
+
+    def _backward(self, batch: Batch, grads: list[torch.Tensor | None]) -> None:
+        for number in sorted(self.stages, reverse=True):
+            if number == self.last:
+                arriving: list[Any] = self._output_backward(batch, grads)
+            else:
+                arriving = self._post_gradients(number, batch)
+            for micro, saved in enumerate(batch.saved[number]):
+                self._micro_backward(number, micro, batch, saved, arriving[micro])
+            batch.saved[number] = []
+        self.wire.settle()
+
+    def _output_backward(self, batch: Batch, grads: list[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
+        """The gradients of what each micro-batch of the last stage gave."""
+        starts, rows = batch.inputs.starts, batch.inputs.rows
+        if batch.tail is None:
+            return [
+                [None if grad is None else grad.narrow(0, start, count) for grad in grads]
+                for start, count in zip(starts, rows, strict=True)
+            ]
+        backward_through(batch.tail.outputs, grads)
+        found = [leaf.grad for leaf in batch.tail.leaves]
+        batch.tail = None
+        return [
+            [
+                grad.narrow(0, start, count) if divided and grad is not None else None
+                for grad, divided in zip(found, batch.divided, strict=True)
+            ]
+            for start, count in zip(starts, rows, strict=True)
+        ]
+
+    def _post_gradients(self, number: int, batch: Batch) -> list[Any]:
+        sender = self.ranks[number + 1]
+        if sender == self.wire.rank:
+            return [batch.local.pop((number, micro)) for micro in range(len(batch.inputs.rows))]
+        wanted = [
+            [spec for spec in batch.known.outlets[number, rows].specs if spec.requires_grad]
+            for rows in batch.inputs.rows
+        ]
+        return [self.wire.post(specs, sender) for specs in wanted]
+
+    def _micro_backward(self, number: int, micro: int, batch: Batch, saved: Saved, arriving: Any) -> None:
+        outputs = saved.outputs
+        if isinstance(arriving, Arriving):
+            arriving = arriving.take()
+        if number != self.last:
+            outputs = [tensor for tensor in outputs if tensor.requires_grad]
+        backward_through(outputs, arriving)
+        if number == 0:
+            return
+        grads = [
+            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in saved.leaves if leaf.requires_grad
+        ]
+        peer = self.ranks[number - 1]
+        if peer == self.wire.rank:
+            batch.local[number - 1, micro] = grads
+        else:
+            self.wire.send(grads, peer)
+
+
+def backward_through(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    """Backward from those outputs that have a gradient."""
+    pairs = [
+        (tensor, grad)
+        for tensor, grad in zip(outputs, grads, strict=True)
+        if grad is not None and tensor.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
+
+
+class _Handed(torch.autograd.Function):
+    """The output on every rank. It hangs on a leaf that requires grad, so that its backward reaches every stage."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        runner: Runner,
+        batch: Batch,
+        specs: list[Spec],
+        tensors: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.runner, ctx.batch = runner, batch
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, spec in zip(tensors, specs, strict=True) if not spec.requires_grad)
+        )
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.runner.start_backward(ctx.batch, list(grads))
+        return None, None, None, None, None

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a model is cut: its units in the order in which they compute, balanced over stages or cut at named ones."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.errors import PrepareError
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a model that a stage takes whole: its name, its bytes, and the list of blocks that it stands in."""
+
+    name: str
+    size: int
+    blocks: str | None = None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Units in the order in which they compute; stage s has units[bounds[s]:bounds[s + 1]]."""
+
+    units: tuple[str, ...]
+    bounds: tuple[int, ...]
+    # Where the blocks of the last stage end, and what follows on them begins.
+    tail: int
+
+    @property
+    def stages(self) -> int:
+        return len(self.bounds) - 1
+
+    def stage_of(self, unit: int) -> int:
+        return next(stage for stage in range(self.stages) if unit < self.bounds[stage + 1])
+
+
+def find_units(model: nn.Module, whole: Sequence[str] = (), nested: bool = False) -> list[Unit]:
+    """Units in the order of the model: entries of its lists of blocks, and what stands beside the lists.
+
+    `whole` are names of classes that are not looked into; entries of a list are only with `nested`.
+    """
+    return list(_units(model, "", frozenset(whole), nested))
+
+
+def _units(module: nn.Module, name: str, whole: frozenset[str], nested: bool) -> Iterator[Unit]:
+    in_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if (
+            (nested or not in_list)
+            and type(child).__name__ not in whole
+            and any(isinstance(inner, (nn.ModuleList, nn.Sequential)) for inner in child.modules())
+        ):
+            yield from _units(child, path, whole, nested)
+        else:
+            yield Unit(path, module_bytes(child), name if in_list else None)
+
+
+def module_bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def cut_model(
+    model: nn.Module,
+    stages: int,
+    split_points: Sequence[str] | None = None,
+    placement: Mapping[str, str] | None = None,
+    cost: Callable[[list[Unit]], list[float]] | None = None,
+) -> Cut:
+    """Cut a model into `stages` (all of all ranks).
+
+    Without `split_points` every stage begins at an entry of the largest list of blocks, and the costliest stage is as
+    cheap as it can be (`cost` of units; bytes without it). `placement` moves units to the first or last place.
+    Raises PrepareError for names that do not fit, and for fewer blocks than stages.
+    """
+    units = _placed(find_units(model), placement or {}, model)
+    names = [unit.name for unit in units]
+    first, last = _main_blocks(units)
+    if split_points is not None:
+        bounds = _named_bounds(model, names, list(split_points), stages)
+    else:
+        costs = [float(unit.size) for unit in units] if cost is None else cost(units)
+        bounds = _balanced_bounds(model, units, costs, stages, first, last)
+    return Cut(tuple(names), tuple(bounds), min(max(last, bounds[-2]), len(units)))
+
+
+def _placed(units: list[Unit], placement: Mapping[str, str], model: nn.Module) -> list[Unit]:
+    by_name = {unit.name: unit for unit in units}
+    if unknown := [name for name in placement if name not in by_name]:
+        raise PrepareError(
+            f"placement names {', '.join(unknown)}: the units of {type(model).__name__} are {_listed(list(by_name))}"
+        )
+    ends = {end: [by_name[name] for name, asked in placement.items() if asked == end] for end in ("first", "last")}
+    rest = [unit for unit in units if unit.name not in placement]
+    return [*ends["first"], *rest, *ends["last"]]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:8])}, ... {', '.join(names[-3:])}"
+
+
+def _main_blocks(units: Sequence[Unit]) -> tuple[int, int]:
+    """[first, last) of the list of blocks that holds most bytes; all units where there is no list."""
+    sizes: dict[str, int] = {}
+    for unit in units:
+        if unit.blocks is not None:
+            sizes[unit.blocks] = sizes.get(unit.blocks, 0) + unit.size
+    if not sizes:
+        return 0, len(units)
+    largest = max(sizes, key=lambda name: sizes[name])
+    places = [place for place, unit in enumerate(units) if unit.blocks == largest]
+    return places[0], places[-1] + 1
+
+
+def _named_bounds(model: nn.Module, names: Sequence[str], points: Sequence[str], stages: int) -> list[int]:
+    check_names(model, points)
+    if len(points) != stages - 1:
+        raise PrepareError(f"{len(points)} split_points make {len(points) + 1} stages; {stages} are asked for")
+    if inner := [point for point in points if point not in names]:
+        raise PrepareError(
+            f"split_points names {', '.join(inner)}, where {type(model).__name__} cannot be cut: its units are "
+            f"{_listed(names)}"
+        )
+    places = [names.index(point) for point in points]
+    bounds = [0, *places, len(names)]
+    if any(here >= there for here, there in itertools.pairwise(bounds)):
+        raise PrepareError(
+            f"split_points {', '.join(points)} are not in the order of the model, or leave a stage empty"
+        )
+    return bounds
+
+
+def check_names(model: nn.Module, points: Sequence[str]) -> None:
+    """Raises PrepareError for a split point that is no module of the model."""
+    known = dict(model.named_modules())
+    if unknown := [name for name in points if name not in known]:
+        raise PrepareError(f"split_points name no module of {type(model).__name__}: {', '.join(unknown)}")
+
+
+def _balanced_bounds(
+    model: nn.Module, units: Sequence[Unit], costs: Sequence[float], stages: int, first: int, last: int
+) -> list[int]:
+    if last - first < stages:
+        raise PrepareError(
+            f"{type(model).__name__} has {last - first} blocks ({_listed([unit.name for unit in units[first:last]])}) "
+            f"and {stages} stages are asked for: lower pp_size or stages_per_rank, or name split_points"
+        )
+    # What stands before the blocks goes with the first of them, what stands behind with the last.
+    grouped = list(costs[first:last])
+    grouped[0] += sum(costs[:first])
+    grouped[-1] += sum(costs[last:])
+    return [0, *(first + place for place in balance(grouped, stages)), len(units)]
+
+
+def balance(costs: Sequence[float], stages: int) -> list[int]:
+    """Where stages 2, 3, ... begin so that the costliest is as cheap as it can be; each has at least one entry.
+
+    Of equally good cuts the one whose earlier stages are the lighter: they hold more micro-batches at a time.
+    """
+    total = len(costs)
+    best = [[float("inf")] * (total + 1) for _ in range(stages + 1)]
+    begin = [[0] * (total + 1) for _ in range(stages + 1)]
+    best[0][0] = 0
+    # best[s][end]: the costliest stage when costs[:end] fill s stages.
+    for stage in range(1, stages + 1):
+        for end in range(stage, total + 1):
+            load = 0.0
+            for start in range(end - 1, stage - 2, -1):
+                load += costs[start]
+                largest = max(best[stage - 1][start], load)
+                if largest < best[stage][end]:
+                    best[stage][end], begin[stage][end] = largest, start
+    cuts, end = [], total
+    for stage in range(stages, 1, -1):
+        end = begin[stage][end]
+        cuts.append(end)
+    return cuts[::-1]
+
+
+def measure(model: nn.Module, units: Sequence[Unit], inputs: Mapping[str, Any], rounds: int = 3) -> list[float]:
+    """Seconds that each unit's forward takes, the least of some rounds, on the device that the model is on."""
+    modules = [model.get_submodule(unit.name) for unit in units]
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    if device.type == "meta":
+        raise PrepareError("balance='time' runs the model, which has no weights yet: use balance='parameters'")
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    spent = [float("inf")] * len(modules)
+    now = [0.0] * len(modules)
+
+    def start(place: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            wait()
+            now[place] -= time.perf_counter()
+
+        return hook
+
+    def stop(place: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            wait()
+            now[place] += time.perf_counter()
+
+        return hook
+
+    handles = []
+    for place, module in enumerate(modules):
+        handles += [module.register_forward_pre_hook(start(place)), module.register_forward_hook(stop(place))]
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            for _ in range(rounds):
+                now[:] = [0.0] * len(modules)
+                model(**inputs)
+                spent = [min(pair) for pair in zip(spent, now, strict=True)]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return spent
