@@ -68,3 +68,13 @@ def test_a_survived_traceback_is_shown(console, monkeypatch):
     write(b"Traceback (most recent call last):\nX\n")
     stream.held_since -= 2
     assert write(b"going on\n") == b"Traceback (most recent call last):\nX\ngoing on\n"
+
+
+def test_a_lone_traceback_is_held_for_a_shorter_time(console):
+    stream, write, read = console()
+    write(b"Traceback (most recent call last):\nX\n")
+    stream.held_since -= 2
+    stream.release_if_old()
+    assert read() == b""
+    stream.release_if_old(alone=True)
+    assert read() == stream.shown == b"Traceback (most recent call last):\nX\n"

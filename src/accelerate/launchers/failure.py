@@ -45,6 +45,7 @@ class Failure:
     cause: str
     host: str = field(default_factory=socket.gethostname)
     traceback: str = ""
+    shown: bool = False
     log: str | None = None
     time: float = field(default_factory=time.time)
     others: dict[int, str] = field(default_factory=dict)
@@ -67,7 +68,8 @@ class Failure:
 
     def write(self, path: str) -> None:
         """The same as JSON, for programs."""
-        told = {**asdict(self), "exit_code": self.exit_code, "signal": -self.code if self.code < 0 else None}
+        told = {key: value for key, value in asdict(self).items() if key != "shown"}
+        told |= {"exit_code": self.exit_code, "signal": -self.code if self.code < 0 else None}
         Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(Path(path).expanduser(), "w") as file:
             json.dump(told, file, indent=2)
@@ -103,7 +105,9 @@ def find_first(ranks: Sequence[Rank]) -> Rank | None:
 
 def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
     """Everything about the first failure. Takes the traceback that was held back."""
-    traceback = first.error.drop().decode(errors="replace")
+    held = first.error.drop()
+    # Where a process took long to end after its traceback, that was shown already: only programs are told it again.
+    traceback = (held or _last_shown(first)).decode(errors="replace")
     failure = Failure(
         rank=first.rank,
         local_rank=first.spec.local_rank,
@@ -112,12 +116,19 @@ def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
         cause=cause_of(first.exit_code, traceback or first.error.tail.decode(errors="replace"), oom_kills),
         host=first.host,
         traceback=traceback,
+        shown=not held,
         log=str(first.log_folder / "stderr.log") if first.log_folder else None,
     )
     for rank in ranks:
         if rank is not first and (rank.code or rank.stopped):
             failure.others[rank.rank] = _fate(rank, failure)
     return failure
+
+
+def _last_shown(rank: Rank) -> bytes:
+    """The traceback that was shown too early, where it is the last thing the process has said."""
+    shown = rank.error.shown.rstrip()
+    return shown if rank.exit_code > 0 and rank.error.tail.rstrip().endswith(shown[-1024:]) else b""
 
 
 def _fate(rank: Rank, failure: Failure) -> str:

@@ -171,7 +171,7 @@ def join(spec: LaunchSpec, patience: float = PATIENCE) -> Peer:
     check_address(spec.main_process_ip)
     began, next_word = time.monotonic(), FIRST_WORD
     while True:
-        peer = reach(spec, where, max(0.0, began + patience - time.monotonic()))
+        peer = reach(spec, where, patience, began)
         peer.send({"hello": introduction(spec)})
         if _is_complete(peer, where):
             return peer
@@ -213,9 +213,10 @@ def resolve_address(host: str) -> str:
         ) from None
 
 
-def reach(spec: LaunchSpec, where: str, patience: float) -> Peer:
-    """A connection to machine 0. LaunchError where nobody answers within `patience` seconds."""
-    began, next_word = time.monotonic(), FIRST_WORD
+def reach(spec: LaunchSpec, where: str, patience: float, began: float | None = None) -> Peer:
+    """A connection to machine 0. LaunchError where nobody answers within `patience` seconds from `began` on."""
+    began = time.monotonic() if began is None else began
+    next_word = time.monotonic() - began + FIRST_WORD
     while True:
         try:
             connection = socket.create_connection((spec.main_process_ip, spec.main_process_port), timeout=2.0)

@@ -8,9 +8,10 @@ import time
 from typing import IO
 
 TRACEBACK = b"Traceback (most recent call last):"
-# Seconds a traceback is held back: whether it ended the process, and whose fault it was, is known by then. A process
-# that goes on printing after the shorter time has survived it.
+# Seconds a traceback is held back: whether it ended the process, and whose fault it was, is known by then. Where only
+# one rank has written one, or the process goes on printing, a shorter time will do: it was logged, and survived.
 HOLD = 5.0
+HOLD_ALONE = 1.5
 HOLD_WHILE_PRINTING = 1.0
 # Seconds a line without its end waits for the rest, so that lines of several ranks do not run into each other.
 LINE_WAIT = 0.1
@@ -32,6 +33,8 @@ class Stream:
         self.holding = holding
         self.held = b""
         self.held_since: float | None = None
+        # The last traceback that was shown because the process seemed to survive it.
+        self.shown = b""
         self.tail = b""
         self.open = True
         self._at_line_start = True
@@ -82,16 +85,20 @@ class Stream:
         """Whether something is kept back that a moment's time will release."""
         return bool(self.held or self._line)
 
-    def release_if_old(self) -> None:
-        """A process that goes on after its traceback only reported it: show what was held. The same for half lines."""
+    def release_if_old(self, alone: bool = False) -> None:
+        """A process that goes on after its traceback only reported it: show what was held. The same for half lines.
+
+        alone: whether no other rank's traceback is held back.
+        """
         now = time.monotonic()
-        if self.held_since is not None and now - self.held_since > HOLD:
+        if self.held_since is not None and now - self.held_since > (HOLD_ALONE if alone else HOLD):
             self.release()
         elif self._line and now - self._line_since > LINE_WAIT:
             self._flush()
 
     def release(self) -> None:
         """Show all that is kept back."""
+        self.shown = self.held or self.shown
         self._emit(self.drop())
         self._flush()
 

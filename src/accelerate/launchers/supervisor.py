@@ -109,12 +109,14 @@ class Supervisor:
                 patience = min(patience, max(0.0, moment - now))
         for key, _ in self._selector.select(patience):
             key.data()
+        held = [rank.error.held for rank in self.ranks if rank.error.held]
+        alone = len(held) == 1 and not failures.speaks_of_lost_partner(held[0].decode(errors="replace"))
         for rank in self.ranks:
             for stream in rank.streams:
                 if not stream.open and stream.source in self._selector.get_map():
                     self._selector.unregister(stream.source)
                 if rank.code is None and not rank.stopped:
-                    stream.release_if_old()
+                    stream.release_if_old(alone)
 
     def _act(self) -> None:
         for number in self._take_signals():
@@ -212,7 +214,7 @@ class Supervisor:
         self._tell_others()
         self.failure = failures.describe(self.ranks, first, failures.oom_kills() - self._oom_kills)
         self._release_all()
-        if self.failure.traceback:
+        if self.failure.traceback and not self.failure.shown:
             sys.stderr.flush()
             sys.stderr.write(self.failure.traceback.rstrip("\n") + "\n")
         self._say(self.failure.lines())
