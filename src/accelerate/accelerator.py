@@ -588,8 +588,12 @@ class Accelerator(ProcessControl, RunServices):
         return self.strategy.context_parallel(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """The loader as it is: DeepSpeed's sequence parallelism is not in force."""
-        return dl
+        """A prepared loader whose batches come split along the sequence (sp_size); as it is without that.
+
+        Batches are mappings with `input_ids` (batch, sequence). This rank's rows come back, with `position_ids`, and
+        with `shift_labels` in the place of `labels`. Then `maybe_context_parallel` is not needed.
+        """
+        return self.strategy.split_loader(dl)
 
     def explain(self, all_ranks: bool = False) -> Report:
         """Print what was asked for and what became of it: the layout, parameters and modules, messages, memory.

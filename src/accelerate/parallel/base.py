@@ -112,6 +112,10 @@ class Strategy:
         """A block in which `buffers` hold this rank's part of their sequences; whole where no sequence is split."""
         return contextlib.nullcontext()
 
+    def split_loader(self, loader: Any) -> Any:
+        """The loader of a batch of sequences, each rank's part of them; as it is where no sequence is split."""
+        return loader
+
     def traffic(self, model: torch.nn.Module, backwards: int) -> list[Traffic]:
         """What a prepared model sends in an optimizer step of so many backwards."""
         return []

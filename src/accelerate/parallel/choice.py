@@ -13,8 +13,6 @@ from ..runtime.mesh import describe
 # Dimensions that no strategy drives yet, and what to do instead.
 _NOT_DRIVEN = {
     "pp_size": "split the layers with tp_size, or shard them with dp_shard_size",
-    "cp_size": "shorten the sequence, or shard with dp_shard_size",
-    "sp_size": "shorten the sequence, or shard with dp_shard_size",
 }
 
 
@@ -39,10 +37,12 @@ def choose_strategy(
     for name, remedy in _NOT_DRIVEN.items():
         if getattr(parallelism, name) > 1:
             raise ConfigurationError(f"{name}={getattr(parallelism, name)} is not driven in this version: {remedy}")
-    sharded = fsdp_plugin is not None or parallelism.dp_shard_enabled
+    # Ranks that share a sequence hold the same model: it is sharded over them.
+    split = parallelism.cp_enabled or parallelism.sp_enabled
+    sharded = fsdp_plugin is not None or parallelism.dp_shard_enabled or split
     if parallelism.tp_enabled and not sharded and not parallelism.dp_replicate_enabled:
         return "tensor", {"parallelism": parallelism}
-    if sharded and not parallelism.dp_shard_enabled and not parallelism.tp_enabled:
+    if sharded and not parallelism.dp_shard_enabled and not parallelism.tp_enabled and not split:
         raise ConfigurationError(
             f"an fsdp_plugin is given, but {describe(parallelism)} has nothing to shard over: set dp_shard_size"
         )

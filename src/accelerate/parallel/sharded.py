@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -18,6 +19,8 @@ from ..precision.base import Precision
 from ..runtime import group, mesh
 from . import fsdp_state, norms, traffic
 from .base import Bundle, Strategy, Traffic
+from .context.loader import SequenceLoader
+from .context.region import ContextParallel
 from .remap import ParameterPlaces, Replacements
 
 # torch warns that DTensors which two dimensions split the same way are gathered in two messages: that is the layout.
@@ -39,6 +42,7 @@ class ShardedStrategy(Strategy):
         self.layout = layout or mesh.all_sharded(world)
         self.mesh = mesh.build_mesh(self.layout, world, device.type)
         self.replacements = Replacements()
+        self.sequence = ContextParallel.of_layout(self.layout, self.mesh)
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -58,7 +62,7 @@ class ShardedStrategy(Strategy):
     def prepare(self, bundle: Bundle) -> Bundle:
         """Lay out each model and re-point the optimizers. Models for evaluation are only placed."""
         if bundle.evaluation:
-            return super().prepare(bundle)
+            return self._watched(super().prepare(bundle))
         for position, model in enumerate(bundle.models):
             model = self.precision.wrap_forward(model)
             places = ParameterPlaces(model)
@@ -69,7 +73,24 @@ class ShardedStrategy(Strategy):
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
             _check_trains(optimizer, bundle.models)
+        return self._watched(bundle)
+
+    def _watched(self, bundle: Bundle) -> Bundle:
+        for model in bundle.models if self.sequence is not None else ():
+            self.sequence.watch(model)  # type: ignore[union-attr]
         return bundle
+
+    def context_parallel(
+        self, buffers: list[torch.Tensor], seq_dims: list[int], no_restore: set[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[Any]:
+        if self.sequence is None:
+            return super().context_parallel(buffers, seq_dims, no_restore)
+        return self.sequence.open(buffers, seq_dims, no_restore)
+
+    def split_loader(self, loader: Any) -> Any:
+        if self.sequence is None or self.sequence.layout.balanced:
+            return super().split_loader(loader)
+        return SequenceLoader(loader, self.sequence)
 
     def traffic(self, model: nn.Module, backwards: int) -> list[Traffic]:
         return [*traffic.shard_traffic(model, backwards), *traffic.split_traffic(model, backwards)]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sequence over several ranks: ring and all-gather attention (context parallel), all-to-all (sequence parallel)."""
+"""One sequence over several ranks: ring, all-gather and all-to-all attention."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of some rows to some keys with its log-sum-exp, so that partial results can be merged; and its gradient."""
+"""Attention of some rows to some keys with its log-sum-exp, so that parts can be merged; and its gradient."""
 
 from __future__ import annotations
 

@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ...collectives import transport
 from .blocks import Block, Merger, accumulator, attend, attend_backward
 from .ring import ALL, Exchange, pack, unpack
 
+# The name since torch 2.13; torch 2.11 and 2.12 have the older one.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def _gather(exchange: Exchange, key: torch.Tensor, value: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    mine = pack(key, value)
-    everyone = mine.new_empty(exchange.ranks * mine.numel())
-    dist.all_gather_into_tensor(everyone, mine, group=exchange.group)
-    return [unpack(message, key, value) for message in everyone.chunk(exchange.ranks)]
+    everyone = transport.all_gather(pack(key, value), exchange.group)
+    return [unpack(message, key, value) for message in everyone.unbind()]
 
 
 class _Visible:
@@ -74,7 +76,7 @@ class GatherAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         exchange: Exchange = ctx.exchange
         dtype = accumulator(query.dtype)
@@ -99,6 +101,6 @@ class GatherAttention(torch.autograd.Function):
                 d_keys[:, :, seen] += d_key
                 d_values[:, :, seen] += d_value
         mine = torch.empty_like(total[0])
-        dist.reduce_scatter_tensor(mine, total.flatten(), group=exchange.group)
+        _reduce_scatter(mine, total.flatten(), group=exchange.group)
         d_key, d_value = unpack(mine, key, value)
         return d_query.to(query.dtype), d_key.to(key.dtype), d_value.to(value.dtype), None

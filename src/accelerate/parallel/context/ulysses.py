@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ...collectives import transport
 from ...core.errors import ConfigurationError
 
 
@@ -23,28 +24,28 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _all_to_all(gradient, ctx.group), None
 
 
 def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
+    transport.exchange(received, parts, group)
     return received
 
 
 def split_heads(heads: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """(batch, heads, rows of this rank, width) -> (batch, heads / ranks, all rows, width)."""
     parts = heads.unflatten(1, (ranks, -1)).movedim(1, 0)
-    received: torch.Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    received: torch.Tensor = _Exchange.apply(parts, group)
     return received.movedim(0, 2).flatten(2, 3)
 
 
 def split_rows(heads: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """The way back: (batch, heads / ranks, all rows, width) -> (batch, heads, rows of this rank, width)."""
     parts = heads.unflatten(2, (ranks, -1)).movedim(2, 0)
-    received: torch.Tensor = _Exchange.apply(parts, group)  # type: ignore[no-untyped-call]
+    received: torch.Tensor = _Exchange.apply(parts, group)
     return received.movedim(0, 1).flatten(1, 2)
 
 
