@@ -21,13 +21,14 @@ from .config.training import (
     check_accumulation_steps,
 )
 from .core import devices, env, extensions
-from .core.enums import DynamoBackend, PrecisionType
+from .core.enums import DistributedType, DynamoBackend, PrecisionType
 from .core.errors import ConfigurationError
 from .parallel.base import Strategy
 from .parallel.choice import choose_strategy
 from .parallel.registry import strategy_class
 from .precision.amp import MixedPrecision, ScaledPrecision
 from .precision.base import Precision
+from .precision.contexts import get_grad_scaler
 from .state import AcceleratorState, PartialState
 
 
@@ -281,7 +282,12 @@ def _precision(state: AcceleratorState, handlers: Handlers, origins: dict[str, s
             )
         return MixedPrecision("bf16", torch.bfloat16, device, handlers.autocast)
     if name == "fp16":
-        return ScaledPrecision(device, handlers.autocast, handlers.scaler)
+        scaler = None
+        if state.distributed_type is DistributedType.FSDP and not state.is_fsdp2:
+            # FSDP1 shows a rank its slice of a gradient: the ranks must agree on whether all is finite.
+            kwargs = {} if handlers.scaler is None else handlers.scaler.to_kwargs()
+            scaler = get_grad_scaler(DistributedType.FSDP, **kwargs)
+        return ScaledPrecision(device, handlers.autocast, handlers.scaler, scaler)
     if name not in PrecisionType.list():
         return extensions.load("precision", name)(state.device)
     raise ConfigurationError(

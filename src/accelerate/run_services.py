@@ -318,19 +318,23 @@ class RunServices:
 
     def _model_part(self, model: torch.nn.Module) -> ModelPart:
         strategy: Any = self.strategy
-        part = ModelPart(model, inner=self.unwrap_model(model, keep_torch_compile=False), sharded=strategy.is_sharded)  # type: ignore[attr-defined]
-        if strategy.holds_parts and not strategy.is_sharded:
-            part.state_dict = functools.partial(strategy.state_dict, model)
+        inner = strategy.plain(model) or self.unwrap_model(model, keep_torch_compile=False)  # type: ignore[attr-defined]
+        part = ModelPart(model, inner=inner, sharded=strategy.is_sharded)
+        if strategy.holds_parts:
             part.load_state_dict = functools.partial(strategy.load_state_dict, model)
+            if not strategy.is_sharded:
+                part.state_dict = functools.partial(strategy.state_dict, model)
         return part
 
     def _optimizer_part(self, optimizer: AcceleratedOptimizer) -> OptimizerPart:
         strategy: Any = self.strategy
         part = OptimizerPart(optimizer, sharded=strategy.is_sharded)
-        if strategy.holds_parts and not strategy.is_sharded:
+        if strategy.holds_parts:
             model = self._trained_by(optimizer)
-            part.state_dict = functools.partial(strategy.optimizer_state_dict, model, optimizer)
+            part.groups = strategy.plain_groups(model, optimizer)
             part.load_state_dict = functools.partial(strategy.load_optimizer_state_dict, model, optimizer)
+            if not strategy.is_sharded:
+                part.state_dict = functools.partial(strategy.optimizer_state_dict, model, optimizer)
         return part
 
     def _sharded_state(self) -> FullyShardedState | None:

@@ -63,12 +63,17 @@ class ModelPart:
 
 @dataclass
 class OptimizerPart:
-    """An optimizer of a run (plain or wrapped); the callables as in `ModelPart`."""
+    """An optimizer of a run (plain or wrapped); the callables as in `ModelPart`.
+
+    `groups` are {plain name: shape} of the parameters in each group, where the optimizer holds something else (slices,
+    flattened parameters); None reads them off the optimizer.
+    """
 
     optimizer: Any
     state_dict: Callable[[], State] | None = None
     load_state_dict: Callable[[Any], Any] | None = None
     sharded: bool = False
+    groups: list[dict[str, list[int]]] | None = None
 
     def full_state(self) -> Any:
         return self.state_dict() if self.state_dict is not None else self.optimizer.state_dict()
@@ -83,7 +88,9 @@ class OptimizerPart:
         return {
             "class": type(inner).__qualname__,
             "options": sorted({key for group in groups for key in group if key != "params"} - {"initial_lr"}),
-            "shapes": [[list(parameter.shape) for parameter in group["params"]] for group in groups],
+            "shapes": [[list(parameter.shape) for parameter in group["params"]] for group in groups]
+            if self.groups is None
+            else [list(group.values()) for group in self.groups],
         }
 
 

@@ -96,6 +96,7 @@ class Source:
             optimizer_shards(self.folder, index),
             getattr(optimizer, "optimizer", optimizer),
             [part.target for part in self.run.models],
+            self.run.optimizers[index].groups,
         )
 
     def about_optimizer(self, index: int) -> Mapping[str, Any] | None:

@@ -141,5 +141,15 @@ class Strategy:
         """The full state of a prepared model, under the names of the plain model."""
         return self.unwrap(model).state_dict()
 
+    def plain(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """A module whose `state_dict()` has the plain model's names and shapes; None where the unwrapped one has."""
+        return None
+
+    def plain_groups(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> list[dict[str, list[int]]] | None:
+        """{plain name: shape} of the parameters in each group; None where the optimizer's own have these shapes."""
+        return None
+
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         return model

@@ -25,10 +25,10 @@ def choose_strategy(
 
     Raises ConfigurationError for sizes that do not multiply to the processes, and for what is not driven.
     """
-    if fsdp_plugin is not None and fsdp_plugin.fsdp_version != 2:
-        raise ConfigurationError(
-            f"fsdp_version={fsdp_plugin.fsdp_version} is not driven here: set fsdp_version=2 (FSDP_VERSION=2)"
-        )
+    if fsdp_plugin is not None and fsdp_plugin.fsdp_version == 1:
+        if parallelism is not None:
+            parallelism.validate(world_size)
+        return "fsdp1", {"plugin": fsdp_plugin, "parallelism": parallelism}
     if parallelism is None:
         if fsdp_plugin is not None:
             return "fsdp2", {"plugin": fsdp_plugin}

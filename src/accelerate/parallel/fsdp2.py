@@ -27,6 +27,7 @@ from .activation import checkpoint_activations
 from .remap import ParameterPlaces, switch_parameters
 from .sharded import ShardedStrategy
 from .units import find_modules, select_units
+from .whole import WholeParameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,8 +56,7 @@ class FullyShardedDataParallel(ShardedStrategy):
         self.shards = mesh.fsdp_mesh(self.layout, self.mesh, device)
         # The ranks that average gradients with each other.
         self.copies = mesh.group_of(self.mesh, "dp_cp")
-        self._deferred: set[int] = set()
-        self._whole: dict[int, list[nn.Parameter]] = {}
+        self.whole = WholeParameters(self.copies)
 
     @property
     def is_sharded(self) -> bool:  # type: ignore[override]
@@ -70,23 +70,12 @@ class FullyShardedDataParallel(ShardedStrategy):
         if self.layout.tp_enabled and self.mesh is not None:
             split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler)
         shard_model(model, self.plugin, self.shards, self.device, split=split, full_outputs=self.full_outputs)
-        whole = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-        self._whole[id(model)] = [parameter for parameter in whole if parameter.requires_grad]
+        self.whole.add(model, [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)])
         return model
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         super().backward(loss, **kwargs)
-        whole = [parameter for key, listed in self._whole.items() if key not in self._deferred for parameter in listed]
-        self._average([parameter.grad for parameter in whole if parameter.grad is not None])
-
-    def _average(self, gradients: list[torch.Tensor]) -> None:
-        """The gradients of modules that stay whole are nobody's business but ours."""
-        if not gradients or dist.get_world_size(self.copies) == 1:
-            return
-        pending = [dist.all_reduce(gradient, group=self.copies, async_op=True) for gradient in gradients]
-        for work in pending:
-            work.wait()
-        torch._foreach_div_(gradients, float(dist.get_world_size(self.copies)))
+        self.whole.average()
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -95,12 +84,11 @@ class FullyShardedDataParallel(ShardedStrategy):
             yield
             return
         sharded.set_requires_gradient_sync(False)
-        self._deferred.add(id(sharded))
         try:
-            yield
+            with self.whole.deferred(sharded):
+                yield
         finally:
             sharded.set_requires_gradient_sync(True)
-            self._deferred.discard(id(sharded))
 
     def reduce_items(self, count: torch.Tensor) -> Any:
         return dist.all_reduce(count, group=self.copies, async_op=True)
@@ -127,7 +115,7 @@ def shard_model(
     ignored = {parameter for part in find_modules(model, plugin.ignored_modules) for parameter in part.parameters()}
     units = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
     whole = _Names(model, ignored)
-    _upcast(model, plugin)
+    upcast(model, plugin)
     home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else device
 
     def shard(equal: bool) -> None:
@@ -199,7 +187,7 @@ def _shard_unit(
     )
 
 
-def _upcast(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
+def upcast(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
     """Under mixed precision the shards, which the optimizer trains, are fp32; what computes is cast from them."""
     policy = plugin.mixed_precision_policy
     if policy is None or getattr(policy, "param_dtype", None) in (None, torch.float32):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,27 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..core.errors import CheckpointError
 from . import materialize
 
 
+def full_options(model: nn.Module) -> StateDictOptions:
+    """How a whole state is taken: to the host of rank 0. FSDP1 on the CPU gives every rank a copy."""
+    # torch 2.13: FSDP1 that copies to the host what is there already reads freed memory.
+    on_host = next((parameter.device.type == "cpu" for parameter in model.parameters()), False)
+    return StateDictOptions(full_state_dict=True, cpu_offload=not (on_host and is_fsdp1(model)))
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """Whether some part of a model is wrapped in torch's older FullyShardedDataParallel."""
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
 def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The whole state under plain names, copied to the host of rank 0; empty on the others. Every rank calls it."""
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    return _detached(state)
+    return detached(get_model_state_dict(model, options=full_options(model)))
 
 
 def load_full_model_state(
@@ -59,32 +71,42 @@ def _state_tensors(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
     return list(found.values())
 
 
-def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def full_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]] | None = None
+) -> dict[str, Any]:
     """The whole state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0.
 
-    Copied to host memory. Every rank calls it.
+    Copied to host memory. Every rank calls it. `groups` are the plain names in each of the optimizer's groups; None
+    reads them off the model.
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    options = full_options(model)
     optimizer = _plain(optimizer)
     # What torch gives aliases the optimizer's counters, which its next step would change under the reader.
     named: Any = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     if dist.get_rank() != 0:
         return {}
-    positions = {name: position for position, name in enumerate(_names(model, optimizer))}
-    groups = []
+    names = [name for group in groups or _groups(model, optimizer) for name in group]
+    positions = {name: position for position, name in enumerate(names)}
+    listed_groups = []
     for saved, held in zip(_groups_in_order(named, positions), optimizer.param_groups, strict=True):
         listed = [positions[name] for name in saved["params"]]
-        groups.append({**{key: saved[key] for key in held if key in saved}, "params": sorted(listed)})
-    return {"state": {positions[name]: state for name, state in named["state"].items()}, "param_groups": groups}
+        listed_groups.append({**{key: saved[key] for key in held if key in saved}, "params": sorted(listed)})
+    return {"state": {positions[name]: state for name, state in named["state"].items()}, "param_groups": listed_groups}
 
 
-def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def load_full_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    groups: Sequence[Sequence[str]] | None = None,
+) -> None:
     """Take the state of a plain run's optimizer, which rank 0 alone needs to hold. Every rank calls it."""
     optimizer = _plain(optimizer)
     named: dict[str, Any] = {}
     if dist.get_rank() == 0:
-        names = _names(model, optimizer)
-        held = [len(group["params"]) for group in optimizer.param_groups]
+        groups = groups or _groups(model, optimizer)
+        names = [name for group in groups for name in group]
+        held = [len(group) for group in groups]
         saved = [len(group["params"]) for group in state["param_groups"]]
         if held != saved:
             raise CheckpointError(f"the optimizer's groups have {held} parameters, those of the state {saved}")
@@ -97,11 +119,11 @@ def load_full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer
     set_optimizer_state_dict(model, optimizer, named, options=options)
 
 
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The plain names of an optimizer's parameters, in its order."""
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The plain names of an optimizer's parameters, by group, in its order."""
     known = {id(parameter): materialize.canonical_name(name) for name, parameter in model.named_parameters()}
     try:
-        return [known[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        return [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     except KeyError:
         raise CheckpointError(
             f"{type(optimizer).__name__} holds parameters that are not in {type(model).__name__}: its state can "
@@ -115,7 +137,7 @@ def _groups_in_order(named: Mapping[str, Any], positions: Mapping[str, int]) -> 
     )
 
 
-def _detached(state: Mapping[str, Any]) -> dict[str, Any]:
+def detached(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state that shares no memory with the model; names of one tied tensor share theirs with each other."""
     copies: dict[int, torch.Tensor] = {}
 

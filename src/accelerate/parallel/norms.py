@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,18 +16,48 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float = 2.0,
     across: Sequence[dist.ProcessGroup] = (),
+    device: torch.device | None = None,
+    twins: Container[int] = (),
 ) -> torch.Tensor:
     """Scale gradients so that the norm of all of them together is at most `max_norm`; the norm before, on every rank.
 
     As `torch.nn.utils.clip_grad_norm_`, for any mixture of plain tensors (the same on each rank) and DTensors of any
-    mesh and placement. `across` are groups whose ranks hold other parameters of the same model (pipeline stages).
+    mesh and placement. `across` are groups whose ranks hold other parameters of the same model (pipeline stages), on
+    `device`. `twins` are ids of parameters that another rank of these groups counts.
     """
-    gradients = _gradients(parameters)
-    norm = total_norm(gradients, norm_type, across)
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    counted = _gradients(parameter for parameter in listed if id(parameter) not in twins)
+    norm = total_norm(counted, norm_type, across, device)
+    _scale(_gradients(listed), norm, max_norm)
+    return norm
+
+
+def clip_parts_grad_norm(
+    parts: Iterable[torch.Tensor],
+    whole: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> torch.Tensor:
+    """As `clip_grad_norm` where `parts` are plain tensors of which each rank of `group` holds its own, maybe none.
+
+    `whole` are the same on each rank. The norm is in double precision: a rank without any knows no other's dtype.
+    """
+    norm_type = float(norm_type)
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    gradients, rest = _gradients(parts), _gradients(whole)
+    norm = _reduce(total_norm(gradients, norm_type).to(device=device, dtype=dtype), norm_type, group)
+    if rest:
+        norm = _together(torch.stack([norm, total_norm(rest, norm_type).to(norm)]), norm_type)
+    _scale([*gradients, *rest], norm, max_norm)
+    return norm
+
+
+def _scale(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for (device, dtype), tensors in _by_kind(gradients).items():
         torch._foreach_mul_(tensors, coefficient.to(device=device, dtype=dtype))
-    return norm
 
 
 def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
@@ -38,15 +68,23 @@ def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_valu
 
 
 def total_norm(
-    gradients: Sequence[torch.Tensor], norm_type: float = 2.0, across: Sequence[dist.ProcessGroup] = ()
+    gradients: Sequence[torch.Tensor],
+    norm_type: float = 2.0,
+    across: Sequence[dist.ProcessGroup] = (),
+    device: torch.device | None = None,
 ) -> torch.Tensor:
-    """The norm of all gradients as one vector. One scalar is reduced for each mesh dimension they are sharded over."""
+    """The norm of all gradients as one vector. One scalar is reduced for each mesh dimension they are sharded over.
+
+    `across` groups of ranks that hold others, on `device`, it is in double precision: they know not each other's dtype.
+    """
     norm_type = float(norm_type)
     parts = [_norm_of_layout(key, tensors, norm_type) for key, tensors in _by_layout(gradients).items()]
     if not parts:
         device = torch.device("cpu")
         parts = [torch.zeros((), device=device)]
     norm = _together(torch.stack([part.to(parts[0]) for part in parts]), norm_type)
+    if across:
+        norm = norm.to(device, torch.float32 if norm.device.type == "mps" else torch.float64)
     for group in across:
         norm = _reduce(norm, norm_type, group)
     return norm

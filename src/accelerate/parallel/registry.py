@@ -13,6 +13,7 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "single": ("accelerate.parallel.base", "Strategy"),
     "ddp": ("accelerate.parallel.ddp", "DataParallel"),
     "xla": ("accelerate.parallel.xla", "XlaDataParallel"),
+    "fsdp1": ("accelerate.parallel.fsdp1", "FullyShardedDataParallel1"),
     "fsdp2": ("accelerate.parallel.fsdp2", "FullyShardedDataParallel"),
     "tensor": ("accelerate.parallel.tensor", "TensorParallel"),
 }
