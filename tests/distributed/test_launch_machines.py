@@ -2,15 +2,14 @@
 """Several machines: launchers meet, disagree, miss one another, and stop together. Two launches here stand for two."""
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import textwrap
 import time
-import uuid
 
 import pytest
+from machines import two_namespaces
 
 COMMAND = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--cpu"]
 
@@ -100,25 +99,8 @@ def test_a_missing_machine_is_named(machines, meeting):
 
 @pytest.fixture
 def namespaces():
-    """Two network namespaces with real addresses, joined by a cable."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and iproute2")
-    tag = uuid.uuid4().hex[:6]
-    names = [f"acc-{tag}-a", f"acc-{tag}-b"]
-    commands = [f"ip netns add {names[0]}", f"ip netns add {names[1]}"]
-    commands += [f"ip link add v{tag}a netns {names[0]} type veth peer name v{tag}b netns {names[1]}"]
-    for name, end, address in ((names[0], "a", "10.77.0.1"), (names[1], "b", "10.77.0.2")):
-        commands += [f"ip -n {name} addr add {address}/24 dev v{tag}{end}", f"ip -n {name} link set v{tag}{end} up"]
-        commands += [f"ip -n {name} link set lo up"]
-    try:
-        for command in commands:
-            done = subprocess.run(command.split(), capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
-        yield [("ip", "netns", "exec", name) for name in names]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    with two_namespaces() as prefixes:
+        yield prefixes
 
 
 @pytest.mark.slow

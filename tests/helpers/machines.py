@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machines for tests of launchers: two network namespaces with addresses of their own, and launches to talk to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--cpu"]
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+
+
+def clean_environment(home: Path) -> dict[str, str]:
+    """This environment without what another launch may have left in it."""
+    names = ("ACCELERATE_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "OMP_", "TORCHELASTIC", "GLOO_")
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(names)}
+    return {**kept, "HF_HOME": str(home)}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def two_namespaces() -> Iterator[list[tuple[str, ...]]]:
+    """What to put before a command so that it runs on the first machine, or on the second. Joined by a cable."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and iproute2")
+    tag = uuid.uuid4().hex[:6]
+    names = [f"acc-{tag}-a", f"acc-{tag}-b"]
+    commands = [f"ip netns add {names[0]}", f"ip netns add {names[1]}"]
+    commands += [f"ip link add v{tag}a netns {names[0]} type veth peer name v{tag}b netns {names[1]}"]
+    for name, end, address in zip(names, "ab", ADDRESSES, strict=True):
+        commands += [f"ip -n {name} addr add {address}/24 dev v{tag}{end}", f"ip -n {name} link set v{tag}{end} up"]
+        commands += [f"ip -n {name} link set lo up"]
+    try:
+        for command in commands:
+            done = subprocess.run(command.split(), capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+        yield [("ip", "netns", "exec", name) for name in names]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+class Launch:
+    """A running `accelerate launch` whose words are read as they come. Killed at the end of the block."""
+
+    def __init__(self, home: Path, *arguments: object, prefix: tuple[str, ...] = ()) -> None:
+        self.process = subprocess.Popen(
+            [*prefix, *LAUNCH, *map(str, arguments)],
+            env=clean_environment(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(iter(self.process.stdout.readline, ""))
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def count(self, words: str) -> int:
+        return self.text.count(words)
+
+    def end(self, timeout: float = 120) -> int:
+        """Its exit code, once it has ended and all is read."""
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout} s:\n{self.text}") from None
+        self._reader.join(10)
+        return code
+
+    def ranks(self) -> list[int]:
+        """The process ids of all that it has started."""
+        return _children(self.process.pid)
+
+    def kill_rank(self) -> None:
+        os.kill(self.ranks()[0], signal.SIGKILL)
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(FileNotFoundError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def is_running(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+def until(condition: Callable[[], object], *launches: Launch, timeout: float = 120) -> float:
+    """Seconds until a condition holds; AssertionError with the launches' words when it does not."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > timeout:
+            words = "\n".join(f"--- {launch.process.args}\n{launch.text}" for launch in launches)
+            raise AssertionError(f"nothing for {timeout} s:\n{words}")
+        time.sleep(0.02)
+    return time.monotonic() - began
