@@ -448,6 +448,7 @@ class RunServices:
             self._writer.wait()
             self._writer.release()
             self._writer = None
+        self._shards = None
         self._going_on.close()
         for tracker in self.trackers:
             tracker.finish()

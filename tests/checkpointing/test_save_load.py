@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,24 @@ def test_the_newest_valid_one_is_taken_and_the_skipped_are_told(tmp_path, small_
         resume(small_run().bundle(), tmp_path, process=process)
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         load_newest(small_run().bundle(), tmp_path / "none", process=process)
+
+
+def test_a_foreign_file_is_refused_by_name(tmp_path, small_run, process, same_tensors):
+    """One that the manifest does not list but a load could take for its own, and one of another checkpoint."""
+    for number in (0, 1, 2):
+        saved(small_run, process, tmp_path / f"checkpoint_{number}", steps=number + 1, safe_serialization=number != 2)
+    foreign = tmp_path / "checkpoint_2" / "model.safetensors"
+    shutil.copy(tmp_path / "checkpoint_0" / "model.safetensors", foreign)
+    shutil.copy(tmp_path / "checkpoint_0" / "model.safetensors", tmp_path / "checkpoint_1")
+    other = small_run(seed=5)
+    before = other.weights()
+    for number, why in ((2, r"model\.safetensors is none of its files"), (1, r"model\.safetensors: .*checksum")):
+        with pytest.raises(CorruptCheckpoint, match=why):
+            verify(tmp_path / f"checkpoint_{number}")
+        with pytest.raises(CorruptCheckpoint, match=why):
+            load_run(other.bundle(), tmp_path / f"checkpoint_{number}", process=process)
+    assert same_tensors(before, other.weights())
+    assert load_newest(other.bundle(), tmp_path, process=process).folder.name == "checkpoint_0"
 
 
 def test_another_model_is_listed_and_not_loaded(tmp_path, small_run, process, same_tensors):

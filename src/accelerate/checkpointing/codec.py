@@ -51,6 +51,8 @@ class TensorSink:
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for two tensors that are the same values in the same memory. Empty and meta tensors are their own."""
+    if hasattr(tensor, "to_local"):  # a DTensor has no memory but its shard's
+        return (tuple(tensor.shape), *memory_of(tensor.to_local()))
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return (id(tensor),)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())

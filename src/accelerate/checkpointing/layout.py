@@ -10,17 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..core.constants import (
-    MODEL_NAME,
-    OPTIMIZER_NAME,
-    RNG_STATE_NAME,
-    SAFE_MODEL_NAME,
-    SAMPLER_NAME,
-    SCALER_NAME,
-    SCHEDULER_NAME,
-)
+from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
 from ..core.errors import CheckpointError
-from .manifest import MANIFEST, check_sizes, read_manifest
+from .manifest import MANIFEST, check_sizes, is_api_file, read_manifest
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
@@ -30,20 +22,6 @@ SESSION_NAME = "session.json"
 def numbered(name: str, index: int, ending: str) -> str:
     """`model.safetensors`, `model_1.safetensors`, ...: the API's way of counting files of a kind."""
     return f"{name}{ending}" if index == 0 else f"{name}_{index}{ending}"
-
-
-# Names of the API's own format; what matches is part of a checkpoint when a folder has no manifest.
-_API_FILES = re.compile(
-    rf"({MODEL_NAME}(_\d+)?\.bin|{SAFE_MODEL_NAME}(_\d+)?\.safetensors|{OPTIMIZER_NAME}(_\d+)?\.bin"
-    rf"|{SCHEDULER_NAME}(_\d+)?\.bin|{SAMPLER_NAME}(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin"
-    rf"|{RNG_STATE_NAME}_\d+\.pkl|{re.escape(SCALER_NAME)}|custom_checkpoint_\d+\.pkl"
-    rf"|{MODEL_NAME}_fsdp_\d+|{OPTIMIZER_NAME}_\d+)"
-)
-
-
-def is_api_file(name: str) -> bool:
-    """Whether the API's own format has a file (or folder of shards) of this name."""
-    return _API_FILES.fullmatch(name) is not None
 
 
 def model_shards(folder: Path, index: int) -> Path:

@@ -156,8 +156,13 @@ def _read(run: RunState, source: Source, process: Process, strict: bool, models_
     if process.local_process_index == 0:
         # One rank a machine reads what is not read into fresh memory below; the others share its file cache.
         source.check_weights()
+    if run.sharded is not None and not source.is_whole:
+        notes.extend(run.sharded.check(source.folder, strict))
     if models_only:
         return _Plan(models, [], {"progress": source.progress}, {}, notes)
+    for index, part in enumerate(run.optimizers if not source.is_whole else ()):
+        if part.sharded and source.about_optimizer(index) is not None:
+            check_optimizer(index, part, dict, source.about_optimizer(index), source.folder)
     optimizers: list[Callable[[], Any]] = []
     for index, part in enumerate(_held_whole(run.optimizers, source)):
         read = source.optimizer(index)
@@ -191,7 +196,7 @@ def _apply(run: RunState, source: Source, plan: _Plan, strict: bool, models_only
     for part, weights in plan.models:
         weights.load(part, strict)
     if run.sharded is not None and not source.is_whole:
-        run.sharded.load(source.folder, strict)
+        run.sharded.load(source.folder, strict, models_only)
     if models_only:
         return
     for part, read in zip(_held_whole(run.optimizers, source), plan.optimizers, strict=True):

@@ -7,18 +7,42 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import re
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ..core.constants import (
+    MODEL_NAME,
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAFE_MODEL_NAME,
+    SAMPLER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+)
 from ..core.errors import CheckpointError
 from .blocks import BlockIO, CorruptFile, FileRecord
 
 MANIFEST = "checkpoint_manifest.json"
 FORMAT = "accelerate-checkpoint"
 VERSION = 1
+
+
+# Names of the API's own format; what matches is part of a checkpoint when a folder has no manifest.
+_API_FILES = re.compile(
+    rf"({MODEL_NAME}(_\d+)?\.bin|{SAFE_MODEL_NAME}(_\d+)?\.safetensors|{OPTIMIZER_NAME}(_\d+)?\.bin"
+    rf"|{SCHEDULER_NAME}(_\d+)?\.bin|{SAMPLER_NAME}(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin"
+    rf"|{RNG_STATE_NAME}_\d+\.pkl|{re.escape(SCALER_NAME)}|custom_checkpoint_\d+\.pkl"
+    rf"|{MODEL_NAME}_fsdp_\d+|{OPTIMIZER_NAME}_\d+)"
+)
+
+
+def is_api_file(name: str) -> bool:
+    """Whether the API's own format has a file (or folder of shards) of this name."""
+    return _API_FILES.fullmatch(name) is not None
 
 
 class CorruptCheckpoint(CheckpointError):
@@ -86,8 +110,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise CorruptCheckpoint unless each file is there in its size. Reads no content."""
-    problems = []
+    """Raise CorruptCheckpoint unless each file is there in its size, and no other that a load could take for one of
+    them. Reads no content."""
+    problems = [f"{name} is none of its files" for name in _foreign(folder, manifest)]
     for name, record in manifest.files.items():
         try:
             size = (folder / name).stat().st_size
@@ -98,6 +123,14 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             problems.append(f"{name} has {size} bytes where {record.size} were written")
     if problems:
         raise CorruptCheckpoint(f"{folder} is damaged: {'; '.join(problems)}")
+
+
+def _foreign(folder: Path, manifest: Manifest) -> list[str]:
+    """Files that the manifest does not list, under a name of the format or in a folder of shards."""
+    tops = [entry for entry in folder.iterdir() if is_api_file(entry.name)] if folder.is_dir() else []
+    paths = [path for top in tops for path in ([top] if top.is_file() else sorted(top.rglob("*"))) if path.is_file()]
+    names = (path.relative_to(folder).as_posix() for path in paths)
+    return [name for name in names if name not in manifest.files]
 
 
 def check_files(io: BlockIO, folder: Path, manifest: Manifest, names: Iterable[str]) -> None:

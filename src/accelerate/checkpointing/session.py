@@ -105,7 +105,11 @@ class ShardedPart(Protocol):
         """
         ...
 
-    def load(self, folder: Path, strict: bool) -> None:
+    def check(self, folder: Path, strict: bool) -> list[str]:
+        """How what was written below a folder differs; with `strict` a CheckpointMismatch. Changes nothing."""
+        ...
+
+    def load(self, folder: Path, strict: bool, models_only: bool = False) -> None:
         """Read this rank's part of what any number of ranks has written below a folder."""
         ...
 

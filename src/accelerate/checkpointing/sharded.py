@@ -26,11 +26,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..core.constants import MODEL_NAME
+from ..core.devices import kind_of
 from ..core.errors import CheckpointError
 from ..parallel.fsdp_state import is_fsdp1
 from .codec import TensorSink, decode, encode, memory_of
 from .dcp_legacy import PlainReader
 from .layout import model_shards, optimizer_shards
+from .matching import CheckpointMismatch, Differences
 from .session import ModelPart, OptimizerPart
 
 _OPTIONS = "options.json"
@@ -51,6 +53,7 @@ class FullyShardedState:
         self.models = list(models)
         self.optimizers = list(optimizers)
         self._group: Any = None
+        self._host: dict[tuple[Path, str], torch.Tensor] = {}  # copies of the last background save, used again
 
     @classmethod
     def of(cls, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> FullyShardedState:
@@ -101,7 +104,12 @@ class FullyShardedState:
             if self._group is None and dist.is_initialized():
                 self._group = dist.new_group(backend="gloo")
             group = self._group
-            jobs = [(path, {name: _copy(value) for name, value in state.items()}, rest) for path, state, rest in jobs]
+            jobs = [
+                (path, {name: self._copy((path, name), value) for name, value in state.items()}, rest)
+                for path, state, rest in jobs
+            ]
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
 
         def write(folder: Path) -> None:
             for path, tensors, rest in jobs:
@@ -109,13 +117,51 @@ class FullyShardedState:
 
         return write
 
-    def load(self, folder: Path, strict: bool) -> None:
+    def _copy(self, key: tuple[Path, str], value: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory that is kept for the next one; a DTensor keeps its layout (its shard is copied)."""
+        from torch.distributed.tensor import DTensor
+
+        local = value.to_local().detach() if isinstance(value, DTensor) else value.detach()
+        place = self._host.get(key)
+        if place is None or place.shape != local.shape or place.dtype != local.dtype:
+            pin = local.device.type != "cpu" and kind_of(local.device).pin_memory
+            place = self._host[key] = torch.empty(local.shape, dtype=local.dtype, pin_memory=pin)
+        place.copy_(local, non_blocking=True)
+        if not isinstance(value, DTensor):
+            return place
+        mesh = value.device_mesh
+        if mesh.device_type != "cpu":
+            mesh = dist.device_mesh.DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        return DTensor.from_local(
+            place, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+
+    def check(self, folder: Path, strict: bool) -> list[str]:
+        """Notes on how the saved models differ from these; with `strict` a CheckpointMismatch. Reads no tensor."""
+        notes = []
+        for index, model in self.models:
+            if is_fsdp1(model):
+                continue  # a rank does not see the shapes of what it holds a slice of; `load` compares them
+            path = model_shards(folder, index)
+            saved = model_shapes(path)
+            here = {name: tuple(value.shape) for name, value in self._model_state(model).items()}
+            found = Differences(
+                missing=[name for name in here if name not in saved],
+                unexpected=[name for name in saved if name not in here],
+                shapes={n: (saved[n] or (), here[n]) for n in here if n in saved and saved[n] != here[n]},
+            )
+            if found and strict:
+                raise CheckpointMismatch(f"{path} does not fit model {index}: {found}. Nothing was loaded.")
+            notes += [f"model {index}: {found}"] if found else []
+        return notes
+
+    def load(self, folder: Path, strict: bool, models_only: bool = False) -> None:
         """Read this rank's part of what any number of ranks has written."""
         for index, model in self.models:
             state = self._model_state(model)
             read_shards(model_shards(folder, index), state, strict)
             set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
-        for index, model, optimizer in self.optimizers:
+        for index, model, optimizer in () if models_only else self.optimizers:
             path = optimizer_shards(folder, index)
             if is_fsdp1(model):
                 load_nested(path, model, optimizer)
@@ -170,19 +216,6 @@ def _load_whole_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimiz
         ],
     }
     set_optimizer_state_dict(model, optimizer, by_name, options=StateDictOptions(full_state_dict=True))
-
-
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory; a DTensor keeps its layout (its shard is copied)."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(value, DTensor):
-        return value.detach().to("cpu", copy=True)
-    mesh = value.device_mesh
-    if mesh.device_type != "cpu":
-        mesh = dist.device_mesh.DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-    local = value.to_local().detach().to("cpu", copy=True)
-    return DTensor.from_local(local, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride())
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any], group: Any = None) -> None:

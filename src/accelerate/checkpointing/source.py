@@ -246,19 +246,19 @@ class ModelSource:
 
     def compare(self, index: int, part: ModelPart, strict: bool) -> list[str]:
         """Notes on what differs from the model; with `strict` any difference is a CheckpointMismatch."""
-        if part.sharded and part.load_state_dict is not None:
-            return []  # its own loader knows its names
+        if part.sharded and _shards().is_fsdp1(part.module):
+            return []  # it is flattened: its own loader knows its names
         saved = {**self.shapes(), **dict.fromkeys(self.extra)}
         self.differences = compare_model(index, part, saved, self.path, strict)
         return [f"model {index}: {self.differences}"] if self.differences else []
 
     def load(self, part: ModelPart, strict: bool) -> None:
         state = {**self.state(), **self.extra}
+        for name in self.differences.shapes:
+            state.pop(name, None)
         if part.load_state_dict is not None:
             part.load_state_dict(state, strict)
             return
-        for name in self.differences.shapes:
-            state.pop(name, None)
         # What is missing or unexpected was judged before; tied names may be missing rightly.
         part.target.load_state_dict(state, strict=False)
 
