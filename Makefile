@@ -15,9 +15,13 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ENGINES_STAMP := $(VENV)/.installed-engines
+# The programs of the engines that the tests run, and the Debian packages that hold them.
+ENGINE_PROGRAMS := mpirun.openmpi mpirun.mpich munged slurmctld slurmd sbatch ip pdsh
+ENGINE_PACKAGES := openmpi-bin mpich munge slurmctld slurmd slurm-client iproute2 pdsh
 PEER_STAMP := $(PEER_VENV)/.installed
 
-.PHONY: help install demo test test-faults check format bench gpu-check clean
+.PHONY: help install demo test test-engines test-faults check format bench gpu-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -29,6 +33,9 @@ demo: $(STAMP)  ## train the small GPT on two processes
 
 test: $(STAMP)  ## run the tests (PYTEST_ARGS is handed on)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others, installed where absent (Debian, root)
+	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/engines $(PYTEST_ARGS)
 
 test-faults: $(STAMP)  ## kill runs at a hundred random moments: each must go on and end as if nothing had been
 	KILLS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --timeout 3600 tests/faults
@@ -60,6 +67,18 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[test,examples,text]"
+	touch $@
+
+# Debian's own programs, and packages beside those that all tests need.
+$(ENGINES_STAMP): $(STAMP)
+	@absent=$$(for p in $(ENGINE_PROGRAMS); do PATH="$$PATH:/usr/sbin:/sbin" command -v $$p >/dev/null || echo $$p; done); \
+	test -z "$$absent" || { \
+		{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null; } \
+			|| { echo "not installed:" $$absent "- on Debian, as root: apt-get install $(ENGINE_PACKAGES)" >&2; exit 1; }; \
+		apt-get update -qq; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(ENGINE_PACKAGES) >/dev/null; \
+	}
+	$(BIN)/python -m pip install --quiet --editable ".[engines]"
 	touch $@
 
 # The peer has an environment of its own, with the same torch.

@@ -9,7 +9,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 # Folders of tests that start several ranks, or whole training runs.
-CROWDED = {TESTS / "distributed", TESTS / "examples", TESTS / "faults"}
+CROWDED = {TESTS / "distributed", TESTS / "engines", TESTS / "examples", TESTS / "faults"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,3 +17,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if CROWDED & set(item.path.parents):
             item.add_marker(pytest.mark.xdist_group("processes"))
+        if TESTS / "engines" in item.path.parents:
+            item.add_marker(pytest.mark.engines)

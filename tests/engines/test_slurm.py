@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Slurm engine on a real Slurm of two nodes, both on this host."""
+
+import os
+import signal
+import subprocess
+import textwrap
+import time
+
+from engines import LAUNCH, environment
+
+
+def start(tmp_path, slurm, *arguments):
+    return subprocess.Popen(
+        [*map(str, [*LAUNCH, "-q", "--engine", "slurm", "--cpu", *arguments])], cwd=tmp_path,
+        env=environment(tmp_path / "home", **slurm), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_ranks_on_two_nodes_cooperate(slurm, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, sys, torch
+            from accelerate.state import PartialState
+            state = PartialState()
+            total = torch.tensor(float(state.process_index + 1))
+            torch.distributed.all_reduce(total)
+            node, precision = os.environ["SLURMD_NODENAME"], os.environ["ACCELERATE_MIXED_PRECISION"]
+            told = (state.process_index, state.num_processes, total.item(), node, precision)
+            sys.stdout.write(" ".join(map(str, told)) + "\\n")
+            """
+        )
+    )
+    options = [
+        "--num_machines",
+        2,
+        "--num_processes",
+        2,
+        "--mixed_precision",
+        "bf16",
+        "--num_cpu_threads_per_process",
+        1,
+    ]
+    launch = start(tmp_path, slurm, *options, script)
+    output, errors = launch.communicate(timeout=100)
+    assert launch.returncode == 0, output + errors
+    assert sorted(output.splitlines()) == ["0: 0 2 3.0 n1 bf16", "1: 1 2 3.0 n2 bf16"]
+    assert (tmp_path / "train.sbatch").read_text().startswith("#!/bin/bash\n#SBATCH --job-name=train\n")
+
+
+def test_a_failing_rank_s_code_is_the_launcher_s(slurm, tmp_path):
+    script = tmp_path / "fail.py"
+    script.write_text("import os, time\nif os.environ['SLURM_PROCID'] == '1': raise SystemExit(3)\ntime.sleep(60)\n")
+    launch = start(tmp_path, slurm, "--num_machines", 2, "--num_processes", 2, script)
+    output, errors = launch.communicate(timeout=60)
+    assert launch.returncode == 3, output + errors
+
+
+def test_an_interrupt_cancels_the_job(slurm, tmp_path):
+    script = tmp_path / "wait.py"
+    script.write_text("import time\nprint('up', flush=True)\ntime.sleep(100)\n")
+    launch = start(tmp_path, slurm, "--num_processes", 1, script)
+    assert launch.stdout.readline().strip() == "0: up"
+    launch.send_signal(signal.SIGINT)
+    launch.communicate(timeout=30)
+    assert launch.returncode == 130
+    deadline = time.monotonic() + 20
+    while subprocess.run(["squeue", "-h"], env={**os.environ, **slurm}, capture_output=True, text=True).stdout.strip():
+        assert time.monotonic() < deadline, "the job goes on"
+        time.sleep(0.2)
