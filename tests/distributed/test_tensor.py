@@ -6,8 +6,14 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
+WORKERS = Path(__file__).parent / "workers"
+
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_parity(ranks):
-    results = run_ranks(Path(__file__).parent / "workers" / "tensor_parity.py", ranks, timeout=170)
+def test_parity(ranks, tmp_path):
+    results = run_ranks(WORKERS / "tensor_parity.py", ranks, tmp_path, timeout=240)
     assert all("all equal" in result.stdout for result in results)
+
+
+def test_messages_of_data_and_tensor_parallelism_are_those_of_the_hand_written_step():
+    run_ranks(WORKERS / "messages.py", 2, timeout=120)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -126,7 +126,7 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, str]:
             f"no tensor-parallel plan can be inferred for {type(model).__name__}: no module of it has linear layers "
             "named like an attention or MLP block (q_proj, k_proj, v_proj, o_proj; up_proj, down_proj). Give a plan."
         )
-    embedding, head = vocabulary_ends(model)
+    embedding, head = vocabulary_ends(model, plan)
     if embedding is not None and head is not None and model.get_submodule(head).out_features % size == 0:  # type: ignore[operator]
         plan |= {embedding: "embedding_rowwise", head: "colwise_gather_output"}
     return plan
@@ -163,14 +163,19 @@ def _outputs(children: Mapping[str, nn.Module], columns: frozenset[str]) -> int:
     return min(int(children[key].out_features) for key in columns)  # type: ignore[arg-type]
 
 
-def vocabulary_ends(model: nn.Module) -> tuple[str | None, str | None]:
-    """The names of the embedding and the output layer of a language model, None where they cannot be told."""
+def vocabulary_ends(model: nn.Module, inner: Collection[str]) -> tuple[str | None, str | None]:
+    """The names of the embedding and the output layer of a language model, None where they cannot be told.
+
+    `inner` are layers that are known to be others.
+    """
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     pairs = [
         (name, head)
         for name, embedding in embeddings.items()
         for head, module in model.named_modules()
-        if isinstance(module, nn.Linear) and tuple(module.weight.shape) == tuple(embedding.weight.shape)
+        if head not in inner
+        and isinstance(module, nn.Linear)
+        and tuple(module.weight.shape) == tuple(embedding.weight.shape)
     ]
     return pairs[0] if len(pairs) == 1 else (None, None)
 
@@ -179,7 +184,8 @@ def split_losses(model: nn.Module, styles: Styles) -> None:
     """Have the output layer stay split over the vocabulary. Raises PrepareError where it cannot be told."""
     own = getattr(model, "get_output_embeddings", lambda: None)()
     names = {id(module): name for name, module in model.named_modules()}
-    head = names.get(id(own), vocabulary_ends(model)[1])
+    inner = [name for name, style in styles.items() if not _gathers(style)]
+    head = names.get(id(own), vocabulary_ends(model, inner)[1])
     if head is None:
         raise PrepareError(
             f"loss_parallel=True: which layer of {type(model).__name__} gives the logits cannot be told (a linear "
@@ -195,6 +201,10 @@ def split_losses(model: nn.Module, styles: Styles) -> None:
         styles[name] = kinds.Rows(whole_input=True)
 
 
+def _gathers(style: ParallelStyle) -> bool:
+    return isinstance(style, ColwiseParallel) and style.output_layouts[0].is_replicate()
+
+
 def check_plan(model: nn.Module, styles: Styles, size: int) -> list[tuple[nn.Module, dict[str, int]]]:
     """Raises PrepareError for a module that cannot be split so; (module, attribute -> its value on one rank)."""
     modules = dict(model.named_modules())
@@ -205,9 +215,10 @@ def check_plan(model: nn.Module, styles: Styles, size: int) -> list[tuple[nn.Mod
             parents.setdefault(name.rpartition(".")[0])
     rows = {name.rpartition(".")[0] for name, style in styles.items() if isinstance(style, RowwiseParallel)}
     attentions = [name for name in parents if name in rows]
+    shares = [(modules[name], _shares_of_heads(name, modules[name], size)) for name in attentions]
     for name in attentions:
         _check_head_size(name, modules[name], styles, modules, size)
-    return [(modules[name], _shares_of_heads(name, modules[name], size)) for name in attentions]
+    return shares
 
 
 def _check_module(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:

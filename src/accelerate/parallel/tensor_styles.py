@@ -54,6 +54,25 @@ def whole_input(given: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return given.redistribute(placements=(Replicate(),), async_op=True)
 
 
+class GatherFeatures(torch.autograd.Function):
+    """Each rank's features put side by side; the gradient, the same on every rank, is cut again.
+
+    DTensor would give the same as a view, which FSDP must not see: a change in place would lose its hooks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        ranks, collectives = mesh.size(), torch.ops._c10d_functional
+        # The functional form, which torch.compile can take into a graph.
+        parts = collectives.all_gather_into_tensor(part.contiguous(), ranks, mesh.get_group().group_name)
+        return torch.cat(collectives.wait_tensor(parts).chunk(ranks), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0].chunk(ctx.mesh.size(), -1)[ctx.mesh.get_local_rank()], None
+
+
 class Columns(ColwiseParallel):
     """Each rank has some of the outputs. Siblings that read the same tensor share its way to the ranks and back."""
 
@@ -62,9 +81,15 @@ class Columns(ColwiseParallel):
         self.shared = SharedInput(1)
         # torch asks the style for these when it is applied.
         self._prepare_input_fn = self._take_input  # type: ignore[method-assign]
+        if isinstance(output, Replicate):
+            self._prepare_output_fn = self._give_whole  # type: ignore[method-assign]
 
     def _take_input(self, layouts: Any, desired: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         return self.shared.take(inputs[0], mesh)
+
+    @staticmethod
+    def _give_whole(layouts: Any, use_local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        return GatherFeatures.apply(outputs.to_local(), mesh)
 
 
 class VocabularyColumns(Columns):

@@ -2,6 +2,7 @@
 """Each rank: tensor parallelism, alone and under FSDP2, against the plain loop in float64, to 1e-8."""
 
 import copy
+import sys
 
 import torch
 import torch.distributed as dist
@@ -97,6 +98,31 @@ def of_transformers(seed):
     return LlamaForCausalLM(config).to(torch.float64)
 
 
+def of_qwen(seed):
+    """Its attention has norms of each head."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=12, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=HEADS,
+        num_key_value_heads=2, head_dim=4, max_position_embeddings=32, attn_implementation="sdpa",
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).to(torch.float64)
+
+
+def loaded_in_parts(folder):
+    """As `from_pretrained` gives a model that it has split itself."""
+    from transformers import LlamaForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if dist.get_rank() == 0:
+        of_transformers(0).save_pretrained(folder)
+    dist.barrier()
+    return lambda seed: LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, distributed_config=DistributedConfig(tp_size=2), attn_implementation="sdpa"
+    )
+
+
 def batches():
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS * ACCUMULATION):
@@ -164,9 +190,14 @@ def on_rank_0(seed):
         return own(0)
 
 
-def split(model, **options):
-    layout = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(**options))
-    return TensorParallel(CPU, Precision(), layout).wrap_model(model)
+def options(**given):
+    return TensorParallel(
+        CPU, Precision(), ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(**given))
+    )
+
+
+def split(model, **given):
+    return options(**given).wrap_model(model)
 
 
 def refused(call, named):
@@ -178,7 +209,7 @@ def refused(call, named):
         raise AssertionError(f"{named}: accepted")
 
 
-def main():
+def main(folder):
     world = PartialState(cpu=True).num_processes
     torch.set_default_dtype(torch.float64)
     alone = TensorParallel(CPU, Precision(), ParallelismConfig(tp_size=world))
@@ -188,6 +219,11 @@ def main():
         refused(lambda: split(own(0), plan=whole), "?_proj")
         refused(lambda: split(own(0), plan={"head": "sideways"}), "sideways")
         refused(lambda: split(nn.Linear(2, 2)), "Linear")
+        check_run("transformers' plan", of_transformers, options(loss_parallel=True, sequence_parallel=True), steps=4)
+        check_run("norms of heads", of_qwen, options(), steps=4)
+        check_run("norms of heads, sequence", of_qwen, options(sequence_parallel=True), steps=4)
+        check_run("without storage", own, options(), steps=4, build=on_rank_0)
+        check_run("split by transformers", of_transformers, options(), steps=4, build=loaded_in_parts(folder))
         print("all equal")
         return
     check_run("fsdp x tp", own, sharded(dp_shard_size=2, tp_size=2))
@@ -198,4 +234,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

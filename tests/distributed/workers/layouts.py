@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rank: one unchanged loop under one layout after another, against the plain loop in float64, to 1e-8.
+
+`layouts.py FOLDER train` on 4 ranks trains in each layout, saves one of them and loads it into others;
+`layouts.py FOLDER load` on one process loads it as well.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
+
+from accelerate import Accelerator
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.parallel import TorchTensorParallelConfig
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "parallel"))
+from llama import Llama, LlamaConfig
+
+BATCH, LENGTH, STEPS, ACCUMULATION, CLIP = 8, 6, 20, 2, 0.3
+CONFIG = LlamaConfig(vocabulary=16, width=16, hidden=24, layers=2)
+# What each layout asks for: sizes, FSDP or not, options of tensor parallelism.
+LAYOUTS = {
+    "dp x tp": ({"dp_replicate_size": 2, "tp_size": 2}, False, {}),
+    "fsdp x tp": ({"dp_shard_size": 2, "tp_size": 2}, True, {}),
+    "hsdp": ({"dp_replicate_size": 2, "dp_shard_size": 2}, True, {}),
+    "tp": ({"tp_size": 4}, False, {}),
+    "tp, sequence and loss": ({"tp_size": 4}, False, {"sequence_parallel": True, "loss_parallel": True}),
+    "fsdp x tp, sequence": ({"dp_shard_size": 2, "tp_size": 2}, True, {"sequence_parallel": True}),
+    "fsdp x tp, loss": ({"dp_shard_size": 2, "tp_size": 2}, True, {"loss_parallel": True}),
+    "fsdp": ({"dp_shard_size": 4}, True, {}),
+}
+
+
+class Sequences(Dataset):
+    """Tokens; the same on every rank."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(1)
+        shape = (BATCH * ACCUMULATION * STEPS, LENGTH + 1)
+        self.tokens = torch.randint(CONFIG.vocabulary, shape, generator=generator)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.tokens[index, :-1], "labels": self.tokens[index, 1:]}
+
+
+def make(seed=0, tied=False):
+    torch.manual_seed(seed)
+    model = Llama(LlamaConfig(**{**vars(CONFIG), "tied": tied}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.95**step)
+
+
+def loss_of(model, batch, inside):
+    """The loss that the model computes itself, or the same outside of it."""
+    if inside:
+        return model(**batch)[0]
+    return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def plain(steps=STEPS, tied=False):
+    model, optimizer, scheduler = make(tied=tied)
+    losses = []
+    for number, batch in enumerate(DataLoader(Sequences(), batch_size=BATCH)):
+        if number == steps * ACCUMULATION:
+            break
+        loss = loss_of(model, batch, inside=True)
+        losses.append(loss.item())
+        (loss / ACCUMULATION).backward()
+        if number % ACCUMULATION:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}, losses
+
+
+def start(layout, precision="no", **plugin):
+    """A fresh Accelerator in this layout; the process group stays."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    sizes, fsdp, options = layout
+    parallelism = ParallelismConfig(**sizes, tp_handler=TorchTensorParallelConfig(**options)) if sizes else None
+    plugin = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"], **plugin}
+    return Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=ACCUMULATION,
+        parallelism_config=parallelism,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **plugin) if fsdp else None,
+        step_scheduler_with_optimizer=True,
+    )
+
+
+def prepared(accelerator, seed, tied=False):
+    model, optimizer, scheduler = make(seed, tied)
+    loader = DataLoader(Sequences(), batch_size=BATCH // accelerator.strategy.data_shard[1])
+    # Prepared schedulers move once for each part of the data, as the API has it.
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step, parts=accelerator.strategy.data_shard[1]: 0.95 ** (step // parts)
+    )
+    return accelerator.prepare(model, optimizer, scheduler, loader)
+
+
+def train(accelerator, parts, steps=STEPS, inside=True):
+    model, optimizer, scheduler, loader = parts
+    losses = []
+    for number, batch in enumerate(loader):
+        if number == steps * ACCUMULATION:
+            break
+        with accelerator.accumulate(model):
+            loss = loss_of(model, batch, inside)
+            mean = accelerator.gather_for_metrics(loss.detach().reshape(1)) if inside else loss.detach()
+            losses.append(mean.mean())
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def distance(found, expected):
+    assert list(found) == list(expected), (list(found), list(expected))
+    return max((found[name] - value).abs().max().item() for name, value in expected.items())
+
+
+def check_share(accelerator, model, what):
+    """What this rank holds of the model, in parameters: its part of all that is split or sharded, and the norms."""
+    held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
+    whole = sum(p.numel() for p in model.parameters())
+    layout = accelerator.parallelism_config
+    ranks = layout.dp_shard_size * layout.tp_size
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert held <= whole / ranks + norms, f"{what}: a rank holds {held} of {whole} parameters"
+    return held / whole
+
+
+def train_all(folder):
+    expected, losses = plain()
+    tied, _ = plain(steps=4, tied=True)
+    for number, (what, layout) in enumerate(LAYOUTS.items()):
+        accelerator = start(layout)
+        # Other ranks start from other weights: the first one's count.
+        parts = prepared(accelerator, seed=accelerator.process_index)
+        share = check_share(accelerator, parts[0], what)
+        found = train(accelerator, parts, inside=number % 3 < 2)
+        if number % 3 < 2:
+            assert max(abs(a.item() - b) for a, b in zip(found, losses, strict=True)) < 1e-9, what
+        state = accelerator.get_state_dict(parts[0])
+        if accelerator.is_main_process:
+            off = distance(state, expected)
+            print(f"{what}: off by {off:.1e}, a rank holds {share:.3f} of the model")
+            assert off <= 1e-8, f"{what}: parameters are off by {off}"
+        if what == "fsdp x tp":
+            accelerator.save_state(folder / "saved")
+            optimizer = accelerator.strategy.optimizer_state_dict(parts[0], parts[1].optimizer)
+            if accelerator.is_main_process:
+                torch.save((expected, optimizer), folder / "expected.pt")
+        accelerator.wait_for_everyone()
+    for what in ("tp", "fsdp x tp, loss"):
+        accelerator = start(LAYOUTS[what])
+        parts = prepared(accelerator, seed=accelerator.process_index, tied=True)
+        train(accelerator, parts, steps=4)
+        state = accelerator.get_state_dict(parts[0])
+        assert not state or distance(state, tied) <= 1e-8, f"{what}, tied"
+
+
+def low_precision():
+    """bf16 computes near what fp32 does."""
+    torch.set_default_dtype(torch.float32)
+    _, losses = plain(steps=5)
+    for what in ("dp x tp", "fsdp x tp, sequence", "tp, sequence and loss", "hsdp"):
+        accelerator = start(LAYOUTS[what], "bf16")
+        parts = prepared(accelerator, seed=accelerator.process_index)
+        found = train(accelerator, parts, steps=5)
+        assert all(p.dtype == torch.float32 for p in parts[0].parameters()), what
+        off = max(abs(a.item() - b) for a, b in zip(found, losses, strict=False))
+        assert 0 < off < 0.05, f"{what} in bf16: losses are off by {off}"
+    torch.set_default_dtype(torch.float64)
+
+
+def load(layout, what, folder):
+    """What another layout saved: parameters and optimizer state, and it trains on."""
+    accelerator = start(layout)
+    parts = prepared(accelerator, seed=5)
+    accelerator.load_state(folder / "saved")
+    model, optimizer = parts[0], parts[1].optimizer
+    if accelerator.num_processes > 1:
+        state = accelerator.get_state_dict(model)
+        own = accelerator.strategy.optimizer_state_dict(model, optimizer)
+    else:
+        state, own = model.state_dict(), optimizer.state_dict()
+    if accelerator.is_main_process:
+        expected, saved = torch.load(folder / "expected.pt", weights_only=False)
+        assert distance(state, expected) <= 1e-8, what
+        assert own["state"].keys() == saved["state"].keys(), what
+        for key, values in saved["state"].items():
+            for name, value in values.items():
+                assert torch.equal(own["state"][key][name], value), f"{what}: {name} of parameter {key}"
+        assert own["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"], what
+    train(accelerator, parts, steps=1)
+    print(f"loaded into {what}")
+
+
+def main(folder, mode):
+    torch.set_default_dtype(torch.float64)
+    if mode == "load":
+        load(({}, False, {}), "one process", folder)
+        return
+    PartialState(cpu=True)
+    train_all(folder)
+    for what in ("fsdp", "tp", "hsdp"):
+        load(LAYOUTS[what], what, folder)
+    low_precision()
+    print("all equal")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
