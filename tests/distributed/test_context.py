@@ -9,7 +9,25 @@ from ranks import run_ranks
 WORKERS = Path(__file__).parent / "workers"
 
 
+def run(name, ranks, *args):
+    results = run_ranks(WORKERS / name, ranks, *args, timeout=175)
+    assert all("all equal" in result.stdout for result in results)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_attention(ranks):
-    results = run_ranks(WORKERS / "context_attention.py", ranks, timeout=170)
-    assert all("all equal" in result.stdout for result in results)
+    run("context_attention.py", ranks)
+
+
+def test_training_on_two_ranks(tmp_path):
+    run("context_parity.py", 2, tmp_path)
+
+
+def test_training_on_four_ranks_and_its_checkpoint_alone(tmp_path):
+    run("context_parity.py", 4, tmp_path)
+    run("context_parity.py", 1, tmp_path)
+
+
+def test_models_of_transformers_and_refusals():
+    pytest.importorskip("transformers")
+    run("context_models.py", 2)

@@ -20,6 +20,8 @@ PLUGIN = FullyShardedDataParallelPlugin(fsdp_version=2)
         (4, {"dp_replicate_size": 4}, None, "ddp"),
         (4, {"dp_shard_size": 4}, None, "fsdp2"),
         (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, PLUGIN, "fsdp2"),
+        (4, {"cp_size": 2, "dp_shard_size": 2}, PLUGIN, "fsdp2"),
+        (4, {"sp_size": 4}, None, "fsdp2"),
         (4, {"tp_size": 4}, None, "tensor"),
         (4, {"dp_shard_size": 2, "tp_size": 2}, PLUGIN, "fsdp2"),
         (4, {"dp_replicate_size": 2, "tp_size": 2}, None, "fsdp2"),
@@ -39,8 +41,6 @@ def test_the_strategy_of_a_layout(world, sizes, plugin, expected):
     [
         (4, {"tp_size": 2}, None, "tp_size=2 = 2 processes, but 4"),
         (4, {"pp_size": 4}, None, "pp_size=4"),
-        (4, {"cp_size": 2, "dp_shard_size": 2}, PLUGIN, "cp_size=2"),
-        (4, {"sp_size": 4}, None, "sp_size=4"),
         (4, {"dp_replicate_size": 4}, PLUGIN, "nothing to shard"),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: ring, all-gather and all-to-all attention against torch's own over the whole sequence, forward and back."""
+"""Each rank: ring, all-gather and all-to-all attention against torch's own, whole one, forward and back."""
 
 import itertools
 
@@ -56,14 +56,14 @@ def check_exchanges(group, world, rank):
     own_keep = torch.stack([
         SequenceLayout("cp_size", world, r, balanced=True).take(keep, 1) for r in range(world)
     ])  # fmt: skip
-    cases = itertools.product((RingAttention, GatherAttention), (True, False), ((4, 4), (4, 2), (6, 1)), (None, keep))
+    cases = itertools.product((RingAttention, GatherAttention), (True, False), ((4, 4), (4, 2)), (None, keep))
     for kind, causal, heads, seen in cases:
         what = f"{kind.__name__} causal={causal} heads={heads} keep={seen is not None}"
         exchange = Exchange(group, world, rank, Block(SCALE, causal), None if seen is None else own_keep)
         inputs = whole_inputs(*heads, torch.float64)
         attention = lambda *qkv: kind.apply(*qkv, exchange)  # noqa: B023, E731
         compare(what, layout, attention, inputs, expected(inputs, causal, seen), 1e-10)
-        if seen is not None:
+        if seen is not None or heads != (4, 2):
             continue
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 6e-2)):
             inputs = whole_inputs(*heads, dtype)
@@ -80,7 +80,7 @@ def check_all_to_all(group, world, rank):
         out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=SCALE, enable_gqa=True)
         return split_rows(out, group, world)
 
-    for causal, heads, width in itertools.product((True, False), ((4, 4), (4, 2), (4, 1), (12, 6)), (WIDTH, 5)):
+    for causal, heads, width in itertools.product((True, False), ((4, 4), (4, 1), (12, 6)), (WIDTH, 5)):
         inputs = whole_inputs(*heads, torch.float64, width)
         what = f"all to all causal={causal} heads={heads} width={width}"
         compare(what, layout, attention, inputs, expected(inputs, causal), 1e-10)

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each of two ranks: models of transformers with split sequences against themselves; loaders that split; refusals."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from accelerate import Accelerator
+from accelerate.config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from accelerate.core.errors import ConfigurationError, PrepareError
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+BATCH, LENGTH, VOCABULARY, STEPS = 3, 16, 32, 4
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def start(**sizes):
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    handlers = {}
+    if "cp_size" in sizes:
+        handlers["cp_handler"] = TorchContextParallelConfig(sizes.pop("strategy", "alltoall"))
+    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes, **handlers))
+
+
+def llama(**options):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "attn_implementation": "sdpa", **options})).train()
+
+
+def batches(padding):
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(STEPS):
+        ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+        mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+        if padding == "behind":
+            mask[0, 9:], mask[1, 15:] = 0, 0
+        elif padding == "before":
+            mask[0, :9], mask[1, :1] = 0, 0
+        labels = ids.masked_fill(mask == 0, -100)
+        yield ids, mask, labels
+
+
+def check_llama(accelerator, padding, checkpointing=False, shift=True):
+    what = f"{accelerator.parallelism_config} padding={padding} checkpointing={checkpointing}"
+    plain, model = llama(), llama()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizers = [torch.optim.AdamW(found.parameters(), lr=0.01) for found in (plain, model)]
+    model, optimizers[1] = accelerator.prepare(model, optimizers[1])
+    layout = accelerator.strategy.sequence.layout
+    for ids, mask, labels in batches(padding):
+        expected = plain(input_ids=ids, attention_mask=mask, labels=labels)
+        expected.loss.backward()
+        shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+        items = (layout.take(shifted, 1) != -100).sum()
+        extra = {"shift_labels": shifted} if shift else {}
+        buffers = [ids, mask, labels, *extra.values()]
+        with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), no_restore_buffers=set(buffers)):
+            out = model(input_ids=ids, attention_mask=mask, labels=labels, **extra)
+            accelerator.backward(out.loss, num_items=items)
+        seen = layout.take(expected.logits, 1)[mask.bool()]
+        torch.testing.assert_close(out.logits[mask.bool()], seen, rtol=1e-4, atol=1e-5, msg=what)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    for name, value in plain.state_dict().items() if accelerator.is_main_process else ():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-4, msg=f"{what}: {name}")
+
+
+def check_loader():
+    """Batches split by the loader; whole batches beside them are computed as ever."""
+    accelerator = start(sp_size=2)
+    plain, model = llama(), llama()
+    data = [{"input_ids": row, "labels": row} for ids, _, _ in batches("none") for row in ids]
+    loader = DataLoader(data, batch_size=BATCH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer, prepared = accelerator.prepare(model, optimizer, loader)
+    prepared = accelerator.deepspeed_ulysses_dl_adapter(prepared, model)
+    assert len(prepared) == STEPS
+    for whole, batch in zip(loader, prepared, strict=True):
+        assert set(batch) == {"input_ids", "position_ids", "shift_labels"}
+        assert batch["input_ids"].shape == (BATCH, LENGTH // 2)
+        own = batch["shift_labels"]
+        out = model(**batch)
+        loss = F.cross_entropy(out.logits.flatten(0, 1), own.flatten())
+        accelerator.backward(loss, num_items=(own != -100).sum())
+        plain(**whole).loss.backward()
+        theirs = torch.cat([p.grad.flatten() for p in plain.parameters()]).norm()
+        torch.testing.assert_close(accelerator.clip_grad_norm_(model.parameters(), 1e9), theirs, rtol=1e-4, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        with torch.no_grad():
+            same = model(whole["input_ids"]).logits, plain(whole["input_ids"]).logits
+        torch.testing.assert_close(*same)
+
+
+def refused(named, call, kind=ConfigurationError):
+    try:
+        call()
+    except kind as error:
+        assert all(word in str(error) for word in named.split(" ... ")), f"{named}: {error}"
+    else:
+        raise AssertionError(f"accepted: {named}")
+
+
+class Layer(nn.Module):
+    """Attention in a few ways, over (batch, rows, 12)."""
+
+    def __init__(self, heads=3, **options):
+        super().__init__()
+        self.inner, self.heads, self.options = nn.Linear(12, 12), heads, options
+
+    def forward(self, x):
+        q = self.inner(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        if self.options.get("eager"):
+            return (q @ q.transpose(-1, -2)).softmax(-1) @ q
+        keys = q[:, :, :3] if self.options.get("cross") else q
+        options = {key: value for key, value in self.options.items() if key != "cross"}
+        return F.scaled_dot_product_attention(q, keys, keys, **options)
+
+
+def check_refusals():
+    refused("mutually exclusive", lambda: ParallelismConfig(cp_size=2, sp_size=2))
+    for size in ("cp_size", "sp_size"):
+        accelerator = start(**{size: 2})
+        accelerator.strategy.sequence._said = True
+
+        def call(layer, shape=(2, 16, 12), **options):
+            model = accelerator.prepare(layer)  # noqa: B023
+            x = torch.randn(shape)
+            with accelerator.maybe_context_parallel([x], options.pop("dims", [1])):  # noqa: B023
+                model(options.pop("input", x))
+
+        call(Layer(4, is_causal=True))
+        call(Layer(4, attn_mask=torch.ones(8, 8, dtype=torch.bool).tril()))
+        odd = 15 if size == "sp_size" else 14
+        refused(f"has {odd} rows ... multiple of ... {size}=2", lambda: call(Layer(), (2, odd, 12)))  # noqa: B023
+        refused(f"no attention of ... {size}=2", lambda: call(Layer(eager=True)))
+        refused("no cross-attention", lambda: call(Layer(4, cross=True)))
+        refused("over 16 rows ... buffers", lambda: call(Layer(4), input=torch.randn(2, 16, 12)))
+        refused("neither causal nor all true", lambda: call(Layer(4, attn_mask=torch.eye(8, dtype=torch.bool))))
+        refused("a bias", lambda: call(Layer(4, attn_mask=torch.randn(8, 8))))
+        refused("buffer_seq_dims[0]=3", lambda: call(Layer(4), dims=[3]))
+        refused("1 buffers and 2", lambda: call(Layer(4), dims=[1, 1]))
+        whole = torch.randn(2, 16, 12)
+        refused("no buffers", lambda: accelerator.maybe_context_parallel().__enter__())  # noqa: B023
+        refused(
+            "one sequence: ... has 16 ... has 8",
+            lambda: accelerator.maybe_context_parallel([whole, whole[:, :8]], [1, 1]).__enter__(),  # noqa: B023
+        )
+        refused(
+            "takes part in autograd",
+            lambda: accelerator.maybe_context_parallel([whole.clone().requires_grad_()], [1]).__enter__(),  # noqa: B023
+        )
+        refused(
+            "some of its buffers",
+            lambda: accelerator.maybe_context_parallel([whole], [1], {whole.clone()}).__enter__(),  # noqa: B023
+        )
+        refused("'eager' ... sdpa", lambda: accelerator.prepare(llama(attn_implementation="eager")), PrepareError)  # noqa: B023
+        window = MistralConfig(**SIZES, sliding_window=4, attn_implementation="sdpa")
+        refused("sliding_window", lambda: accelerator.prepare(MistralForCausalLM(window)), PrepareError)  # noqa: B023
+        assert F.scaled_dot_product_attention.__module__ != "accelerate.parallel.context.region"
+        if size == "cp_size":
+            refused("dropout_p=0.5", lambda: call(Layer(4, dropout_p=0.5)))
+        else:
+            refused("sp_size=2 does not divide the 3", lambda: call(Layer(3)))
+            call(Layer(4, dropout_p=0.5))
+            call(Layer(4, attn_mask=torch.randn(4, 16, 16)))
+    fixed = DeepSpeedSequenceParallelConfig(sp_seq_length=32, sp_seq_length_is_variable=False)
+    accelerator = start(sp_size=2, sp_handler=fixed)
+    refused("sp_seq_length=32", lambda: accelerator.maybe_context_parallel([torch.ones(1, 16)], [1]).__enter__())
+    flash = DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2")
+    refused("flash_attention_2", lambda: start(sp_size=2, sp_handler=flash))
+
+
+def check_late_backward():
+    """Outside of the block the token ids are whole again: torch notices, instead of a wrong gradient."""
+    accelerator = start(cp_size=2)
+    model = accelerator.prepare(llama())
+    ids = torch.randint(VOCABULARY, (1, LENGTH))
+    with accelerator.maybe_context_parallel([ids], [1]):
+        loss = model(ids).logits.square().mean()
+    try:
+        accelerator.backward(loss)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        raise AssertionError("a backward through token ids that are whole again")
+    assert math.isfinite(loss.item())
+
+
+def main():
+    PartialState(cpu=True)
+    check_llama(start(cp_size=2), "none")
+    check_llama(start(cp_size=2), "behind", checkpointing=True)
+    check_llama(start(cp_size=2, strategy="allgather"), "before", shift=False)
+    check_llama(start(sp_size=2), "behind", checkpointing=True, shift=False)
+    check_llama(start(sp_size=2), "before")
+    check_loader()
+    check_refusals()
+    check_late_backward()
+    print("all equal")
+
+
+if __name__ == "__main__":
+    main()

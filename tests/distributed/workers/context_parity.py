@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rank: training with split sequences against the plain loop over whole ones, in float64 to 1e-8."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from accelerate import Accelerator
+from accelerate.config.parallel import TorchContextParallelConfig
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "parallel"))
+from llama import Llama, LlamaConfig
+
+BATCH, LENGTH, VOCABULARY, ACCUMULATION, CLIP, STEPS = 4, 16, 32, 2, 0.1, 20
+
+
+def build():
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(vocabulary=VOCABULARY, width=16, hidden=32, layers=2, heads=4, kv_heads=2))
+
+
+def batches(steps):
+    """Token ids and the labels of the rows after them; of some rows none, of the first sample's first half either."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps * ACCUMULATION):
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        labels[torch.rand(BATCH, LENGTH, generator=generator) < 0.3] = -100
+        labels[:, : LENGTH // 4] = -100
+        yield tokens[:, :-1].contiguous(), labels
+
+
+def plain_run(steps, mean_of_batches):
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    norms, window = [], []
+    for ids, labels in batches(steps):
+        window.append((ids, labels))
+        if len(window) < ACCUMULATION:
+            continue
+        items = sum((labels != -100).sum() for _, labels in window)
+        for ids, labels in window:
+            if mean_of_batches:
+                loss = F.cross_entropy(model(ids).flatten(0, 1), labels.clamp(min=0).flatten()) / ACCUMULATION
+            else:
+                loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), reduction="sum") / items
+            loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+        optimizer.step()
+        optimizer.zero_grad()
+        window = []
+    return model.state_dict(), norms
+
+
+def start(**kwargs):
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    strategy = kwargs.pop("strategy", None)
+    precision = kwargs.pop("mixed_precision", None)
+    handler = {} if strategy is None else {"cp_handler": TorchContextParallelConfig(strategy)}
+    return Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=ACCUMULATION,
+        parallelism_config=ParallelismConfig(**kwargs, **handler),
+    )
+
+
+def run(accelerator, steps, mean_of_batches=False):
+    """The loop as a user writes it."""
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    index, count = accelerator.strategy.data_shard
+    norms = []
+    for ids, labels in batches(steps):
+        ids, labels = ids.chunk(count)[index].clone(), labels.chunk(count)[index].clone()
+        whole = ids.clone()
+        with (
+            accelerator.accumulate(model),
+            accelerator.maybe_context_parallel([ids, labels], [1, 1], no_restore_buffers={labels}),
+        ):
+            if mean_of_batches:
+                loss = F.cross_entropy(model(ids).flatten(0, 1), labels.clamp(min=0).flatten())
+                accelerator.backward(loss)
+            else:
+                loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+                accelerator.backward(loss, num_items=(labels != -100).sum())
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), CLIP))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(ids, whole) and labels.shape[1] < LENGTH
+    assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
+    return model, optimizer, norms
+
+
+def check(what, accelerator, model, norms, expected, tolerance=1e-8):
+    state = accelerator.get_state_dict(model)
+    torch.testing.assert_close(torch.stack(norms), torch.stack(expected[1][: len(norms)]), rtol=tolerance, atol=0)
+    if accelerator.is_main_process:
+        assert set(state) == set(expected[0])
+        for name, value in expected[0].items():
+            difference = (state[name] - value).abs().max().item()
+            assert difference <= tolerance, f"{what}: {name} is off by {difference}"
+    print(what, "equal")
+
+
+def two():
+    expected, means = plain_run(STEPS, False), plain_run(STEPS, True)
+    for sizes in (
+        {"cp_size": 2, "strategy": "allgather"},
+        {"cp_size": 2, "strategy": "alltoall"},
+        {"sp_size": 2},
+    ):
+        accelerator = start(**sizes)
+        assert accelerator.strategy.data_shard == (0, 1) and accelerator.strategy.gradient_ranks == 2
+        model, _, norms = run(accelerator, STEPS)
+        check(str(sizes), accelerator, model, norms, expected)
+    accelerator = start(cp_size=2, strategy="alltoall")
+    model, _, norms = run(accelerator, STEPS, mean_of_batches=True)
+    check("means", accelerator, model, norms, means)
+    # In bf16 the curve is the same one, roughly.
+    torch.set_default_dtype(torch.float32)
+    for sizes in ({"cp_size": 2}, {"sp_size": 2}):
+        accelerator = start(mixed_precision="bf16", **sizes)
+        model, _, norms = run(accelerator, 4)
+        expected = torch.stack(plain_run(4, False)[1])
+        torch.testing.assert_close(torch.stack(norms), expected, rtol=0.05, atol=0)
+
+
+def four(folder):
+    expected = plain_run(STEPS, False)
+    for sizes in (
+        {"cp_size": 4, "strategy": "alltoall"},
+        {"sp_size": 4},
+        {"sp_size": 2, "dp_shard_size": 2},
+        {"cp_size": 2, "dp_replicate_size": 2},
+        {"cp_size": 2, "dp_shard_size": 2},
+    ):
+        accelerator = start(**sizes)
+        model, _, norms = run(accelerator, STEPS)
+        check(str(sizes), accelerator, model, norms, expected)
+    accelerator.save_state(folder / "state")
+
+
+def one(folder):
+    """What two data shards times two parts of the sequence have saved is a plain state."""
+    expected, _ = plain_run(STEPS, False)
+    accelerator = Accelerator(cpu=True)
+    model = build()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    accelerator.load_state(folder / "state")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-8)
+    assert all(int(state["step"]) == STEPS for state in optimizer.state.values())
+
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    world = PartialState(cpu=True).num_processes
+    {1: one, 2: lambda folder: two(), 4: four}[world](Path(sys.argv[1]))
+    print("all equal")
