@@ -19,6 +19,8 @@ RESOURCES = {
     "hpu": "habana.ai/gaudi",
     "neuron": "aws.amazon.com/neuron",
 }
+# What the launcher in each pod is told as well, where it is not the default.
+HANDED_ON = ("role", "tee", "log_dir", "error_file", "stop_timeout", "rdzv_conf")
 
 
 class KubernetesLauncher(Launcher):
@@ -34,6 +36,11 @@ class KubernetesLauncher(Launcher):
         super().check()
         if not self.image:
             raise ConfigurationError("the kubernetes engine needs --image, the container image that holds the script")
+        if self.spec.machine_rank or self.spec.main_process_ip_given:
+            given = "machine_rank" if self.spec.machine_rank else "main_process_ip"
+            raise ConfigurationError(
+                f"in the kubernetes engine the pods get their ranks and addresses: leave out {given}"
+            )
 
     def run(self) -> int:
         raise ConfigurationError(
@@ -77,9 +84,7 @@ class KubernetesLauncher(Launcher):
             "name": "train",
             "image": self.image,
             "command": self._command(),
-            "env": [
-                {"name": name, "value": text} for name, text in sorted(spec.variables.items()) if text is not None
-            ],
+            "env": [{"name": name, "value": text} for name, text in sorted(self._variables().items())],
             "ports": [{"containerPort": self._port}],
         }
         if resource is not None:
@@ -100,10 +105,17 @@ class KubernetesLauncher(Launcher):
                 "completions": spec.num_machines,
                 "parallelism": spec.num_machines,
                 "completionMode": "Indexed",
-                "backoffLimit": spec.max_restarts,
+                # A failure ends the pods of all machines, and each of them counts.
+                "backoffLimit": spec.max_restarts * spec.num_machines,
                 "template": {"metadata": {"labels": {"app": self.job_name}}, "spec": pod},
             },
         }
+
+    def _variables(self) -> dict[str, str]:
+        variables = {name: text for name, text in self.spec.variables.items() if text is not None}
+        if self.spec.threads is not None:
+            variables["OMP_NUM_THREADS"] = str(self.spec.threads)
+        return variables
 
     def _command(self) -> list[str]:
         """`accelerate launch` in each pod: the pod's index is the machine's rank, pod 0 has the address."""
@@ -114,5 +126,11 @@ class KubernetesLauncher(Launcher):
             command += ["--num_machines", str(spec.num_machines), "--machine_rank", "$(JOB_COMPLETION_INDEX)"]
             command += ["--main_process_ip", f"{self.job_name}-0.{self.job_name}"]
             command += ["--main_process_port", str(self._port)]
+        for name in HANDED_ON:
+            value = getattr(spec, name)
+            if value != getattr(LaunchSpec, name):
+                command += [f"--{name}", str(value)]
         flag = {"script": [], "module": ["-m"], "program": ["--no_python"]}[spec.program.kind]
-        return [*command, *flag, spec.program.name, *spec.program.args]
+        # Kubernetes would put a variable's value where the program's own words hold $(NAME).
+        words = [word.replace("$(", "$$(") for word in (spec.program.name, *spec.program.args)]
+        return [*command, *flag, *words]
