@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of FSDP2 and tensor parallelism behind one loop, on 4 ranks, and a state that goes from one to another."""
 
+import json
 from pathlib import Path
 
+import pytest
 from ranks import run_ranks
 
 WORKER = Path(__file__).parent / "workers" / "layouts.py"
@@ -12,3 +14,15 @@ def test_one_loop_in_every_layout(tmp_path):
     results = run_ranks(WORKER, 4, tmp_path, "train", timeout=400)
     assert all("all equal" in result.stdout for result in results)
     run_ranks(WORKER, 1, tmp_path, "load", timeout=60)
+
+
+@pytest.mark.parametrize("layout", ["--tp 4", "--tp 2 --copies 4"])
+def test_the_first_of_many_ranks_holds_its_share(layout):
+    """On a fake group, whose other ranks do not exist."""
+    script = Path(__file__).parents[2] / "benchmarks" / "scale.py"
+    arguments = ["--ranks", 64, "--width", 64, "--layers", 2, *layout.split()]
+    (result,) = run_ranks(script, 1, *arguments, timeout=60)
+    found = json.loads(result.stdout)
+    # Norms are whole on tensor-parallel ranks; a tensor whose rows do not divide by its shards ends in a smaller one.
+    assert 0 < found["held"] <= found["its share"] + 6 * found["largest row"], found
+    assert found["parameters"] == 2 * (4 * 64**2 + 3 * 64 * 256 + 2 * 64) + 64 + 2 * 1024 * 64
