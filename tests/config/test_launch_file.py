@@ -2,7 +2,6 @@
 """Launch configuration files: read, refused with line and key, written, brought up to date."""
 
 import json
-import random
 
 import pytest
 
@@ -121,7 +120,7 @@ def test_older_spellings_are_read_and_noted(read):
         ("just words\n", r":1: expected"),
         ("", r"is empty"),
         (b"\xff\xfe\x00", r"cannot be read"),
-        ("debug: 2001-99-99\n", r"a value cannot be read|not a truth value"),
+        ("debug: 2001-99-99\n", r":1: the value of debug cannot be read"),
     ],
 )
 def test_what_is_wrong_is_named(read, text, told):
@@ -150,64 +149,3 @@ def test_the_place_follows_the_variables(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert launch_file.default_file() == tmp_path / ".cache/huggingface/accelerate/default_config.yaml"
-
-
-def mutate(text: str, chance: random.Random) -> bytes:
-    """A file as careless hands leave it: lines and characters lost, doubled, swapped or replaced."""
-    lines = text.splitlines(keepends=True)
-    for _ in range(chance.randint(1, 3)):
-        at = chance.randrange(len(lines))
-        kind = chance.randrange(7)
-        if kind == 0:
-            del lines[at]
-        elif kind == 1:
-            lines.insert(at, lines[chance.randrange(len(lines))])
-        elif kind == 2:
-            lines[at] = lines[at][: chance.randrange(len(lines[at]) + 1)]
-        elif kind == 3:
-            place = chance.randrange(len(lines[at]))
-            lines[at] = lines[at][:place] + chance.choice("{}[]:#&*!|>'\"%@`,?-\t\n\0é~0x") + lines[at][place + 1 :]
-        elif kind == 4:
-            key = lines[at].split(":")[0]
-            value = (
-                "-1",
-                "1e999",
-                "null",
-                "[]",
-                "{a: 1}",
-                "0x",
-                "!!python/object:os.system x",
-                ".nan",
-                "*a",
-                "&a [*a]",
-                "2001-99-99",
-                "? x",
-            )
-            lines[at] = f"{key}: {chance.choice(value)}\n"
-        elif kind == 5:
-            lines[at] = "  " * chance.randint(0, 3) + lines[at].lstrip()
-        else:
-            lines[at] = lines[at].replace("_", chance.choice(["-", "", "__"]), 1)
-        lines = lines or ["\n"]
-    data = "".join(lines).encode()
-    if chance.random() < 0.1:
-        place = chance.randrange(len(data))
-        data = data[:place] + bytes([chance.randrange(256)]) + data[place + 1 :]
-    return data
-
-
-@pytest.mark.parametrize("suffix", ["yaml", "json"])
-def test_mutated_files_are_read_or_refused(read, suffix):
-    import yaml
-
-    text = FULL if suffix == "yaml" else json.dumps(yaml.safe_load(FULL), indent=1)
-    chance = random.Random(0)
-    refused = 0
-    for _ in range(150):
-        data = mutate(text, chance)
-        try:
-            resolve({}, read(data, f"c.{suffix}"))
-        except ConfigurationError as error:
-            refused += 1
-            assert str(error).strip() and ("c." + suffix in str(error) or "contradict" in str(error)), data
-    assert 20 < refused < 150

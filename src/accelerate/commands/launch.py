@@ -12,10 +12,11 @@ from ..config.launch import GROUPS
 from ..config.launch_settings import Settings, given, resolve
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
+from ..launchers.base import Launcher
 from ..launchers.plan import plan, summary
 from ..launchers.registry import choose
 from ..launchers.script import is_entered
-from ..launchers.spec import Program
+from ..launchers.spec import LaunchSpec, Program
 from .parser import Formatter, Parser, add_options
 
 DESCRIPTION = (
@@ -68,6 +69,15 @@ def program_of(args: argparse.Namespace, settings: Settings) -> Program:
     return Program(args.training_script, tuple(args.training_script_args), kind)
 
 
+def prepared(settings: Settings, program: Program, in_place: bool = False) -> tuple[LaunchSpec, Launcher]:
+    """What the settings ask for, checked. A ConfigurationError says where the settings that it names come from."""
+    try:
+        spec = plan(settings, program)
+        return spec, choose(spec, settings, in_place)
+    except ConfigurationError as error:
+        raise ConfigurationError(settings.located(str(error))) from None
+
+
 def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     """Launch what the arguments say and wait for it. SystemExit with the first failing process's exit code.
 
@@ -77,8 +87,7 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     if settings.file is not None and settings.file.is_sagemaker and not settings["cpu"]:
         _launch_on_sagemaker(settings, args)
         return
-    spec = plan(settings, program_of(args, settings))
-    launcher = choose(spec, settings, in_place)
+    spec, launcher = prepared(settings, program_of(args, settings), in_place)
     if settings["dry_run"]:
         print(launcher.dry_run())
         return

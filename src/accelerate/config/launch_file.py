@@ -12,7 +12,7 @@ from typing import Any
 from ..core import env
 from ..core.errors import ConfigurationError, nearest
 from ..core.files import atomic_write
-from .launch_option import Option, Setting
+from .launch_option import Option, Setting, brief
 from .launch_schema import FORMER, FORMER_VALUES, canonical, cluster_keys, sagemaker_keys, sections
 
 SAGEMAKER = "AMAZON_SAGEMAKER"
@@ -81,8 +81,10 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if path.suffix == ".json":
         try:
             json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except json.JSONDecodeError as error:
             raise ConfigurationError(f"{path}: not JSON: {error}") from None
+        except RecursionError:
+            raise ConfigurationError(f"{path}{_deepest(text)}: nested too deep") from None
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text.replace("\t", " ") if path.suffix == ".json" else text)
     try:
         node = loader.get_single_node()
@@ -100,28 +102,70 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigurationError(f"{path}: not YAML: {error}") from None
     except ConfigurationError:
         raise
-    except (ValueError, TypeError, RecursionError, OverflowError) as error:
-        raise ConfigurationError(f"{path}: a value cannot be read: {error}") from None
+    except RecursionError:
+        raise ConfigurationError(f"{path}{_deepest(text)}: nested too deep") from None
+    # Tags that do not fit their value (`!!bool x`, `!!timestamp x`) end in whatever the constructor trips over.
+    except (ValueError, TypeError, OverflowError, AttributeError, LookupError) as error:
+        why = str(error) if isinstance(error, (ValueError, OverflowError)) else "its tag does not fit it"
+        raise ConfigurationError(f"{path}{_culprit(loader, node)} cannot be read: {why}") from None
     return data, lines
+
+
+def _culprit(loader: Any, node: Any) -> str:
+    """`:line: key` of the first value of a mapping that cannot be made."""
+    for key, value in node.value:
+        if isinstance(value.value, list) and value.value and isinstance(value.value[0], tuple):
+            inner = _culprit(loader, value)
+            if inner:
+                return inner
+        loader.recursive_objects = {}  # what the failed attempt has left there
+        try:
+            loader.construct_object(value, deep=True)
+        except (ValueError, TypeError, OverflowError, AttributeError, LookupError):
+            return f":{value.start_mark.line + 1}: the value of {_shown(str(key.value))}"
+    return ""
+
+
+def _deepest(text: str) -> str:
+    """`:line` of the one that opens the most brackets."""
+    lines = text.splitlines()
+    opened = [line.count("[") + line.count("{") + line.count("- ") for line in lines]
+    return f":{opened.index(max(opened)) + 1}" if lines else ""
 
 
 def _lines(node: Any, path: Path) -> dict[str, int]:
     """Dotted key -> line, two levels deep. A key that stands twice is an error."""
     found: dict[str, int] = {}
     for key, value in node.value:
-        name = str(key.value)
+        name = _key_text(key, path)
         _note_line(found, name, key, path)
         if isinstance(value.value, list) and all(isinstance(item, tuple) for item in value.value):
             for inner, _ in value.value:
-                _note_line(found, f"{name}.{inner.value}", inner, path)
+                _note_line(found, f"{name}.{_key_text(inner, path)}", inner, path)
     return found
+
+
+def _key_text(node: Any, path: Path) -> str:
+    if node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+        what = ascii(node.value) if isinstance(node.value, str) else "a key of several values"
+        raise ConfigurationError(f"{path}:{node.start_mark.line + 1}: {what} is no key: keys are words")
+    return str(node.value)
 
 
 def _note_line(found: dict[str, int], name: str, node: Any, path: Path) -> None:
     line = node.start_mark.line + 1
     if name in found:
-        raise ConfigurationError(f"{path}:{line}: the key {name} stands a second time; first in line {found[name]}")
+        raise ConfigurationError(
+            f"{path}:{line}: the key {_shown(name)} stands a second time; first in line {found[name]}"
+        )
     found[name] = line
+
+
+def _shown(key: str) -> str:
+    """A key as messages show it: quoted, and what only looks like a letter spelled out, where it is no plain word."""
+    plain = re.fullmatch(r"[A-Za-z0-9_.-]+", key) and not key.endswith(".")
+    text = ascii(key)
+    return key if plain else text if len(text) <= 120 else f"{text[:100]}..."
 
 
 class _Reader:
@@ -161,7 +205,7 @@ class _Reader:
         if value is None:
             return
         if not isinstance(value, dict):
-            raise ConfigurationError(f"{self.at(section)}: {section} must hold `key: value` lines, not {value!r}")
+            raise ConfigurationError(f"{self.at(section)}: {section} must hold `key: value` lines, not {brief(value)}")
         self.data.setdefault(section, {})
         for key, inner in value.items():
             self._one(f"{section}.{key}", inner, f"{section}.{key}")
@@ -169,7 +213,7 @@ class _Reader:
     def _one(self, key: str, value: Any, written: str) -> None:
         name = canonical(key, self.table)
         if name is None:
-            raise ConfigurationError(f"{self.at(written)}: unknown key {key}{self._near(key)}")
+            raise ConfigurationError(f"{self.at(written)}: unknown key {_shown(key)}{self._near(key)}")
         if name == "":
             self.notes.append(f"{self.at(written)}: {key} has no effect any more and was left out")
             return

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
 from .launch import options
-from .launch_file import LaunchFile
-from .launch_option import Option, Setting
+from .launch_file import SWITCHES, LaunchFile
+from .launch_option import Option, Setting, brief
 
 DEFAULT = "default"
 # Where a parsed command line notes which options were given.
@@ -42,7 +43,17 @@ class Settings(Mapping[str, Any]):
 
     def shown(self, name: str) -> str:
         """The value and its origin, for messages."""
-        return f"{name}={self[name]!r} ({self.origin(name)})"
+        return f"{name}={brief(self[name])} ({self.origin(name)})"
+
+    def located(self, message: str) -> str:
+        """The message, and where each setting that it names by its own name comes from, if it does not say so."""
+        named = [name for name in re.findall(r"\w+", message) if name in self._values]
+        origins = [
+            f"{name} is from {self.origin(name)}"
+            for name in dict.fromkeys(named)
+            if self.chosen(name) and self.origin(name) not in message and not self.origin(name).startswith("flag")
+        ]
+        return f"{message} ({', '.join(origins)})" if origins else message
 
 
 def resolve(flags: Mapping[str, Any], file: LaunchFile | None = None) -> Settings:
@@ -111,10 +122,18 @@ def _settle_contradictions(values: dict[str, Setting]) -> None:
             continue
         if _directness(one) == _directness(other):
             raise ConfigurationError(
-                f"{first} ({one.origin}) and {second} ({other.origin}) contradict each other: give only one of them"
+                f"{_asked(first, one)} and {_asked(second, other)} contradict each other: give only one of them"
             )
         loser, winner = (second, one) if _directness(one) > _directness(other) else (first, other)
         values[loser] = Setting(False, f"switched off by {winner.origin}")
+
+
+def _asked(name: str, setting: Setting) -> str:
+    """A switch by the name under which it was given, and where."""
+    if _directness(setting) == 0:
+        kinds = (f"distributed_type {kind}" for kind, switch in SWITCHES.items() if switch == name)
+        name = options()[name].key or next(kinds, name)
+    return f"{name} ({setting.origin})"
 
 
 def _directness(setting: Setting) -> int:

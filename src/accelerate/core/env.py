@@ -135,7 +135,8 @@ def parse_bool(text: str, where: str = "value") -> bool:
         return True
     if lowered in _FALSE:
         return False
-    raise ConfigurationError(f"{where}={text!r} is not a truth value: use one of true, false, yes, no, on, off, 1, 0")
+    shown = text if len(text) <= 100 else f"{text[:100]}..."
+    raise ConfigurationError(f"{where}={shown!r} is not a truth value: use one of true, false, yes, no, on, off, 1, 0")
 
 
 # The API's own helpers, public as accelerate.utils.*

@@ -62,6 +62,11 @@ class Program:
             raise ConfigurationError(f"there is no module {self.name!r}; a script file is started without -m")
 
 
+# What is beyond these is a slip of the hand.
+MOST_PROCESSES = 65536
+MOST_SECONDS = 1_000_000
+
+
 @dataclass(frozen=True)
 class ProcessSpec:
     """One process to be: its place in the run, what it runs, and the variables set for it (None removes one).
@@ -191,6 +196,10 @@ class LaunchSpec:
             )
         if self.max_restarts < 0:
             raise ConfigurationError(f"max_restarts={self.max_restarts}: it cannot be less than 0")
+        if self.local_processes > MOST_PROCESSES:
+            raise ConfigurationError(
+                f"num_processes={self.num_processes} is more than a machine can run (at most {MOST_PROCESSES} on each)"
+            )
         if self.num_processes % self.num_machines:
             raise ConfigurationError(
                 f"num_processes={self.num_processes} counts the processes of all machines together and must divide "
@@ -198,9 +207,10 @@ class LaunchSpec:
             )
         if not 0 <= self.main_process_port < 65536:
             raise ConfigurationError(f"main_process_port={self.main_process_port} is no port: ports are 1 to 65535")
-        try:
-            fine = all(self.tee_of(rank) in (0, 1, 2, 3) for rank in range(self.num_processes))
-        except ValueError:
-            fine = False
+        for name in ("monitor_interval", "stop_timeout"):
+            if not 0 <= getattr(self, name) <= MOST_SECONDS:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be from 0 to {MOST_SECONDS} seconds")
+        parts = [part.split(":", 1) for part in self.tee.split(",")] if ":" in self.tee else [["0", self.tee]]
+        fine = all(len(part) == 2 and part[0].isdigit() and part[1] in ("0", "1", "2", "3") for part in parts)
         if not fine:
             raise ConfigurationError(f"tee={self.tee!r}: give 0, 1, 2 or 3, or one a rank as '0:3,1:2'")
