@@ -37,8 +37,10 @@ test: $(STAMP)  ## run the tests (PYTEST_ARGS is handed on)
 test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others, installed where absent (Debian, root)
 	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/engines $(PYTEST_ARGS)
 
-test-faults: $(STAMP)  ## kill runs at a hundred random moments: each must go on and end as if nothing had been
-	KILLS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --timeout 3600 tests/faults
+test-faults: $(STAMP)  ## kill runs at a hundred random moments, and all else that can go wrong with a checkpoint
+	KILLS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --timeout 3600 tests/faults tests/checkpointing \
+		tests/distributed/test_checkpoint.py tests/distributed/test_checkpoint_faults.py \
+		tests/distributed/test_preemption.py
 
 check: $(STAMP)  ## lint, format, types, floors, public names
 	$(BIN)/ruff check .
