@@ -80,11 +80,10 @@ def total_norm(
     norm_type = float(norm_type)
     parts = [_norm_of_layout(key, tensors, norm_type) for key, tensors in _by_layout(gradients).items()]
     if not parts:
-        device = torch.device("cpu")
-        parts = [torch.zeros((), device=device)]
+        parts = [torch.zeros((), device=device or torch.device("cpu"))]
     norm = _together(torch.stack([part.to(parts[0]) for part in parts]), norm_type)
     if across:
-        norm = norm.to(device, torch.float32 if norm.device.type == "mps" else torch.float64)
+        norm = norm.to(device, torch.float32 if device is not None and device.type == "mps" else torch.float64)
     for group in across:
         norm = _reduce(norm, norm_type, group)
     return norm

@@ -27,7 +27,7 @@ class ParameterPlaces:
 
     def replaced(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """(former, present) of each parameter that stands where another stood."""
-        now = [(former, module._parameters[name]) for module, name, former in self._places]
+        now = [(former, module._parameters.get(name)) for module, name, former in self._places]
         return [(former, present) for former, present in now if present is not None and present is not former]
 
     def shared(self) -> list[list[tuple[nn.Module, str]]]:
@@ -66,10 +66,10 @@ class Replacements:
                     continue
                 group["params"][position] = present
                 if former in optimizer.state:
-                    optimizer.state[present] = _laid_out(optimizer.state.pop(former), former, present)
+                    optimizer.state[present] = lay_out_state(optimizer.state.pop(former), former, present)
 
 
-def _laid_out(state: dict[str, Any], former: torch.Tensor, present: torch.Tensor) -> dict[str, Any]:
+def lay_out_state(state: dict[str, Any], former: torch.Tensor, present: torch.Tensor) -> dict[str, Any]:
     """State of a parameter, each tensor of the parameter's shape in the layout of the present one."""
     from .materialize import local_part
 
@@ -109,5 +109,5 @@ def switch_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn
             )
         for former, now in zip(group["params"], changed, strict=True):
             if former is not now and former in optimizer.state:
-                optimizer.state[now] = _laid_out(optimizer.state.pop(former), former, now)
+                optimizer.state[now] = lay_out_state(optimizer.state.pop(former), former, now)
         group["params"] = changed

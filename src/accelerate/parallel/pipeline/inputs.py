@@ -16,8 +16,18 @@ from ...core.errors import PrepareError
 class Inputs:
     """The inputs of one call, and their division into `parts` of `rows` samples each."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, parts: int, whole: set[str]) -> None:
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch: int,
+        parts: int,
+        whole: set[str],
+        names: Sequence[str] = (),
+    ) -> None:
         self.args, self.kwargs, self.batch, self.whole = args, kwargs, batch, whole
+        # Of the arguments that are given by position.
+        self.names = names[: len(args)]
         quotient, rest = divmod(batch, parts)
         self.rows = [quotient + (number < rest) for number in range(parts)]
         self.starts = [sum(self.rows[:number]) for number in range(parts)]
@@ -39,14 +49,17 @@ class Inputs:
 class Divider:
     """Divides the inputs of a model's forward. `whole` names inputs that are never divided."""
 
-    def __init__(self, forward: Callable[..., Any], whole: Sequence[str], parts: int) -> None:
+    def __init__(self, forward: Callable[..., Any], whole: Sequence[str], parts: int, labels: bool = False) -> None:
         self.whole = set(whole)
         self.parts = parts
         parameters = inspect.signature(forward).parameters.values()
         named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self.positions = [parameter.name for parameter in parameters if parameter.kind in named]
         free = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-        if not free and (unknown := self.whole - {parameter.name for parameter in parameters}):
+        known = {parameter.name for parameter in parameters}
+        if labels and "labels" in known:
+            raise PrepareError("loss_fn is given, and the model's forward takes labels itself: give one of both")
+        if not free and (unknown := self.whole - known):
             raise PrepareError(
                 f"whole_inputs names {', '.join(sorted(unknown))}, which the model's forward does not take"
             )
@@ -72,7 +85,7 @@ class Divider:
                 f"a batch of {batch} samples cannot be divided into num_microbatches={self.parts}: lower it, or give "
                 "each process larger batches"
             )
-        return Inputs(args, kwargs, batch, min(self.parts, max(batch, 1)), self.whole)
+        return Inputs(args, kwargs, batch, min(self.parts, max(batch, 1)), self.whole, self.positions)
 
 
 def key_of(value: Any, shapes: bool = True) -> Any:

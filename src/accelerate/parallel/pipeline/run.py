@@ -68,6 +68,7 @@ class Known:
     # What all units before the tail give to a micro-batch of so many rows.
     tail: tuple[int, dict[int, list[Any]]] | None = None
     output: Any = None
+    notes: Any = None
 
 
 @dataclass

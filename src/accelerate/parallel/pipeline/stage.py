@@ -11,7 +11,7 @@ on each stage, and only what passes from block to block travels.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +115,13 @@ class Part:
 class StagedModel:
     """A model whose units can be run part by part. `units` are names, in the order in which they compute."""
 
-    def __init__(self, model: nn.Module, units: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[str],
+        device: torch.device,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    ) -> None:
         self.model = model
         self.units = tuple(units)
         self.device = device
@@ -127,6 +133,8 @@ class StagedModel:
         for number, name in enumerate(self.units):
             intercept(model.get_submodule(name), functools.partial(self._call_unit, number))
         self._forward: Inner = functools.partial(_plain_call, model, type(model))
+        if loss_fn is not None:
+            self._forward = functools.partial(_call_with_loss, self._forward, loss_fn)
         intercept(model, self._call_model)
 
     def _call_model(self, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,6 +234,13 @@ def _plain_call(model: nn.Module, kind: type[nn.Module], *args: Any, **kwargs: A
     return kind.__call__(model, *args, **kwargs)
 
 
+def _call_with_loss(
+    forward: Inner, loss_fn: Callable[[Any, Any], torch.Tensor], *args: Any, labels: Any = None, **kwargs: Any
+) -> Any:
+    output = forward(*args, **kwargs)
+    return output if labels is None else (loss_fn(output, labels), output)
+
+
 def owned_tensors(model: nn.Module, units: Sequence[str]) -> dict[int, set[int]]:
     """id of a parameter -> the numbers of the units that hold it; of none: 0, where the model begins."""
     holders: dict[int, set[int]] = {}
@@ -271,10 +286,3 @@ def placeholders_to(model: nn.Module, device: torch.device) -> None:
 def depends_on_stand_ins(output: Any) -> bool:
     """Whether some tensor of `output` holds NaN."""
     return any(bool(torch.isnan(tensor).any()) for tensor in trees.leaves(output) if tensor.dtype.is_floating_point)
-
-
-def named_holders(model: nn.Module, units: Sequence[str]) -> Iterator[tuple[str, nn.Parameter, set[int]]]:
-    """(name, parameter, the units that hold it) of each parameter, once, in the order of the model."""
-    holders = owned_tensors(model, units)
-    for name, parameter in model.named_parameters():
-        yield name, parameter, holders[id(parameter)]

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random numbers of a stage: a stream of its own, so that what blocks draw neither repeats nor moves the run's.
+
+All ranks of a pipeline read the same samples: the generators that samplers draw from must not move apart because one
+stage draws more than another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+class StageRandom:
+    """The stream of one stage. It follows from the run's seed, the stage, the part of the data, and the call."""
+
+    def __init__(self, device: torch.device, stage: int, shard: int) -> None:
+        self.device = device
+        self.place = stage * _MIX[1] + shard * _MIX[2]
+        self.calls = 0
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        generator = torch.default_generator
+        before = generator.get_state()
+        seed = (generator.initial_seed() + self.place + self.calls * _MIX[0]) % (1 << 63)
+        self.calls += 1
+        generator.manual_seed(seed)
+        module = torch.get_device_module(self.device) if self.device.type != "cpu" else None
+        kept = module.get_rng_state(self.device) if module is not None else None
+        if module is not None:
+            module.manual_seed(seed)
+        try:
+            yield
+        finally:
+            generator.set_state(before)
+            if module is not None:
+                module.set_rng_state(kept, self.device)

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline parallelism as a strategy: alone, or with copies, shards and tensor-parallel parts of each stage."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...config.fsdp import FullyShardedDataParallelPlugin
+from ...config.parallel import PipelineParallelConfig
+from ...core.errors import PrepareError
+from ...parallelism_config import ParallelismConfig
+from ...precision.base import Precision
+from ...runtime import mesh
+from .. import materialize, norms, tensor
+from ..base import Bundle
+from ..compile import Compile, compile_regions_fsdp2
+from ..fsdp2 import shard_model
+from ..remap import ParameterPlaces
+from ..sharded import ShardedStrategy
+from ..units import find_modules
+from . import state, weights
+from .gradients import AgreeingScaler, Ties, average, hold_shards, reduce_shards, reshard
+from .inputs import Divider
+from .random import StageRandom
+from .run import Runner, Stage
+from .schedules import Scheduled
+from .split import Cut, Unit, cut_model, measure
+from .stage import StagedModel, drop_foreign, owned_tensors, placeholders_to
+from .wire import Wire
+
+logger = logging.getLogger(__name__)
+
+
+class Pipelined:
+    """What belongs to one pipelined model on this rank."""
+
+    def __init__(self, model: nn.Module, cut: Cut, scheduled: Scheduled, ties: Ties, names: list[str]) -> None:
+        self.model, self.cut, self.scheduled, self.ties = model, cut, scheduled, ties
+        self.runner = scheduled.runner
+        # Plain names of all parameters of the whole model, in its order.
+        self.names = names
+        self.deferred = False
+        # Trainable parameters that are not sharded: nobody but us averages their gradients.
+        self.whole: list[nn.Parameter] = []
+
+
+class PipelineParallel(ShardedStrategy):
+    """Each rank holds some blocks of the model; micro-batches pass through the ranks."""
+
+    name = "pipeline parallel"
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        parallelism: ParallelismConfig,
+        plugin: FullyShardedDataParallelPlugin | None = None,
+    ) -> None:
+        super().__init__(device, precision, parallelism)
+        assert self.mesh is not None
+        self.options = parallelism.pp_handler or PipelineParallelConfig()
+        self.plugin = plugin
+        if plugin is not None and precision.native_amp:
+            plugin.set_mixed_precision(precision.name)
+        self.wire = Wire(self.mesh["pp"].get_group(), device)
+        self.copies = mesh.group_of(self.mesh, "dp") if parallelism.data_parallel_size > 1 else None
+        if precision.scaler is not None:
+            precision.scaler = AgreeingScaler(precision.scaler, self.wire.group, device)
+        self.ranks = _ranks_of_stages(self.options, self.wire.size)
+        # Held by the models, so that both go together.
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # By parameter as the user had it: its plain name, and whether another rank holds it now.
+        self._name_of: Any = WeakTensorKeyDictionary()
+        self._foreign: Any = WeakTensorKeyDictionary()
+        # By optimizer: the plain names in each of its groups, as it was made.
+        self._groups: weakref.WeakKeyDictionary[Any, list[list[str]]] = weakref.WeakKeyDictionary()
+
+    @property
+    def is_sharded(self) -> bool:  # type: ignore[override]
+        """Whether state is saved in parts, each rank its own (`state_dict_type` of an fsdp_plugin; else yes)."""
+        return self.plugin is None or self.plugin.state_dict_type.name == "SHARDED_STATE_DICT"  # type: ignore[union-attr]
+
+    # -- prepare
+
+    def prepare(self, bundle: Bundle) -> Bundle:
+        if bundle.evaluation:
+            return super().prepare(bundle)
+        for position, model in enumerate(bundle.models):
+            if model in self._models:
+                continue
+            for name, parameter in model.named_parameters():
+                self._name_of[parameter] = materialize.canonical_name(name)
+            model = self.precision.wrap_forward(model)
+            places = ParameterPlaces(model)
+            before = list(model.parameters())
+            model = self.wrap_model(self.transformed(model, before=True))
+            self.replacements.add((former, present) for former, present in places.replaced() if not present.is_meta)
+            held = {id(parameter) for parameter in model.parameters()}
+            for parameter in before:
+                if parameter not in self.replacements and id(parameter) not in held:
+                    self._foreign[parameter] = True
+            bundle.models[position] = self.transformed(model)
+        for optimizer in bundle.optimizers:
+            self._repoint(optimizer)
+        return bundle
+
+    def transformed(self, model: nn.Module, before: bool = False) -> nn.Module:
+        for transform in self.transforms:
+            if getattr(transform, "before_layout", False) is not before:
+                continue
+            if isinstance(transform, Compile):
+                # A forward that is left in its middle is no graph: its blocks are compiled, one by one.
+                compile_regions_fsdp2(model, **transform.options.to_kwargs())
+            else:
+                model = transform.apply(model)
+        return model
+
+    def _repoint(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer train what this rank holds of its parameters; the others are other ranks' work."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        known = [parameter for parameter in parameters if parameter in self._name_of]
+        if not known:
+            if self._models and parameters:
+                raise PrepareError(
+                    f"none of the {len(parameters)} parameters of {type(optimizer).__name__} belongs to a model of "
+                    "this prepare call: it would train nothing. Make the optimizer from the model's parameters, and "
+                    "prepare both together."
+                )
+            return
+        self._groups[optimizer] = [
+            [self._name_of[parameter] for parameter in group["params"] if parameter in self._name_of]
+            for group in optimizer.param_groups
+        ]
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._foreign:
+                    optimizer.state.pop(parameter, None)
+            group["params"] = [parameter for parameter in group["params"] if parameter not in self._foreign]
+        self.replacements.repoint(optimizer)
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        options = self.options
+        parts = options.num_microbatches or self.wire.size
+        _check_model(model, parts)
+        divider = Divider(model.forward, options.whole_inputs, parts, labels=options.loss_fn is not None)
+        cut = self._cut(model)
+        mine = [stage for stage, rank in enumerate(self.ranks) if rank == self.wire.rank]
+        own = {unit for stage in mine for unit in range(cut.bounds[stage], cut.bounds[stage + 1])}
+        names = [materialize.canonical_name(name) for name, _ in model.named_parameters()]
+        ties = self._ties(model, cut, own)
+        self._keep_own(model, cut, own)
+        staged = StagedModel(model, cut.units, self.device, options.loss_fn)
+        if self.plugin is not None and self.plugin.activation_checkpointing:
+            staged.recompute = _recompute(bool(self.plugin.activation_checkpointing_offload), self.device)
+        stages = {
+            stage: Stage(
+                stage, [model.get_submodule(name) for name in cut.units[slice(*cut.bounds[stage : stage + 2])]]
+            )
+            for stage in mine
+        }
+        self._lay_out(model, stages)
+        runner = Runner(staged, cut, stages, self.ranks, self.wire, divider, options.gather_output)
+        piped = Pipelined(model, cut, Scheduled(runner, options, self.precision), ties, names)
+        sharded = {id(p) for stage in stages.values() if isinstance(stage, FSDPModule) for p in stage.parameters()}
+        piped.whole = [p for p in model.parameters() if id(p) not in sharded and p.requires_grad]
+        staged.entry = self._entry(piped)
+        runner.before_backward += [ties.before, functools.partial(hold_shards, stages.values())]
+        runner.after_backward.append(functools.partial(self._finish, piped))
+        model.__dict__["_pipelined"] = piped
+        self._models.add(model)
+        return model
+
+    def _pipelined(self, model: nn.Module) -> Pipelined:
+        inner = self.unwrap(model)
+        if inner not in self._models:
+            raise PrepareError(f"{type(inner).__name__} was not prepared for training: it has no stages")
+        return inner.__dict__["_pipelined"]  # type: ignore[no-any-return]
+
+    def _cut(self, model: nn.Module) -> Cut:
+        options = self.options
+
+        def seconds(units: list[Unit]) -> list[float]:
+            told = [measure(model, units, options.example_inputs or {}) if dist.get_rank() == 0 else None]
+            dist.broadcast_object_list(told, src=0, device=self.device)
+            return told[0] or []
+
+        cost = seconds if options.balance == "time" else None
+        return cut_model(model, len(self.ranks), options.split_points, options.placement, cost)
+
+    def _ties(self, model: nn.Module, cut: Cut, own: set[int]) -> Ties:
+        """Parameters of this rank that stages of other ranks hold too."""
+        ties = Ties(self.wire.group)
+        holders = owned_tensors(model, cut.units)
+        seen: set[int] = set()
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in seen or not holders[id(parameter)] & own:
+                    continue
+                seen.add(id(parameter))
+                ranks = {self.ranks[cut.stage_of(unit)] for unit in holders[id(parameter)]}
+                if len(ranks) > 1:
+                    ties.add(module, name, ranks)
+        return ties
+
+    def _keep_own(self, model: nn.Module, cut: Cut, own: set[int]) -> None:
+        """Drop what other ranks hold; split what this one does, where the layout splits it."""
+        names = weights.own_names(model, cut.units, own)
+        absent = weights.absent_modules(model, cut.units, own)
+        weights.deal(model, names, absent, self.device)
+        if self.layout.tp_enabled and self.mesh is not None:
+            # The plan is the whole model's: foreign parts are split too, without memory.
+            tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
+        kept = {
+            id(parameter)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if materialize.canonical_name(name) in names
+        }
+        drop_foreign(model, lambda parameter: id(parameter) in kept, absent)
+        placeholders_to(model, self.device)
+
+    def _lay_out(self, model: nn.Module, stages: dict[int, Stage]) -> None:
+        """Shard the stages, or give those without weights their first values."""
+        places = ParameterPlaces(model).shared()
+        for stage in stages.values():
+            # What initialises modules is the whole model's.
+            stage.__dict__["_init_weights"] = getattr(model, "_init_weights", None)
+        if self.plugin is None:
+            weights.initialise(stages.values(), self.device, self.copies)
+        else:
+            self._shard(model, stages)
+        for owners in places:
+            # A tied parameter was replaced where the stage uses it: it is one everywhere.
+            present = {id(module._parameters[name]): module._parameters[name] for module, name in owners}
+            inside = {id(module) for stage in stages.values() for module in stage.modules()}
+            chosen = next((m._parameters[n] for m, n in owners if id(m) in inside), None)
+            for module, name in owners if len(present) > 1 else ():
+                module._parameters[name] = chosen
+        if left := materialize.where_meta(model):
+            raise PrepareError(
+                f"{left} stands outside of the units that stages are made of and has no weights: build the model with "
+                "weights on rank 0"
+            )
+
+    def _shard(self, model: nn.Module, stages: dict[int, Stage]) -> None:
+        assert self.plugin is not None
+        plugin = copy.copy(self.plugin)
+        plugin.set_auto_wrap_policy(model)
+        # The parameters of a stage stay whole from one micro-batch to the next; units compute again by our own hand.
+        plugin.reshard_after_forward = False
+        plugin.activation_checkpointing = False
+        shards = mesh.fsdp_mesh(self.layout, self.mesh, self.device)
+        ignored = find_modules(model, plugin.ignored_modules)
+        for stage in stages.values():
+            inside = {id(module) for module in stage.modules()}
+            plugin.ignored_modules = [module for module in ignored if id(module) in inside] or None
+            shard_model(stage, plugin, shards, self.device, ranks=self.copies)
+
+    # -- the step
+
+    def _entry(self, piped: Pipelined) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        random = StageRandom(self.device, self.wire.rank, self.data_shard[0])
+        runner, scheduled = piped.runner, piped.scheduled
+
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            batch = runner.open(args, kwargs)
+            with random.own() if piped.model.training else contextlib.nullcontext():
+                output = scheduled.forward(batch) if scheduled.fits(batch) else runner.forward(batch)
+            scheduled.learned(batch)
+            if not batch.grad:
+                reshard(runner.stages.values())
+            return output
+
+        return call
+
+    def _finish(self, piped: Pipelined) -> None:
+        """After a backward: what the ranks owe each other of its gradients."""
+        if not piped.deferred or piped.scheduled.reduces_each_batch:
+            reduce_shards(piped.runner.stages.values())
+        if piped.deferred:
+            return
+        piped.ties.sum()
+        if self.copies is not None:
+            average(piped.whole, self.copies)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        if self.unwrap(model) not in self._models:
+            yield
+            return
+        piped = self._pipelined(model)
+        piped.deferred = True
+        try:
+            yield
+        finally:
+            piped.deferred = False
+
+    def reduce_items(self, count: torch.Tensor) -> Any:
+        return None if self.copies is None else dist.all_reduce(count, group=self.copies, async_op=True)
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        twins = {twin for model in self._models for twin in self._pipelined(model).ties.twins()}
+        return norms.clip_grad_norm(parameters, max_norm, norm_type, (self.wire.group,), self.device, twins)
+
+    # -- state
+
+    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return state.full_model_state(self.unwrap(model), self.wire)
+
+    def load_state_dict(self, model: nn.Module, state_: dict[str, torch.Tensor], strict: bool = True) -> None:
+        state.load_full_model_state(self.unwrap(model), state_, self.device, strict)
+
+    def optimizer_state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return state.full_optimizer_state(self.unwrap(model), optimizer, self._names_of(model, optimizer), self.wire)
+
+    def load_optimizer_state_dict(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state_: dict[str, Any]
+    ) -> None:
+        state.load_full_optimizer_state(
+            self.unwrap(model), optimizer, state_, self._names_of(model, optimizer), self.device
+        )
+
+    def _names_of(self, model: nn.Module, optimizer: Any) -> list[list[str]]:
+        """The plain names in each group of an optimizer, of all stages."""
+        plain = getattr(optimizer, "optimizer", optimizer)
+        if plain in self._groups:
+            return self._groups[plain]
+        return state.gathered_groups(self.unwrap(model), plain, self._pipelined(model).names, self.wire)
+
+
+def _ranks_of_stages(options: PipelineParallelConfig, ranks: int) -> list[int]:
+    """The rank of the pipeline that holds each stage: in turns, or there and back."""
+    if options.schedule == "zbv":
+        return [*range(ranks), *reversed(range(ranks))]
+    return list(range(ranks)) * (options.stages_per_rank or 1)
+
+
+def _check_model(model: nn.Module, parts: int) -> None:
+    """Refuse what would not compute the same by micro-batches, and set what a pipeline has no use for."""
+    if parts > 1:
+        for name, module in model.named_modules():
+            if isinstance(module, _BatchNorm) and module.track_running_stats:
+                raise PrepareError(
+                    f"{name} ({type(module).__name__}) takes statistics of a batch, which a pipeline divides: freeze "
+                    "it, use a norm of single samples, or set num_microbatches=1"
+                )
+    config = getattr(model, "config", None)
+    for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if getattr(config, flag, False):
+            raise PrepareError(
+                f"the model's config has {flag}=True: what blocks of other stages gave is not collected"
+            )
+    if getattr(config, "use_cache", False):
+        logger.info("use_cache is set to False: a cache of keys and values would lie on different stages")
+        config.use_cache = False  # type: ignore[union-attr]
+
+
+def _recompute(offload: bool, device: torch.device) -> Callable[..., Any]:
+    """How a unit computes that keeps its inputs alone."""
+
+    def run(inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with (
+            torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
+            if offload and device.type != "cpu"
+            else contextlib.nullcontext()
+        ):
+            return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+
+    return run

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rank: an unchanged loop over a pipelined model, against the plain loop in float64, to 1e-8."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.config.parallel import PipelineParallelConfig as Options
+from accelerate.core.errors import PrepareError
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, PartialState
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "parallel"))
+from llama import Llama, LlamaConfig
+
+VOCABULARY, LENGTH, GLOBAL_BATCH, ACCUMULATION, CLIP = 32, 8, 8, 2, 0.1
+SIZES = {"vocabulary": VOCABULARY, "width": 16, "hidden": 32, "layers": 4, "heads": 2, "kv_heads": 2}
+
+
+def own(seed=0, **sizes):
+    torch.manual_seed(seed)
+    return Llama(LlamaConfig(**(SIZES | sizes)))
+
+
+def of_transformers(seed=0):
+    from transformers import LlamaConfig as Config
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=32, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(torch.float64)
+
+
+def batches(steps, padded):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps * ACCUMULATION):
+        tokens = torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        if padded:
+            # Unequal numbers of tokens count in the micro-batches.
+            ends = torch.randint(2, LENGTH + 1, (GLOBAL_BATCH,), generator=generator)
+            labels[torch.arange(LENGTH) >= ends[:, None]] = -100
+        yield tokens[:, :-1], labels
+
+
+def loss_of(model, tokens, labels, inside):
+    if inside:
+        output = model(tokens, labels=labels)
+        return output[0] if isinstance(output, tuple) else output.loss
+    logits = model(tokens)
+    return nn.functional.cross_entropy(getattr(logits, "logits", logits).flatten(0, 1), labels.flatten())
+
+
+def train(model, optimizer, accelerator, steps, inside, padded):
+    norms, losses = [], []
+    index, count = (0, 1) if accelerator is None else accelerator.strategy.data_shard
+    for number, (tokens, labels) in enumerate(batches(steps, padded)):
+        part = slice(index * GLOBAL_BATCH // count, (index + 1) * GLOBAL_BATCH // count)
+        tokens, labels = tokens[part], labels[part]
+        if accelerator is None:
+            loss = loss_of(model, tokens, labels, inside)
+            (loss / ACCUMULATION).backward()
+            if number % ACCUMULATION == ACCUMULATION - 1:
+                norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            with accelerator.accumulate(model):
+                loss = loss_of(model, tokens, labels, inside)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), CLIP).item())
+                optimizer.step()
+                optimizer.zero_grad()
+        losses.append(loss.detach().item())
+    return norms, losses
+
+
+def accelerator(options=None, plugin=None, **sizes):
+    AcceleratorState._reset_state()
+    layout = ParallelismConfig(**sizes, pp_handler=options)
+    return Accelerator(
+        cpu=True, parallelism_config=layout, fsdp_plugin=plugin, gradient_accumulation_steps=ACCUMULATION
+    )
+
+
+def check_run(what, make, options, steps=20, inside=False, padded=False, plugin=None, **sizes):
+    plain = make()
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), None, steps, inside, padded)
+    run = accelerator(options, plugin, **sizes)
+    # Every rank but the first builds another model: the weights are rank 0's.
+    model = make(dist.get_rank())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = run.prepare(model, optimizer)
+    held = sum(parameter.numel() for parameter in model.parameters())
+    whole = sum(parameter.numel() for parameter in plain.parameters())
+    assert held < 0.8 * whole, f"{what}: this rank holds {held} of {whole}"
+    found = train(model, optimizer, run, steps, inside, padded)
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert abs(mine - theirs) < 1e-8, f"{what}: norm {mine} is not {theirs}"
+    if sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1) == 1:
+        for mine, theirs in zip(found[1], expected[1], strict=True):
+            assert abs(mine - theirs) < 1e-8, f"{what}: loss {mine} is not {theirs}"
+    compare(what, run.strategy.state_dict(model), plain.state_dict())
+    return run, model, optimizer, plain
+
+
+def compare(what, state, expected):
+    if dist.get_rank() != 0:
+        return
+    assert set(state) == set(expected), f"{what}: {set(state) ^ set(expected)}"
+    for name, value in expected.items():
+        difference = (state[name] - value).abs().max().item()
+        assert difference <= 1e-8, f"{what}: {name} is off by {difference}"
+    print(what, "equal", flush=True)
+
+
+def refused(what, make, options, named, call=None, **sizes):
+    run = accelerator(options, **(sizes or {"pp_size": 2}))
+    try:
+        model = run.prepare(make())
+        call(model)
+    except PrepareError as error:
+        assert named in str(error), f"{what}: {error}"
+    else:
+        raise AssertionError(f"{what}: accepted")
+
+
+def runs_in_schedule(model):
+    assert model._pipelined.scheduled._built, "every batch went in GPipe's order"
+
+
+def two():
+    check_run("gpipe", own, Options(num_microbatches=4), pp_size=2)
+    check_run("1f1b", own, Options(schedule="1f1b", num_microbatches=4), inside=True, pp_size=2)
+    for schedule in ("1f1b", "interleaved", "zero_bubble", "zbv"):
+        options = Options(schedule=schedule, num_microbatches=4)
+        _, model, *_ = check_run(schedule, own, options, inside=True, padded=True, steps=4, pp_size=2)
+        runs_in_schedule(model)
+    check_run("transformers", of_transformers, Options(num_microbatches=3), steps=4, pp_size=2)
+    options = Options(schedule="1f1b", num_microbatches=2)
+    _, model, *_ = check_run("transformers 1f1b", of_transformers, options, 4, inside=True, padded=True, pp_size=2)
+    runs_in_schedule(model)
+
+
+def tied(seed=0):
+    return own(seed, tied=True)
+
+
+def four():
+    half = Options(num_microbatches=2)
+    check_run("pp=4, tied", tied, Options(num_microbatches=4), pp_size=4)
+    check_run("pp x dp", own, half, pp_size=2, dp_replicate_size=2)
+    check_run("pp x dp, tied", tied, half, steps=4, pp_size=2, dp_replicate_size=2)
+    plugin = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"])
+    check_run("pp x fsdp", own, half, plugin=plugin, pp_size=2, dp_shard_size=2)
+    check_run("pp x fsdp, tied", tied, half, steps=4, plugin=plugin, pp_size=2, dp_shard_size=2)
+    early = Options(schedule="1f1b", num_microbatches=2)
+    check_run("pp x fsdp, 1f1b", own, early, 4, inside=True, plugin=plugin, pp_size=2, dp_shard_size=2)
+    check_run("pp x tp", own, half, pp_size=2, tp_size=2)
+
+
+def main():
+    world = PartialState(cpu=True).num_processes
+    torch.set_default_dtype(torch.float64)
+    {2: two, 4: four}[world]()
+    print("all equal")
+
+
+if __name__ == "__main__":
+    main()
