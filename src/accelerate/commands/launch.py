@@ -45,7 +45,8 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         help=argparse.SUPPRESS,
     )
     parser.add_argument("training_script", help="The script to start (or module, or program), then its own arguments.")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest = parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest.required = False  # else its absence is told beside that of the script
     return parser
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -59,6 +60,8 @@ class Parser(argparse.ArgumentParser):
         return f"unknown option {flag}" + (f" (did you mean {near}?)" if near else f"; see {self.prog} -h")
 
     def error(self, message: str) -> NoReturn:
+        # argparse lists all spellings of an option; the first is enough.
+        message = re.sub(r"^argument ([^\s/]+)(/[^\s:]+)*: ", r"\1: ", message)
         print(f"{self.prog}: error: {message}", file=sys.stderr)
         raise SystemExit(2)
 

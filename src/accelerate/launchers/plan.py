@@ -84,7 +84,11 @@ def _device(settings: Settings, present: system.Accelerators) -> tuple[str, int]
             f"({system.torch_build().get('version', 'none')}) can use. Give --cpu to run on the CPU."
         )
     ids = _gpu_ids(settings)
-    if not ids or not present.count:
+    if ids and not present.count:
+        raise ConfigurationError(
+            f"{settings.shown('gpu_ids')}: this machine has no accelerator. Leave it out, or give --cpu."
+        )
+    if not ids:
         return present.kind, present.count
     absent = [item for item in ids if item.isdigit() and int(item) >= present.count]
     if absent:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core import system
-from ..core.errors import ConfigurationError
+from ..core.errors import ConfigurationError, nearest
 
 # Variables of a process that another starter may have left in this environment, and that would mislead ours.
 FOREIGN = (
@@ -44,6 +44,9 @@ class Program:
         """ConfigurationError where there is no such script, module or program."""
         if self.kind == "script" and not Path(self.name).exists():
             hint = "; a module is started with -m" if "." in self.name and not self.name.endswith(".py") else ""
+            here = Path(self.name).parent
+            near = nearest(Path(self.name).name, [path.name for path in here.glob("*.py")] if here.is_dir() else [])
+            hint += f" (did you mean {here / near}?)" if near else ""
             raise ConfigurationError(f"there is no script {self.name!r} (from {Path.cwd()}){hint}")
         if self.kind == "program" and shutil.which(self.name) is None:
             raise ConfigurationError(f"there is no program {self.name!r} on the PATH")
@@ -71,7 +74,8 @@ MOST_SECONDS = 1_000_000
 class ProcessSpec:
     """One process to be: its place in the run, what it runs, and the variables set for it (None removes one).
 
-    cpus: the processors it is bound to; None binds it to none.
+    cpus: the processors it is bound to; None binds it to none. starter: the program that this process is where it is
+    no rank itself but starts them (mpirun, srun).
     """
 
     rank: int
@@ -79,6 +83,7 @@ class ProcessSpec:
     argv: tuple[str, ...]
     variables: Mapping[str, str | None]
     cpus: tuple[int, ...] | None = None
+    starter: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches that cannot be: one error that says what and where, exit code 2, and nothing is started."""
+
+import socket
+
+import pytest
+
+from accelerate.commands import launch
+from accelerate.core import system
+
+CPU, GPUS = system.Accelerators("cpu", 0), system.Accelerators("cuda", 2, "CUDA_VISIBLE_DEVICES")
+FILES = {
+    "broken.yaml": "debug: false\nnum_processes: [2\nuse_cpu: true\n",
+    "broken.json": '{"debug": false,\n "num_processes": 2,,\n "use_cpu": true}',
+    "typed.yaml": "debug: false\nnum_processes: two\n",
+    "typo.yaml": "debug: false\nnum_proceses: 2\n",
+    "both.yaml": "use_cpu: true\ndistributed_type: MULTI_GPU\n",
+    "rank.yaml": "use_cpu: true\nnum_machines: 2\nnum_processes: 2\nmachine_rank: 5\nmain_process_ip: 127.0.0.1\n",
+    "ids.yaml": "num_processes: 1\ngpu_ids: 0,1\n",
+}
+TWO = "--cpu --num_machines 2 --num_processes 2 --main_process_ip 127.0.0.1"
+CASES = [
+    (CPU, "none.py", "there is no script 'none.py'"),
+    (CPU, "trian.py", "did you mean train.py?"),
+    (CPU, "", "the following arguments are required: training_script"),
+    (CPU, "-m no.such.module", "there is no module 'no.such.module'"),
+    (CPU, "--no_python no-such-program", "there is no program 'no-such-program' on the PATH"),
+    (CPU, "--num_proceses 2 train.py", "unknown option --num_proceses (did you mean --num_processes?)"),
+    (CPU, "--mixed_precision bf61 train.py", "--mixed_precision: value='bf61' is not one of no, fp16, bf16, fp8"),
+    (GPUS, "--num_processes 3 train.py", "asks for 3 processes on this machine, which has 2 cuda devices to use"),
+    (GPUS, "--num_gpus 3 train.py", "num_processes=3 (flag --num_processes)"),
+    (GPUS, "--gpu_ids 1,2 train.py", "there is no device 2; this machine has 2 (cuda 0 to 1)"),
+    (CPU, "--gpu_ids 0,1 train.py", "gpu_ids='0,1' (flag --gpu_ids): this machine has no accelerator"),
+    (CPU, "--config_file ids.yaml train.py", "gpu_ids='0,1' (ids.yaml:2): this machine has no accelerator"),
+    (CPU, "--multi_gpu train.py", "multi_gpu=True (flag --multi_gpu): this machine has no accelerator"),
+    (CPU, "--num_gpus=all train.py", "it means one process for each accelerator, and there is none to use"),
+    (CPU, "--num_processes 0 train.py", "num_processes=0: at least 1 process is needed"),
+    (CPU, "--num_processes -2 train.py", "num_processes=-2: at least 1 process is needed"),
+    (CPU, "--num_processes two train.py", "--num_processes: value='two' is not a whole number"),
+    (CPU, "--cpu --num_processes 99999999 train.py", "num_processes=99999999 is more than a machine can run"),
+    (CPU, "--config_file none.yaml train.py", "the configuration file none.yaml does not exist"),
+    (CPU, "--config_file broken.yaml train.py", "broken.yaml:3:8: not YAML"),
+    (CPU, "--config_file broken.json train.py", "broken.json: not JSON: Expecting property name"),
+    (CPU, "--config_file typed.yaml train.py", "typed.yaml:2: num_processes='two' is not a whole number"),
+    (CPU, "--config_file typo.yaml train.py", "typo.yaml:2: unknown key num_proceses (did you mean num_processes?)"),
+    (CPU, "--config_file both.yaml train.py", "use_cpu (both.yaml:1) and distributed_type MULTI_GPU (both.yaml:2)"),
+    (CPU, "--cpu --num_processes 2 --main_process_port PORT train.py", "port PORT is in use on this machine"),
+    (CPU, "--cpu --num_processes 2 --main_process_port 70000 train.py", "main_process_port=70000 is no port"),
+    (
+        CPU,
+        "--cpu --num_machines 2 --num_processes 2 --machine_rank 1 --main_process_ip no.such.host.invalid train.py",
+        "main_process_ip='no.such.host.invalid' does not resolve",
+    ),
+    (CPU, f"{TWO} --machine_rank 2 train.py", "machine_rank=2 is out of range: with num_machines=2 it is 0 to 1"),
+    (CPU, "--config_file rank.yaml train.py", "machine_rank is from rank.yaml:4"),
+    (CPU, "--cpu --machine_rank 1 train.py", "machine_rank=1 is out of range"),
+    (CPU, f"{TWO} --num_processes 3 train.py", "num_processes=3 counts the processes of all machines together"),
+    (CPU, f"{TWO} --nnodes 3 train.py", "nnodes='3' (flag --nnodes) and num_machines=2 (flag --num_machines)"),
+    (CPU, f"{TWO} --engine local train.py", "engine='local' (flag --engine) is one machine"),
+    (CPU, "--cpu --multi_gpu train.py", "cpu (flag --cpu) and multi_gpu (flag --multi_gpu) contradict each other"),
+    (CPU, "--cpu --tpu train.py", "cpu (flag --cpu) and tpu (flag --tpu) contradict each other"),
+    (
+        CPU,
+        "--use_fsdp --use_deepspeed train.py",
+        "use_fsdp (flag --use_fsdp) and use_deepspeed (flag --use_deepspeed)",
+    ),
+    (CPU, "-m --no_python train.py", "module (flag --module) and no_python (flag --no_python) contradict each other"),
+]
+
+
+@pytest.mark.parametrize(("machine", "line", "told"), CASES, ids=[line or "nothing" for _, line, _ in CASES])
+def test_one_error_and_nothing_started(machine, line, told, tmp_path, monkeypatch, capsys):
+    for name in ("ACCELERATE_CONFIG_FILE", "OMP_NUM_THREADS", "ACCELERATE_USE_CPU"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(system, "accelerators", lambda: machine)
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(SystemExit) as end:
+            launch.main(line.replace("PORT", port).split())
+    assert end.value.code == 2
+    errors = [text for text in capsys.readouterr().err.splitlines() if not text.startswith("accelerate launch: 2 ")]
+    assert len(errors) == 1 and errors[0].startswith("accelerate launch: error: ")
+    assert told.replace("PORT", port) in errors[0]
+    assert not (tmp_path / "started").exists()
