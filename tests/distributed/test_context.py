@@ -14,16 +14,11 @@ def run(name, ranks, *args):
     assert all("all equal" in result.stdout for result in results)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_attention(ranks):
-    run("context_attention.py", ranks)
-
-
-def test_training_on_two_ranks(tmp_path):
+def test_attention_and_training_on_two_ranks(tmp_path):
     run("context_parity.py", 2, tmp_path)
 
 
-def test_training_on_four_ranks_and_its_checkpoint_alone(tmp_path):
+def test_attention_and_training_on_four_ranks_and_its_checkpoint_alone(tmp_path):
     run("context_parity.py", 4, tmp_path)
     run("context_parity.py", 1, tmp_path)
 

@@ -93,7 +93,8 @@ class ShardedStrategy(Strategy):
         return SequenceLoader(loader, self.sequence)
 
     def traffic(self, model: nn.Module, backwards: int) -> list[Traffic]:
-        return [*traffic.shard_traffic(model, backwards), *traffic.split_traffic(model, backwards)]
+        attention = [] if self.sequence is None else self.sequence.traffic(backwards)
+        return [*traffic.shard_traffic(model, backwards), *traffic.split_traffic(model, backwards), *attention]
 
     def dtypes(self, model: nn.Module) -> tuple[str, str]:
         return traffic.shard_dtypes(model) or super().dtypes(model)

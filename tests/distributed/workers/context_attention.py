@@ -2,11 +2,15 @@
 """Each rank: ring, all-gather and all-to-all attention against torch's own, whole one, forward and back."""
 
 import itertools
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from accelerate.collectives import transport
+from accelerate.parallel.context import gather as gather_room
+from accelerate.parallel.context.attention import Call, ContextAttention, SequenceAttention
 from accelerate.parallel.context.blocks import Block
 from accelerate.parallel.context.gather import GatherAttention
 from accelerate.parallel.context.ring import Exchange, RingAttention
@@ -86,10 +90,52 @@ def check_all_to_all(group, world, rank):
         compare(what, layout, attention, inputs, expected(inputs, causal), 1e-10)
 
 
+def check_messages(group, world, rank):
+    """What is said to be sent is what is sent."""
+    inputs = [tensor.requires_grad_() for tensor in whole_inputs(4, 2, torch.bfloat16)[:3]]
+    found = []
+    send, gather = dist.batch_isend_irecv, transport.all_gather
+    scatter, swap = gather_room._reduce_scatter, transport.exchange
+
+    def sends(operations):
+        found.append(operations[0].tensor.nbytes)
+        return send(operations)
+
+    def gathers(row, of):
+        found.append(row.nbytes * (world - 1))
+        with mock.patch.object(transport, "exchange", swap):
+            return gather(row, of)
+
+    def scatters(out, whole, group):
+        found.append(out.nbytes * (world - 1))
+        return scatter(out, whole, group=group)
+
+    def swaps(out, parts, of):
+        found.append(parts.nbytes * (world - 1) // world)
+        return swap(out, parts, of)
+
+    for attention in (
+        ContextAttention(group, SequenceLayout("cp_size", world, rank, True), rotate=True),
+        ContextAttention(group, SequenceLayout("cp_size", world, rank, True), rotate=False),
+        SequenceAttention(group, SequenceLayout("sp_size", world, rank, False)),
+    ):
+        found.clear()
+        with (
+            mock.patch.object(dist, "batch_isend_irecv", sends),
+            mock.patch.object(transport, "all_gather", gathers),
+            mock.patch.object(gather_room, "_reduce_scatter", scatters),
+            mock.patch.object(transport, "exchange", swaps),
+        ):
+            attention(*inputs, Call(None, 0.0, True, None)).sum().backward()
+        told = attention.sent(*inputs).values()
+        assert (len(found), sum(found)) == tuple(map(sum, zip(*told, strict=True))), (attention, found, told)
+
+
 def main():
     state = PartialState(cpu=True)
     group = dist.group.WORLD
     check_exchanges(group, state.num_processes, state.process_index)
+    check_messages(group, state.num_processes, state.process_index)
     check_all_to_all(group, state.num_processes, state.process_index)
     print("all equal")
 

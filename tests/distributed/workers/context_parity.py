@@ -4,6 +4,7 @@
 import sys
 from pathlib import Path
 
+import context_attention
 import torch
 import torch.nn.functional as F
 
@@ -121,6 +122,8 @@ def two():
         assert accelerator.strategy.data_shard == (0, 1) and accelerator.strategy.gradient_ranks == 2
         model, _, norms = run(accelerator, STEPS)
         check(str(sizes), accelerator, model, norms, expected)
+        told = str(accelerator.explain())
+        assert ("heads for rows over sp" if "sp_size" in sizes else "keys and values over cp") in told, told
     accelerator = start(cp_size=2, strategy="alltoall")
     model, _, norms = run(accelerator, STEPS, mean_of_batches=True)
     check("means", accelerator, model, norms, means)
@@ -163,5 +166,7 @@ def one(folder):
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     world = PartialState(cpu=True).num_processes
+    if world > 1:
+        context_attention.main()
     {1: one, 2: lambda folder: two(), 4: four}[world](Path(sys.argv[1]))
     print("all equal")

@@ -12,14 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ...core.errors import ConfigurationError
-from .blocks import Block
+from .blocks import Block, accumulator
 from .gather import GatherAttention
 from .ring import Exchange, RingAttention
 from .shard import SequenceLayout
-from .ulysses import split_rows, spread_inputs
+from .ulysses import copies_of_heads, split_rows, spread_inputs
 
 # Taken before anything is put in its place.
 plain_attention = F.scaled_dot_product_attention
+
+# What it is -> (messages, bytes).
+Sent = dict[str, tuple[int, int]]
 
 
 @dataclass
@@ -106,6 +109,16 @@ class ContextAttention:
         out: torch.Tensor = self.kind.apply(query, key, value, exchange)
         return out
 
+    def sent(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sent:
+        """What a rank sends for one attention of these sizes and its backward."""
+        others, held = self.layout.ranks - 1, key.nbytes + value.nbytes
+        gradients = (key.numel() + value.numel()) * accumulator(key.dtype).itemsize
+        keys = "keys and values over cp"
+        if self.kind is RingAttention:
+            back = (others + 1, (others + 1) * gradients)
+            return {f"{keys}, round, twice": (2 * others, 2 * others * held), f"{keys}, gradients round": back}
+        return {f"{keys}, gathered, twice": (2, 2 * others * held), f"{keys}, gradients": (1, others * gradients)}
+
 
 class SequenceAttention:
     """Heads are dealt to the ranks (sp_size): each computes torch's own attention over the whole sequence."""
@@ -149,3 +162,12 @@ class SequenceAttention:
         if causal:
             seen = seen & torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
         return seen, False
+
+    def sent(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sent:
+        """What a rank sends for one attention of these sizes and its backward."""
+        ranks, copies = self.layout.ranks, copies_of_heads(key.shape[1], self.layout.ranks)
+        out = query.nbytes // query.shape[-1] * value.shape[-1]
+        moved = query.nbytes + out + copies * (key.nbytes + value.nbytes)
+        together = query.shape[-1] == key.shape[-1] == value.shape[-1]
+        messages = 4 if together else 8
+        return {"heads for rows over sp, there and back": (messages, 2 * moved * (ranks - 1) // ranks)}

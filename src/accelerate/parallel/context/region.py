@@ -18,8 +18,9 @@ from ...config.parallel import DeepSpeedSequenceParallelConfig, TorchContextPara
 from ...core.errors import ConfigurationError
 from ...logging import get_logger
 from ...parallelism_config import ParallelismConfig
+from ..base import Traffic
 from . import transformers_models
-from .attention import Call, ContextAttention, SequenceAttention, plain_attention
+from .attention import Call, ContextAttention, Sent, SequenceAttention, plain_attention
 from .routing import Route, aliases
 from .shard import SequenceLayout, common_length, split_in_place
 
@@ -45,6 +46,7 @@ class Region:
     keep: torch.Tensor | None = None
     padded_behind: bool = False
     passes: dict[int, int] = field(default_factory=dict)
+    sent: Sent = field(default_factory=dict)
     _positions: torch.Tensor | None = None
 
     @property
@@ -91,6 +93,7 @@ class ContextParallel:
         self._block: Region | None = None
         self._batch: Region | None = None
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._sent: Sent = {}
         self._said = False
 
     @property
@@ -211,6 +214,9 @@ class ContextParallel:
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
         region = self.region
+        if region is not None and region.sent:
+            # Taken here: what is computed again in the backward is another matter.
+            self._sent, region.sent = region.sent, {}
         before = None if region is None else region.passes.pop(id(model), None)
         if region is None or before is None or not region.strict or region.calls > before:
             return
@@ -261,8 +267,20 @@ class ContextParallel:
             dtype = torch.get_autocast_dtype(kind)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if query.dim() == 3:
-            return self.attention(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), call).squeeze(1)
+            return self._compute(region, query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), call).squeeze(1)
+        return self._compute(region, query, key, value, call)
+
+    def _compute(
+        self, region: Region, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+    ) -> torch.Tensor:
+        for what, (messages, sent) in self.attention.sent(query, key, value).items():
+            before = region.sent.get(what, (0, 0))
+            region.sent[what] = (before[0] + messages, before[1] + sent)
         return self.attention(query, key, value, call)
+
+    def traffic(self, backwards: int) -> list[Traffic]:
+        """What attention sends in a step of so many backwards, as in the last batch; nothing before the first."""
+        return [Traffic(what, backwards * number, backwards * sent) for what, (number, sent) in self._sent.items()]
 
 
 class _Inputs:

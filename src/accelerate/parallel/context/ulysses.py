@@ -49,6 +49,11 @@ def split_rows(heads: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> tor
     return received.movedim(0, 1).flatten(1, 2)
 
 
+def copies_of_heads(shared: int, ranks: int) -> int:
+    """How often a key head is sent, so that every rank has those that its queries need."""
+    return math.lcm(shared, ranks) // shared
+
+
 def spread_inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, ranks: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -63,7 +68,7 @@ def spread_inputs(
             f"sp_size={ranks} does not divide the {heads} attention heads of a layer: each rank takes some of them. "
             "Choose a divisor, or split with cp_size, which leaves heads whole."
         )
-    copies = math.lcm(shared, ranks) // shared
+    copies = copies_of_heads(shared, ranks)
     if copies > 1:
         key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
     if not query.shape[-1] == key.shape[-1] == value.shape[-1] or not query.dtype == key.dtype == value.dtype:
