@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -26,7 +27,10 @@ from accelerate.core.errors import CheckpointError
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 
 LENGTH = 23
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker"),
+]
 
 
 def as_saved(value: Any) -> Any:
@@ -67,9 +71,11 @@ LOADERS = {
     "own batches": lambda: DataLoader(Ids(LENGTH), batch_sampler=EagerBatches(LENGTH)),
     "workers": lambda: DataLoader(Ids(LENGTH), batch_size=2, shuffle=True, num_workers=2),
     "persistent": lambda: DataLoader(Ids(LENGTH), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True),
+    "four workers": lambda: DataLoader(Ids(LENGTH), batch_size=2, shuffle=True, num_workers=4),
     "stream": lambda: DataLoader(Numbers(LENGTH), batch_size=2),
     "shuffled stream": lambda: DataLoader(Numbers(LENGTH, shuffled=True), batch_size=2),
     "stream with workers": lambda: DataLoader(Numbers(LENGTH), batch_size=2, num_workers=2),
+    "stream with four workers": lambda: DataLoader(Numbers(LENGTH), batch_size=2, num_workers=4),
     "no batches": lambda: DataLoader(Ids(LENGTH), batch_size=None, shuffle=True),
 }
 
@@ -163,6 +169,53 @@ def test_another_number_of_shards_reads_exactly_what_is_left(name, before, after
         rest += [sample for samples, _ in counted for sample in samples]
     assert sorted(seen + rest) == list(range(LENGTH))
     assert {loader.iteration} == {1}
+
+
+RESHARDED = [
+    ("sequential", {}), ("shuffled", {}), ("shuffled", {"use_seedable_sampler": True}), ("generator", {}),
+    ("replacement", {}), ("weighted", {}), ("python's", {}), ("drawn when iterated", {}), ("own batches", {}),
+    ("workers", {}), ("four workers", {}), ("four workers", {"use_seedable_sampler": True}), ("stream", {}),
+    ("shuffled stream", {}), ("stream with workers", {}), ("stream with four workers", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), RESHARDED)
+def test_the_stream_of_samples_goes_on_in_its_order_on_another_number_of_shards(name, options):
+    """In the middle of a later epoch; the step's samples in shard order are the order of one process."""
+
+    def passing(count, index, saved=None):
+        seed(31 if saved is None else 600 + index)
+        loader = prepare_data_loader(
+            LOADERS[name](), num_processes=count, process_index=index, exact=True, **options
+        )  # fmt: skip
+        if saved is None:
+            run(loader, 1)
+        else:
+            loader.load_state_dict(as_saved(saved))
+        for batch in loader:
+            yield loader, batch_ids(batch)[: loader.batch_counts[index] if loader.batch_counts else None]
+
+    def stream(passes, steps=None):
+        """The samples of so many steps of all shards, and the position behind them."""
+        found, state = [], None
+        for number, step in enumerate(itertools.zip_longest(*passes)):
+            found += [sample for part in step if part is not None for sample in part[1]]
+            state = step[0][0].state_dict()
+            if number + 1 == steps:
+                break
+        return found, state
+
+    wanted, _ = stream([passing(1, 0)])
+    slow = "workers" in name
+    for before, after, steps in ((2, 3, 1),) if slow else ((1, 3, 4), (2, 3, 1), (3, 2, 2), (3, 1, 3)):
+        seen, saved = stream([passing(before, index) for index in range(before)], steps)
+        rest, _ = stream([passing(after, index, saved) for index in range(after)])
+        if name.startswith("stream with"):
+            # Each worker reads a part of its own, and a step is one worker's: its order follows from the step's size.
+            assert sorted(seen + rest) == sorted(wanted), (before, after, steps)
+        else:
+            assert seen + rest == wanted, (before, after, steps)
+        assert 0 < len(rest) < len(wanted)
 
 
 def test_even_shards_are_completed_from_the_start_of_the_epoch_after_a_resume():
@@ -263,6 +316,33 @@ def test_a_dataset_that_keeps_its_position_goes_on_by_itself(workers, shards):
         if not workers:
             assert dataset.read == 30 - 2 * shards * point, "what was read before is not read again"
         assert run(resumed, 1) == [wanted[1]]
+
+
+def test_a_dataset_that_keeps_its_position_goes_on_over_another_number_of_shards():
+    pytest.importorskip("torchdata")
+
+    def build(count, index):
+        return prepare_data_loader(
+            DataLoader(StatefulNumbers(30), batch_size=2),
+            num_processes=count,
+            process_index=index,
+            use_stateful_dataloader=True,
+            exact=True,
+        )
+
+    for before, after in ((2, 3), (3, 1), (1, 2)):
+        seen, rest = [], []
+        for index in range(before):
+            loader = build(before, index)
+            passing = iter(loader)
+            seen += [sample for _ in range(2) for sample in ids(next(passing))]
+            saved = as_saved(loader.state_dict())
+        for index in range(after):
+            resumed = build(after, index)
+            resumed.load_state_dict(saved)
+            for batch in resumed:
+                rest += ids(batch)[: resumed.batch_counts[index] if resumed.batch_counts else None]
+        assert sorted(seen) + sorted(rest) == list(range(30)), (before, after)
 
 
 class Counting(Ids):

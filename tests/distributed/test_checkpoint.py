@@ -13,7 +13,9 @@ from accelerate.checkpointing import (
     CheckpointMismatch, CorruptCheckpoint, FullyShardedState, ModelPart, Options, OptimizerPart, RunState, Writer,
     load_newest, load_run, resume, save_run, verify,
 )
+from torch.utils.data import DataLoader
 from accelerate.core.errors import CheckpointError
+from accelerate.data_loader import prepare_data_loader
 from accelerate.state import PartialState
 
 state = PartialState(cpu=True)
@@ -205,6 +207,20 @@ def build(seed, width=8):
     models, optimizers = part.parts()
     return model, optimizer, RunState(models=models, optimizers=optimizers, sharded=part)
 
+def stream():
+    '''Rank 0 reads it for all.'''
+    return prepare_data_loader(DataLoader(list(range(40)), 2), dispatch_batches=True, exact=True)
+
+def real(loader, batch):
+    return batch.tolist()[: loader.batch_counts[rank]]
+
+def everyone(samples):
+    parts = [None] * state.num_processes
+    if state.num_processes == 1:
+        return samples
+    dist.all_gather_object(parts, samples)
+    return [sample for part in parts for sample in part]
+
 def full(model):
     return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
 
@@ -217,6 +233,9 @@ def as_plain(model):
 
 model, optimizer, run = build(0)
 step(model, optimizer, data); step(model, optimizer, data)
+run.dataloaders = [stream()]
+reading = iter(run.dataloaders[0])
+next(reading), next(reading)
 save_run(run, root / layout, process=state)
 writer = Writer()
 for number in range(2):  # the second one in the memory of the first
@@ -230,9 +249,12 @@ if layout != "one":
 for name in [*names, layout, f"{layout}-background"]:
     verify(root / name)
     model, optimizer, run = build(5)
-    load_run(run, root / name, process=state)
+    run.dataloaders = [stream()]
+    saved_by = load_run(run, root / name, process=state).world_size
     step(model, optimizer, data)
     assert as_plain(model), name
+    left = everyone([sample for batch in run.dataloaders[0] for sample in real(run.dataloaders[0], batch)])
+    assert sorted(left) == list(range(4 * saved_by, 40)), (name, left)
 
 # Another model: its differences are listed, and nothing is loaded, not even an optimizer's first state.
 if layout == "dp":

@@ -22,7 +22,7 @@ from accelerate.checkpointing.layout import unfit
 WORKER = Path(__file__).parent / "worker.py"
 KILLS = int(os.environ.get("KILLS", "6"))
 STEPS_A_KILL = 25
-LIMIT = 60.0
+LIMIT = 180.0
 
 
 def launch(folder: Path, total: int) -> subprocess.Popen:
