@@ -25,6 +25,9 @@ PLUGIN = FullyShardedDataParallelPlugin(fsdp_version=2)
         (4, {"tp_size": 4}, None, "tensor"),
         (4, {"dp_shard_size": 2, "tp_size": 2}, PLUGIN, "fsdp2"),
         (4, {"dp_replicate_size": 2, "tp_size": 2}, None, "fsdp2"),
+        (4, {"pp_size": 4}, None, "pipeline"),
+        (4, {"pp_size": 2, "tp_size": 2}, None, "pipeline"),
+        (4, {"pp_size": 2, "dp_replicate_size": 2}, None, "pipeline"),
         (1, {}, None, "single"),
     ],
 )
@@ -40,7 +43,8 @@ def test_the_strategy_of_a_layout(world, sizes, plugin, expected):
     "world, sizes, plugin, named",
     [
         (4, {"tp_size": 2}, None, "tp_size=2 = 2 processes, but 4"),
-        (4, {"pp_size": 4}, None, "pp_size=4"),
+        (4, {"pp_size": 2, "cp_size": 2}, None, "a pipeline divides batches, not sequences"),
+        (4, {"pp_size": 4}, PLUGIN, "nothing to shard"),
         (4, {"dp_replicate_size": 4}, PLUGIN, "nothing to shard"),
     ],
 )

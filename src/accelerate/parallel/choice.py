@@ -10,11 +10,6 @@ from ..core.errors import ConfigurationError
 from ..parallelism_config import ParallelismConfig
 from ..runtime.mesh import describe
 
-# Dimensions that no strategy drives yet, and what to do instead.
-_NOT_DRIVEN = {
-    "pp_size": "split the layers with tp_size, or shard them with dp_shard_size",
-}
-
 
 def choose_strategy(
     world_size: int,
@@ -34,9 +29,8 @@ def choose_strategy(
             return "fsdp2", {"plugin": fsdp_plugin}
         return ("ddp" if world_size > 1 else "single"), {}
     parallelism.validate(world_size)
-    for name, remedy in _NOT_DRIVEN.items():
-        if getattr(parallelism, name) > 1:
-            raise ConfigurationError(f"{name}={getattr(parallelism, name)} is not driven in this version: {remedy}")
+    if parallelism.pp_enabled:
+        return _pipeline(parallelism, fsdp_plugin)
     # Ranks that share a sequence hold the same model: it is sharded over them.
     split = parallelism.cp_enabled or parallelism.sp_enabled
     sharded = fsdp_plugin is not None or parallelism.dp_shard_enabled or split
@@ -51,3 +45,21 @@ def choose_strategy(
         plugin = fsdp_plugin or FullyShardedDataParallelPlugin(fsdp_version=2)
         return "fsdp2", {"plugin": plugin, "parallelism": parallelism}
     return ("ddp" if world_size > 1 else "single"), {}
+
+
+def _pipeline(
+    parallelism: ParallelismConfig, fsdp_plugin: FullyShardedDataParallelPlugin | None
+) -> tuple[str, dict[str, Any]]:
+    """Stages, each alone or as copies, shards and tensor-parallel parts."""
+    if parallelism.cp_enabled or parallelism.sp_enabled:
+        raise ConfigurationError(
+            f"{describe(parallelism)}: a pipeline divides batches, not sequences. Use pp_size with dp_shard_size, "
+            "dp_replicate_size and tp_size, or cp_size and sp_size without pp_size."
+        )
+    if fsdp_plugin is not None and not parallelism.dp_shard_enabled:
+        raise ConfigurationError(
+            f"an fsdp_plugin is given, but {describe(parallelism)} has nothing to shard over: set dp_shard_size"
+        )
+    if parallelism.dp_shard_enabled:
+        fsdp_plugin = fsdp_plugin or FullyShardedDataParallelPlugin(fsdp_version=2)
+    return "pipeline", {"parallelism": parallelism} | ({"plugin": fsdp_plugin} if fsdp_plugin else {})

@@ -15,6 +15,8 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "xla": ("accelerate.parallel.xla", "XlaDataParallel"),
     "fsdp1": ("accelerate.parallel.fsdp1", "FullyShardedDataParallel1"),
     "fsdp2": ("accelerate.parallel.fsdp2", "FullyShardedDataParallel"),
+    "pipeline": ("accelerate.parallel.pipeline.strategy", "PipelineParallel"),
+    "deepspeed": ("accelerate.parallel.deepspeed_strategy", "DeepSpeedZero"),
     "tensor": ("accelerate.parallel.tensor", "TensorParallel"),
 }
 

@@ -80,7 +80,8 @@ def cut_model(
     cheap as it can be (`cost` of units; bytes without it). `placement` moves units to the first or last place.
     Raises PrepareError for names that do not fit, and for fewer blocks than stages.
     """
-    units = _placed(find_units(model), placement or {}, model)
+    # What has no parameters (rotary embeddings, dropout) computes on every stage that asks for it.
+    units = _placed([unit for unit in find_units(model) if unit.size], placement or {}, model)
     names = [unit.name for unit in units]
     first, last = _main_blocks(units)
     if split_points is not None:

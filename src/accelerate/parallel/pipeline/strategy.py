@@ -188,7 +188,7 @@ class PipelineParallel(ShardedStrategy):
         inner = self.unwrap(model)
         if inner not in self._models:
             raise PrepareError(f"{type(inner).__name__} was not prepared for training: it has no stages")
-        return inner.__dict__["_pipelined"]  # type: ignore[no-any-return]
+        return inner.__dict__["_pipelined"]
 
     def _cut(self, model: nn.Module) -> Cut:
         options = self.options
