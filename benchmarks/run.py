@@ -48,6 +48,20 @@ SCRIPTS = [
         },
     ),
     Script(
+        "launch.py",
+        {
+            "launch help": Row("accelerate launch -h", "time", 200),
+            "launch one": Row(
+                "launch, one process: shell to the script's first line, over plain python", "added", 150
+            ),
+            "launch one, torchrun": Row("the same in all (raw: torchrun)", "time"),
+            "launch two": Row(
+                "launch, two CPU processes: shell to the last one's first line (raw: torchrun)", "time", 400
+            ),
+            "launch many": Row("launch of 64 programs, started, joined, logged / torchrun", "ratio", 0.5),
+        },
+    ),
+    Script(
         "collectives.py",
         {
             "gather": Row("gather of one tensor, 2 gloo ranks / raw", "ratio", 1.2),
