@@ -3,13 +3,12 @@
 
 import os
 import re
-import select
 import signal
 import subprocess
 import textwrap
 
 import pytest
-from engines import LAUNCH, environment
+from engines import LAUNCH, environment, wait_until_gone
 
 WAITING = "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(100)\n"
 
@@ -35,15 +34,6 @@ def start(tmp_path, ray):
 def end(launch, timeout=60):
     output, errors = launch.communicate(timeout=timeout)
     return launch.returncode, output, errors
-
-
-def wait_until_gone(pid, seconds=10):
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    with os.fdopen(descriptor):
-        assert select.select([descriptor], [], [], seconds)[0], "a rank outlived its launcher"
 
 
 def test_every_process_knows_its_place(start, tmp_path):

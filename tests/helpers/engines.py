@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -64,6 +65,27 @@ def train(output: Path, batch_size: int = 2) -> list[object]:
 
 def parameters(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "model" / "model.safetensors")
+
+
+def mpi_programs(folder: Path, implementation: str) -> str:
+    """A PATH on which `mpirun` is that of `openmpi` or `mpich`, whichever else is installed."""
+    need_programs("openmpi-bin mpich", f"mpirun.{implementation}")
+    folder.mkdir()
+    for name in ("mpirun", "mpiexec"):
+        # A link would do for Open MPI; MPICH looks for its own programs beside it.
+        (folder / name).write_text(f'#!/bin/sh\nexec {shutil.which(f"mpirun.{implementation}")} "$@"\n')
+        (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def wait_until_gone(pid: int, seconds: float = 10) -> None:
+    """Until a process that is none of ours has ended."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    with os.fdopen(descriptor):
+        assert select.select([descriptor], [], [], seconds)[0], f"process {pid} is left behind"
 
 
 @contextlib.contextmanager

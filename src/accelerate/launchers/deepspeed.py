@@ -71,7 +71,9 @@ class DeepSpeedLauncher(Launcher):
         command = starter_command(
             self.hosts, spec.program, spec.local_processes, address, spec.main_process_port or None
         )
-        return [ProcessSpec(0, 0, tuple(command), {**spec.variables, "PYTHONPATH": python_path()})]
+        return [
+            ProcessSpec(0, 0, tuple(command), {**spec.variables, "PYTHONPATH": python_path()}, starter="deepspeed")
+        ]
 
     def run(self) -> int:
         from .supervisor import Supervisor

@@ -21,6 +21,11 @@ _PARTNER_LOST = re.compile(
     r"DistStoreError|DistNetworkError|recvValue|Socket (Timeout|closed)|has been aborted|NCCL (error|communicator)|"
     r"Connection refused|gloo::"
 )
+# How it is known which task of a foreign starter failed first, and how: what a watched rank says, what Slurm does.
+_TOLD = re.compile(
+    r"^accelerate launch: rank (\d+) ended, code (-?\d+)\n|^srun: error: .*: task (\d+): Exited with exit code (\d+)",
+    re.MULTILINE,
+)
 # What torch puts before each line of a traceback when several ranks run.
 _TORCH_MARK = re.compile(r"^\[rank\d+\]: ?")
 _SIGNAL_WORDS = {
@@ -49,14 +54,18 @@ class Failure:
     log: str | None = None
     time: float = field(default_factory=time.time)
     others: dict[int, str] = field(default_factory=dict)
+    # The program that started the ranks, where this launcher did not: pid and code are its own.
+    starter: str = ""
 
     @property
     def exit_code(self) -> int:
         return exit_code(self.code)
 
     def lines(self) -> list[str]:
-        told = [f"accelerate launch: rank {self.rank} failed: {self.cause}"]
-        told.append(f"  host {self.host}, pid {self.pid}, exit code {self.exit_code}")
+        who = f"rank {self.rank}" if self.rank >= 0 else "a rank"
+        told = [f"accelerate launch: {who} failed: {self.cause}"]
+        pid = f"pid {self.pid}" if not self.starter else f"{self.starter} (pid {self.pid})"
+        told.append(f"  host {self.host}, {pid}, exit code {self.exit_code}")
         if self.log:
             told.append(f"  log  {self.log}")
         if self.others:
@@ -119,6 +128,8 @@ def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
         shown=not held,
         log=str(first.log_folder / "stderr.log") if first.log_folder else None,
     )
+    if first.spec.starter:
+        _of_starter(first, failure)
     for rank in ranks:
         if rank is not first and (rank.code or rank.stopped):
             failure.others[rank.rank] = _fate(rank, failure)
@@ -129,6 +140,21 @@ def _last_shown(rank: Rank) -> bytes:
     """The traceback that was shown too early, where it is the last thing the process has said."""
     shown = rank.error.shown.rstrip()
     return shown if rank.exit_code > 0 and rank.error.tail.rstrip().endswith(shown[-1024:]) else b""
+
+
+def told_by_rank(rank: int, code: int) -> str:
+    """The line in which a rank under a foreign starter tells its end; code is negative for a signal."""
+    return f"accelerate launch: rank {rank} ended, code {code}\n"
+
+
+def _of_starter(starter: Rank, failure: Failure) -> None:
+    """Make the failure of a starter that of the rank that failed under it; what the starter adds is left out."""
+    found = _TOLD.search(starter.error.tail.decode(errors="replace"))
+    failure.starter, failure.rank = starter.spec.starter, -1
+    if found is not None:
+        failure.rank, failure.code = int(found.group(1) or found.group(3)), int(found.group(2) or found.group(4))
+        failure.traceback = _TOLD.split(failure.traceback)[0]
+        failure.cause = cause_of(failure.code, failure.traceback)
 
 
 def _fate(rank: Rank, failure: Failure) -> str:

@@ -10,7 +10,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from ..core.errors import LaunchError
 from ..core.imports import version_of
 from ..core.version import __version__
 from .ports import HeldPort
-from .process import Rank
+from .process import Rank, guarded
 from .spec import LaunchSpec, ProcessSpec, Program
 from .supervisor import Supervisor
 
@@ -79,10 +78,9 @@ class Keeper:
         return self._popen.pid
 
     def _keep(self, program: Program, variables: Mapping[str, str | None], where: Path) -> None:
-        guarded = [sys.executable, "-S", "-E", str(Path(__file__).with_name("guard.py")), str(os.getpid())]
         try:
             self._popen = subprocess.Popen(
-                [*guarded, *program.argv()],
+                [*guarded(os.getpid()), *program.argv()],
                 cwd=where,
                 env=env.child_environment(variables),
                 stdin=subprocess.DEVNULL,

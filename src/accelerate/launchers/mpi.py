@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -95,15 +96,24 @@ class MpiLauncher(Launcher):
         variables["MASTER_ADDR"] = spec.main_process_ip
         variables["MASTER_PORT"] = str(port or spec.main_process_port or DEFAULT_PORT)
         variables["OMP_NUM_THREADS"] = str(spec.threads or 1)
+        if spec.max_restarts:
+            variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         carried = {name: env.get(name) for name in CARRIED} if spec.hostfile else {}
         per_host = spec.local_processes if spec.num_machines > 1 else None
         command = mpirun_command(spec.num_processes, spec.hostfile, {**carried, **variables}, per_host)
-        return [ProcessSpec(0, 0, (*command, *spec.program.argv()), {})]
+        watched = [sys.executable, "-m", "accelerate.launchers.watched"]
+        return [ProcessSpec(0, 0, (*command, *watched, *spec.program.argv()), {}, starter="mpirun")]
 
     def run(self) -> int:
-        from .supervisor import Supervisor
+        from .supervisor import Supervisor, with_restarts
 
-        if self.spec.hostfile:
-            return Supervisor(self.spec).run(self.processes())
-        with HeldPort(self.spec.main_process_port) as port:
-            return Supervisor(self.spec).run(self.processes(port.number))
+        def attempt(number: int) -> Supervisor:
+            supervisor = Supervisor(self.spec)
+            if self.spec.hostfile:
+                supervisor.run(self.processes(attempt=number))
+                return supervisor
+            with HeldPort(self.spec.main_process_port) as port:
+                supervisor.run(self.processes(port.number, number))
+            return supervisor
+
+        return with_restarts(self.spec, attempt)

@@ -175,6 +175,11 @@ def _channel(number: int) -> tuple[int, int]:
     return os.pipe()
 
 
+def guarded(starter: int) -> list[str]:
+    """What stands before a command that dies with its starter, for starters with threads: nothing runs in between."""
+    return [sys.executable, "-S", "-E", str(Path(__file__).with_name("guard.py")), str(starter)]
+
+
 def die_with(parent: int, cpus: tuple[int, ...] | None = None) -> Callable[[], None] | None:
     """What the new process does first: ask the kernel to be killed when its launcher dies, bind itself (Linux)."""
     if sys.platform != "linux":

@@ -62,7 +62,7 @@ class SlurmLauncher(Launcher):
         variables = self._variables()
         if "MASTER_ADDR" not in variables and shutil.which("scontrol") is not None:
             variables["MASTER_ADDR"] = _first_address(env.get("SLURM_JOB_NODELIST") or "")
-        return [ProcessSpec(0, 0, tuple(self._srun()), variables)]
+        return [ProcessSpec(0, 0, tuple(self._srun()), variables, starter="srun")]
 
     def dry_run(self) -> str:
         return super().dry_run() if self.inside else self.batch_script()

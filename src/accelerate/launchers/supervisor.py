@@ -17,6 +17,7 @@ from socket import gethostname, socket
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from ..core.system import handles_signal
 from . import failure as failures
 from .failure import Failure
 from .process import Rank
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 SETTLE = 0.05
 SETTLE_VICTIM = 2.0
 SETTLE_ENDING = 1.0
+# Seconds that ranks get which handle SIGTERM themselves: they save what they have.
+SAVE_TIME = 30.0
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 ENDING = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"})
 
@@ -165,7 +168,10 @@ class Supervisor:
                 rank.hand_on(number)
         elif self._interrupted is None:
             self._interrupted, self.final = number, True
+            saves = name == "SIGTERM" and any(handles_signal(rank.popen.pid, number) for rank in self.ranks)
             self._stop(number)
+            if saves:
+                self._kill_at = time.monotonic() + max(SAVE_TIME, self.spec.stop_timeout)
         else:
             self._kill_all()
 
@@ -233,7 +239,8 @@ class Supervisor:
     def _finish_interrupted(self, number: int) -> int:
         for rank in self.ranks:
             rank.error.drop()
-        if all(rank.code == 0 for rank in self.ranks):
+        # What mpirun returns then says nothing of its ranks.
+        if all(rank.code == 0 and not rank.spec.starter for rank in self.ranks):
             return 0
         if self.link is not None:
             host, name = gethostname(), signal.Signals(number).name
