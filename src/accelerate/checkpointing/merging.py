@@ -31,7 +31,7 @@ from .weights import plan_shards
 logger = logging.getLogger(__name__)
 
 _SHARDS = re.compile(rf"{MODEL_NAME}_fsdp_(\d+)")
-_WINDOW = 1 << 30  # bytes of a model that are in memory at a time, or one tensor
+_WINDOW = 256 << 20  # bytes of a model that are read at a time, or one tensor
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def merge_fsdp_weights(
 def merge(folder: Path, output: Path, safe: bool = True, remove: bool = False) -> list[Merged]:
     """What `merge_fsdp_weights` does, on this process alone; the files that were written.
 
-    A safetensors file takes 1 GiB of memory (or that of the largest tensor); torch's format takes the whole model's.
+    A safetensors file takes 1 GiB of memory (or thrice the largest tensor); torch's format takes the whole model's.
     """
     models = find_models(folder)
     if remove:
