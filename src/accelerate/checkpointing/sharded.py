@@ -52,6 +52,8 @@ class FullyShardedState:
     ) -> None:
         self.models = list(models)
         self.optimizers = list(optimizers)
+        # By model: a module whose state has the whole model's names and shapes, where ranks hold different ones.
+        self.wholes: dict[int, torch.nn.Module] = {}
         self._group: Any = None
         self._host: dict[tuple[Path, str], torch.Tensor] = {}  # copies of the last background save, used again
 
@@ -98,6 +100,7 @@ class FullyShardedState:
             flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
             tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
             rest = {name: value for name, value in flat.items() if name not in tensors}
+            rest = _of_all_ranks(rest) if self.wholes else rest
             jobs.append((optimizer_shards(Path(), index), tensors, rest))
         group = None
         if not blocking:
@@ -144,7 +147,9 @@ class FullyShardedState:
                 continue  # a rank does not see the shapes of what it holds a slice of; `load` compares them
             path = model_shards(folder, index)
             saved = model_shapes(path)
-            here = {name: tuple(value.shape) for name, value in self._model_state(model).items()}
+            whole = self.wholes.get(index)
+            held = self._model_state(model) if whole is None else whole.state_dict()
+            here = {name: tuple(value.shape) for name, value in held.items() if isinstance(value, torch.Tensor)}
             found = Differences(
                 missing=[name for name in here if name not in saved],
                 unexpected=[name for name in saved if name not in here],
@@ -170,7 +175,8 @@ class FullyShardedState:
             flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
             tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
             read_shards(path, tensors, strict=True)
-            set_optimizer_state_dict(model, optimizer, {**flat, **read_options(path), **tensors}, options=_FLAT)
+            options = {name: value for name, value in read_options(path).items() if name in flat or not self.wholes}
+            set_optimizer_state_dict(model, optimizer, {**flat, **options, **tensors}, options=_FLAT)
 
     @staticmethod
     def _model_state(model: torch.nn.Module) -> dict[str, Any]:
@@ -242,6 +248,13 @@ def _each_its_own(tensors: Mapping[str, Any]) -> dict[str, Any]:
         separate[name] = value.detach().clone() if local.numel() and memory in seen else value
         seen.add(memory)
     return separate
+
+
+def _of_all_ranks(values: dict[str, Any]) -> dict[str, Any]:
+    """What is no tensor, of every rank: each has its own names."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, values)
+    return {name: value for part in everyone for name, value in part.items()}
 
 
 def read_options(folder: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp2 import shard_model
 from ..remap import ParameterPlaces
 from ..sharded import ShardedStrategy
+from ..skeleton import skeleton, without_storage
 from ..units import find_modules
 from . import state, weights
 from .gradients import AgreeingScaler, Ties, average, hold_shards, reduce_shards, reshard
@@ -48,11 +49,11 @@ logger = logging.getLogger(__name__)
 class Pipelined:
     """What belongs to one pipelined model on this rank."""
 
-    def __init__(self, model: nn.Module, cut: Cut, scheduled: Scheduled, ties: Ties, names: list[str]) -> None:
-        self.model, self.cut, self.scheduled, self.ties = model, cut, scheduled, ties
+    def __init__(self, scheduled: Scheduled, ties: Ties, shapes: dict[str, list[int]], skeleton: nn.Module) -> None:
+        self.scheduled, self.ties = scheduled, ties
         self.runner = scheduled.runner
-        # Plain names of all parameters of the whole model, in its order.
-        self.names = names
+        # The whole model's parameters in its order, name -> shape; and a module with the names of its state.
+        self.shapes, self.skeleton = shapes, skeleton
         self.deferred = False
         # Trainable parameters that are not sharded: nobody but us averages their gradients.
         self.whole: list[nn.Parameter] = []
@@ -160,7 +161,8 @@ class PipelineParallel(ShardedStrategy):
         cut = self._cut(model)
         mine = [stage for stage, rank in enumerate(self.ranks) if rank == self.wire.rank]
         own = {unit for stage in mine for unit in range(cut.bounds[stage], cut.bounds[stage + 1])}
-        names = [materialize.canonical_name(name) for name, _ in model.named_parameters()]
+        shapes = {materialize.canonical_name(name): list(p.shape) for name, p in model.named_parameters()}
+        whole = skeleton(type(model).__name__, without_storage(model.state_dict(keep_vars=True)))
         ties = self._ties(model, cut, own)
         self._keep_own(model, cut, own)
         staged = StagedModel(model, cut.units, self.device, options.loss_fn)
@@ -174,7 +176,7 @@ class PipelineParallel(ShardedStrategy):
         }
         self._lay_out(model, stages)
         runner = Runner(staged, cut, stages, self.ranks, self.wire, divider, options.gather_output)
-        piped = Pipelined(model, cut, Scheduled(runner, options, self.precision), ties, names)
+        piped = Pipelined(Scheduled(runner, options, self.precision), ties, shapes, whole)
         sharded = {id(p) for stage in stages.values() if isinstance(stage, FSDPModule) for p in stage.parameters()}
         piped.whole = [p for p in model.parameters() if id(p) not in sharded and p.requires_grad]
         staged.entry = self._entry(piped)
@@ -277,7 +279,7 @@ class PipelineParallel(ShardedStrategy):
 
         def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             batch = runner.open(args, kwargs)
-            with random.own() if piped.model.training else contextlib.nullcontext():
+            with random.own() if runner.staged.model.training else contextlib.nullcontext():
                 output = scheduled.forward(batch) if scheduled.fits(batch) else runner.forward(batch)
             scheduled.learned(batch)
             if not batch.grad:
@@ -340,7 +342,20 @@ class PipelineParallel(ShardedStrategy):
         plain = getattr(optimizer, "optimizer", optimizer)
         if plain in self._groups:
             return self._groups[plain]
-        return state.gathered_groups(self.unwrap(model), plain, self._pipelined(model).names, self.wire)
+        return state.gathered_groups(self.unwrap(model), plain, list(self._pipelined(model).shapes), self.wire)
+
+    def plain(self, model: nn.Module) -> nn.Module | None:
+        return self._pipelined(model).skeleton if self.unwrap(model) in self._models else None
+
+    def plain_groups(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, list[int]]]:
+        shapes = self._pipelined(model).shapes
+        return [{name: shapes[name] for name in group} for group in self._names_of(model, optimizer)]
+
+    def trained_by(self, optimizer: Any, models: list[nn.Module]) -> nn.Module | None:
+        """The model of an optimizer; a stage may hold none of its parameters."""
+        groups = self._groups.get(getattr(optimizer, "optimizer", optimizer))
+        names = {name for group in groups or () for name in group}
+        return next((model for model in models if names and names <= set(self._pipelined(model).shapes)), None)
 
 
 def _ranks_of_stages(options: PipelineParallelConfig, ranks: int) -> list[int]:
