@@ -230,7 +230,15 @@ def _check_module(name: str, module: nn.Module, style: ParallelStyle, size: int)
         )
     if isinstance(module.weight, DTensor):
         raise PrepareError(f"the tensor-parallel plan splits {name}, which is laid out already")
-    width = "out_features" if isinstance(style, ColwiseParallel) else "in_features"
+    if isinstance(style, kinds.Rows) and isinstance(module, nn.Embedding) and module.max_norm is not None:
+        raise PrepareError(
+            f"the tensor-parallel plan splits the rows of {name}, which max_norm changes as they are read"
+        )
+    columns = isinstance(style, ColwiseParallel)
+    if isinstance(module, nn.Linear):
+        width = "out_features" if columns else "in_features"
+    else:
+        width = "embedding_dim" if columns else "num_embeddings"
     found = getattr(module, width, None)
     if found is not None and found % size:
         raise PrepareError(f"tp_size={size} does not divide {width}={found} of {name}")

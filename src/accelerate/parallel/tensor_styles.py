@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -115,6 +116,46 @@ class Rows(RowwiseParallel):
             output_layouts=Shard(SEQUENCE) if along_sequence else Replicate(),
             use_local_output=not along_sequence,
         )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Embedding):
+            return super()._apply(module, device_mesh)
+        rows = distribute_tensor(module.weight.data, device_mesh, (Shard(0),), src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(rows, requires_grad=module.weight.requires_grad))
+        module.forward = functools.partial(_look_up, module, device_mesh)  # type: ignore[method-assign]
+        return module
+
+
+def _look_up(module: nn.Embedding, mesh: DeviceMesh, ids: torch.Tensor) -> torch.Tensor:
+    """The embeddings of tokens where each rank has some rows: zeros for the others', then a sum over the ranks.
+
+    In plain operations: the mask that DTensor keeps for the same thing cannot be compiled beside FSDP (torch 2.13).
+    """
+    weight: Any = module.weight
+    rows = weight.to_local()
+    first = mesh.get_local_rank() * rows.shape[0]
+    own = ids - first
+    others = (own < 0) | (own >= rows.shape[0])
+    padding = None if module.padding_idx is None else module.padding_idx - first
+    if padding is not None and not 0 <= padding < rows.shape[0]:
+        padding = None
+    found = nn.functional.embedding(
+        own.masked_fill(others, 0), rows, padding, scale_grad_by_freq=module.scale_grad_by_freq, sparse=module.sparse
+    )
+    return SumForward.apply(found.masked_fill(others.unsqueeze(-1), 0), mesh)
+
+
+class SumForward(torch.autograd.Function):
+    """The sum over the ranks; the gradient, the same on every rank, is that of each summand."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        collectives = torch.ops._c10d_functional
+        return collectives.wait_tensor(collectives.all_reduce(part, "sum", mesh.get_group().group_name))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
 
 
 class AlongSequence(SequenceParallel):
@@ -244,7 +285,8 @@ def plain_losses(output: Any) -> Any:
 
     def plain(value: Any) -> Any:
         if isinstance(value, DTensor) and value.ndim == 0:
-            return value.redistribute(placements=(Replicate(),) * value.device_mesh.ndim).to_local()
+            # A copy: what a model under FSDP returns must be no view.
+            return value.redistribute(placements=(Replicate(),) * value.device_mesh.ndim).to_local().clone()
         return value
 
     if isinstance(output, Mapping):

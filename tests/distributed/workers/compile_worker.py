@@ -1,20 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: DDP and FSDP2, compiled whole and by regions, against the plain loop; no graph after the first window."""
+"""Each rank: DDP, FSDP2 and TP, compiled whole and by regions, against the plain loop; no graph after a window."""
 
 import itertools
+import sys
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.training import TorchDynamoPlugin
 from accelerate.parallel.base import Bundle
 from accelerate.parallel.compile import Compile
 from accelerate.parallel.ddp import DataParallel
 from accelerate.parallel.fsdp2 import FullyShardedDataParallel
+from accelerate.parallel.tensor import TensorParallel
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.base import Precision
 from accelerate.state import PartialState
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "parallel"))
+from llama import Llama, LlamaConfig
 
 CPU = torch.device("cpu")
 
@@ -47,15 +55,24 @@ def make():
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def windows():
+def make_llama():
+    torch.manual_seed(0)
+    model = Llama(LlamaConfig(vocabulary=16, width=16, hidden=24, layers=3))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def windows(make):
     generator = torch.Generator().manual_seed(1)
     for _ in range(4):
-        yield [torch.randn(4, 4, generator=generator) for _ in range(2)]
+        if make is make_llama:
+            yield [torch.randint(16, (4, 6), generator=generator) for _ in range(2)]
+        else:
+            yield [torch.randn(4, 4, generator=generator) for _ in range(2)]
 
 
-def plain():
+def plain(make):
     model, optimizer = make()
-    for window in windows():
+    for window in windows(make):
         for x in window:
             model(x).square().mean().div(2).backward()
         optimizer.step()
@@ -63,14 +80,14 @@ def plain():
     return model.state_dict()
 
 
-def compiled(strategy, regional, backend):
+def compiled(strategy, regional, backend, make):
     torch._dynamo.reset()
     counters.clear()
     strategy.transforms = (Compile(TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)),)
     model, optimizer = make()
     model = strategy.prepare(Bundle([model], [optimizer], [True])).models[0]
     index, count = strategy.data_shard
-    for number, (first, second) in enumerate(windows()):
+    for number, (first, second) in enumerate(windows(make)):
         with strategy.no_sync(model):
             strategy.backward(model(first.chunk(count)[index]).square().mean() / 2)
         strategy.backward(model(second.chunk(count)[index]).square().mean() / 2)
@@ -86,7 +103,7 @@ def compiled(strategy, regional, backend):
 def main():
     state = PartialState(cpu=True)
     torch.set_default_dtype(torch.float64)
-    expected = plain()
+    expected = plain(make)
     plugin = {
         "fsdp_version": 2,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -96,10 +113,20 @@ def main():
         ddp = DataParallel(CPU, Precision())
         fsdp = FullyShardedDataParallel(CPU, Precision(), FullyShardedDataParallelPlugin(**plugin))
         for strategy in (ddp, fsdp):
-            found = compiled(strategy, regional, backend)
+            found = compiled(strategy, regional, backend, make)
             for name, value in found.items():
                 torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-8, msg=f"{strategy.name} {name}")
             assert state.process_index or len(found) == len(expected)
+    expected = plain(make_llama)
+    for regional, along in ((True, True), (False, False)):
+        options = TorchTensorParallelConfig(sequence_parallel=along)
+        strategy = TensorParallel(CPU, Precision(), ParallelismConfig(tp_size=2, tp_handler=options))
+        found = compiled(strategy, regional, "aot_eager", make_llama)
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-8, msg=f"tensor parallel {name}")
+        # Three blocks are one graph; the first of them also splits the sequence, which makes it a second one.
+        graphs = counters["stats"]["unique_graphs"]
+        assert graphs == (5 if regional else 1), f"regional={regional}: {graphs} graphs"
     print("all equal")
 
 

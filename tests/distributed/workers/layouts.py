@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
+from accelerate.config.training import TorchDynamoPlugin
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -83,20 +85,20 @@ def plain(steps=STEPS, tied=False):
     return {name: value.clone() for name, value in model.state_dict().items()}, losses
 
 
-def start(layout, precision="no", **plugin):
+def start(layout, precision="no", compiled=False):
     """A fresh Accelerator in this layout; the process group stays."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     sizes, fsdp, options = layout
     parallelism = ParallelismConfig(**sizes, tp_handler=TorchTensorParallelConfig(**options)) if sizes else None
-    plugin = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"], **plugin}
+    plugin = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"]}
     return Accelerator(
         cpu=True,
         mixed_precision=precision,
         gradient_accumulation_steps=ACCUMULATION,
         parallelism_config=parallelism,
         fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **plugin) if fsdp else None,
-        step_scheduler_with_optimizer=True,
+        dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True) if compiled else None,
     )
 
 
@@ -175,6 +177,19 @@ def train_all(folder):
         assert not state or distance(state, tied) <= 1e-8, f"{what}, tied"
 
 
+def compiled():
+    """Compiled by regions under both at once, with nothing compiled after the first window."""
+    expected, _ = plain(steps=3)
+    accelerator = start(LAYOUTS["fsdp x tp"], compiled=True)
+    parts = prepared(accelerator, seed=accelerator.process_index)
+    train(accelerator, parts, steps=1)
+    graphs = counters["stats"]["unique_graphs"]
+    train(accelerator, (*parts[:-1], accelerator.skip_first_batches(parts[-1], ACCUMULATION)), steps=2)
+    assert graphs > 0 and counters["stats"]["unique_graphs"] == graphs, counters["stats"]
+    state = accelerator.get_state_dict(parts[0])
+    assert not state or distance(state, expected) <= 1e-8, "compiled"
+
+
 def low_precision():
     """bf16 computes near what fp32 does."""
     torch.set_default_dtype(torch.float32)
@@ -221,6 +236,7 @@ def main(folder, mode):
     train_all(folder)
     for what in ("fsdp", "tp", "hsdp"):
         load(LAYOUTS[what], what, folder)
+    compiled()
     low_precision()
     print("all equal")
 
