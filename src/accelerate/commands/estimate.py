@@ -170,7 +170,8 @@ def _of_transformers(name: str, path: Path, trust_remote_code: bool) -> nn.Modul
             return _transformers_class(config, source, trust_remote_code)(config)
     # The library, and a model's own code, raise whatever they like.
     except Exception as error:
-        raise ConfigurationError(f"transformers cannot build {name} from {path}: {_told(error)}") from error
+        hint = ". --trust_remote_code runs the model's own code" if "trust_remote_code" in str(error) else ""
+        raise ConfigurationError(f"transformers cannot build {name} from {path}: {_told(error)}{hint}") from error
 
 
 def _transformers_class(config: Any, source: str, trust_remote_code: bool) -> Any:
@@ -236,6 +237,8 @@ def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
         ]
         headers = ("training", "weights", "16-bit copies", "gradients", "Adam's moments")
         lines += ["", table(headers, parts), "", "Activations come on top: they depend on the batch."]
+    else:
+        lines.append("")
     if any(not row.training for row in found):
         lines.append("int8 and int4: as if every weight were quantised; layers that stay in 16 bits come on top.")
     return "\n".join(lines)
