@@ -397,8 +397,7 @@ def main() -> None:
     position = Position()
     accelerator.register_for_checkpointing(position)
     accelerator.init_trackers("train_gpt", config=vars(args))
-    if args.resume and any((args.output_dir / "checkpoints").glob("checkpoint_*")):
-        accelerator.load_state()
+    if accelerator.resume():  # from here on SIGTERM and SIGUSR1 save first; a run that starts anew has nothing to load
         accelerator.print(f"going on from step {position.step}")
     elif args.resume:
         accelerator.print(f"no checkpoint in {args.output_dir} yet: starting from the beginning")

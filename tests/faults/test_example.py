@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT example killed by hand, so to say: a rank, then the launcher, then one alone; it ends on three processes."""
+"""The GPT example killed as by hand: a rank, then the launcher, then one alone; told to stop; it ends on three."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def told(run):
     return output, int(found[1]) if found else 0
 
 
-def kill_amid(folder, run, victims):
+def kill_amid(folder, run, victims, number=signal.SIGKILL):
     """Kill these processes once the run has saved anew; the step of the newest checkpoint that is left."""
     before, deadline = newest(folder), time.monotonic() + LIMIT
     while newest(folder) < before + 2:
@@ -49,7 +49,7 @@ def kill_amid(folder, run, victims):
         time.sleep(0.01)
     ranks = psutil.Process(run.pid).children(recursive=True)
     for process in victims(run, ranks):
-        os.kill(process.pid, signal.SIGKILL)
+        os.kill(process.pid, number)
     output, began = told(run)
     psutil.wait_procs(ranks, timeout=30)
     left = newest_valid(folder / "checkpoints")
@@ -69,6 +69,11 @@ def test_the_example_survives_kills_and_goes_on_with_other_numbers_of_processes(
         assert began == last, output
         assert step >= began + 2
         last = step
+    stopped = start(folder, 2, 100_000)
+    output, began, step = kill_amid(folder, stopped, lambda run, ranks: [run], signal.SIGTERM)
+    assert (stopped.returncode, began) == (0, last), output
+    assert "asked to stop" in output
+    last = step
     run = start(folder, 3, last + 4)
     output, began = told(run)
     assert run.returncode == 0, output

@@ -25,13 +25,22 @@ STEPS_A_KILL = 25
 LIMIT = 180.0
 
 
+STARTED: list[subprocess.Popen] = []
+
+
 def launch(folder: Path, total: int) -> subprocess.Popen:
     for note in folder.glob("rank*.pid"):
         note.unlink()
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-    return subprocess.Popen(
-        [*command, str(WORKER), str(folder), str(total)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
+    STARTED[:] = [
+        subprocess.Popen(
+            [*command, str(WORKER), str(folder), str(total)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    ]
+    return STARTED[0]
 
 
 def ranks(folder: Path, launcher: subprocess.Popen) -> list[int]:
@@ -76,11 +85,12 @@ def check_all(folder: Path) -> None:
 def folder(tmp_path):
     """In memory where that is possible: hundreds of saves, and a killed process (unlike a power cut) loses no page."""
     memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory, prefix="accelerate-kills-") as name:
+    place = memory if os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=place, prefix="accelerate-kills-") as name:
         yield Path(name)
+        for launcher in STARTED:
+            launcher.kill()  # where the test has failed; its ranks go with it
+            launcher.wait()
 
 
 @pytest.mark.slow

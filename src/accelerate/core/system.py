@@ -163,3 +163,13 @@ def _container_quota() -> int | None:
     except (OSError, ValueError):
         return None
     return None if granted == "max" else max(1, int(granted) // int(period))
+
+
+def handles_signal(pid: int, number: int) -> bool:
+    """Whether a process has a handler of its own for a signal. Linux tells; elsewhere False."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    mask = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
