@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training script under every engine: the same parameters to the last bit wherever two processes train."""
 
+import os
 import subprocess
 
 import pytest
 import torch
-from engines import LAUNCH, PYTHON, environment, mpi_programs, parameters, run, train
+from engines import LAUNCH, PYTHON, environment, mpi_programs, need_programs, parameters, run, train
+
+from accelerate.core.imports import is_available
 
 # Two processes, in the engines' own ways. All start in a folder with a configuration of its own.
 TWO = [*LAUNCH, "-q", "--cpu", "--num_processes", "2"]
@@ -81,6 +84,27 @@ def test_mpirun(folder, env, reference, implementation):
     output = programs / "out"
     run([*LAUNCH, "-q", "--config_file", config, *train(output)], env, folder)
     same(parameters(output), reference)
+
+
+# DeepSpeed's starter reaches machines through pdsh, and that through ssh: this one reaches only this machine.
+SSH = """#!/bin/sh
+while :; do case "$1" in -l|-o) shift 2;; -*) shift;; *) break;; esac; done
+shift
+exec sh -c "$*"
+"""
+
+
+@pytest.mark.skipif(not is_available("deepspeed"), reason="deepspeed is not installed")
+def test_deepspeeds_starter_through_pdsh(folder, env, reference):
+    need_programs("pdsh", "pdsh")
+    hosts = folder / "hosts"
+    hosts.write_text("h1 slots=1\nh2 slots=1\n")
+    (folder / "ssh").write_text(SSH)
+    (folder / "ssh").chmod(0o755)
+    env = {**env, "PATH": f"{folder}{os.pathsep}{env['PATH']}", "DS_ACCELERATOR": "cpu"}
+    options = ["--engine", "deepspeed", "--num_machines", 2, "--deepspeed_hostfile", hosts]
+    run([*TWO, *options, "--main_process_ip", "127.0.0.1", *train(folder / "deepspeed")], env, folder)
+    same(parameters(folder / "deepspeed"), reference)
 
 
 def test_slurm_of_two_nodes(folder, env, reference, slurm):

@@ -71,15 +71,17 @@ class DeepSpeedLauncher(Launcher):
         command = starter_command(
             self.hosts, spec.program, spec.local_processes, address, spec.main_process_port or None
         )
-        return [
-            ProcessSpec(0, 0, tuple(command), {**spec.variables, "PYTHONPATH": python_path()}, starter="deepspeed")
-        ]
+        variables: dict[str, str | None] = {**spec.variables, "PYTHONPATH": python_path()}
+        if spec.threads is not None:
+            variables["OMP_NUM_THREADS"] = str(spec.threads)
+        return [ProcessSpec(0, 0, tuple(command), variables, starter="deepspeed")]
 
     def run(self) -> int:
         from .supervisor import Supervisor
 
         (process,) = self.processes()
-        values = {name: text for name, text in process.variables.items() if text is not None}
+        # The file has no way to write an empty value.
+        values = {name: text for name, text in process.variables.items() if text}
         with atomic_write(ENVIRONMENT_FILE, "w") as file:
             file.writelines(env.convert_dict_to_env_variables(values))
         return Supervisor(self.spec).run([process])
