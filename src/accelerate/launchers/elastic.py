@@ -24,7 +24,7 @@ from .static import DEFAULT_PORT
 from .supervisor import Supervisor
 
 # torch's own stores and agents speak of every connection that ends; what they mean for the run is said by us.
-QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 OWN = ("static", "c10d")
 
 
@@ -99,6 +99,7 @@ def _run(spec: LaunchSpec, address: str) -> int:
     rounds: list[Round] = []
     try:
         rendezvous = Rendezvous(spec, address)
+        rendezvous.compare_clocks()
         return _run_rounds(spec, rendezvous, rounds)
     except Interrupted as error:
         name = signal.Signals(error.number).name

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import select
 import selectors
 import socket
 import sys
@@ -26,7 +27,7 @@ PATIENCE = 600.0
 PROTOCOL = "accelerate-launch-1"
 
 
-def introduction(spec: LaunchSpec) -> dict[str, Any]:
+def introduction(spec: LaunchSpec, engine: str = "static") -> dict[str, Any]:
     """What a launcher says of itself."""
     try:
         torch = importlib.metadata.version("torch").split("+")[0]
@@ -34,6 +35,7 @@ def introduction(spec: LaunchSpec) -> dict[str, Any]:
         torch = "none"
     return {
         "protocol": PROTOCOL,
+        "engine": engine,
         "machine": spec.machine_rank,
         "num_machines": spec.num_machines,
         "num_processes": spec.num_processes,
@@ -82,7 +84,9 @@ def disagreement(ours: dict[str, Any], theirs: dict[str, Any], present: dict[int
     if theirs.get("protocol") != PROTOCOL:
         return "something that is no launcher of this kind has connected"
     name = f"machine {theirs['machine']} ({theirs['host']})"
-    for key, flag in (("num_machines", "--num_machines"), ("num_processes", "--num_processes")):
+    for key, flag in (
+        ("engine", "--engine"), ("num_machines", "--num_machines"), ("num_processes", "--num_processes")
+    ):  # fmt: skip
         if ours[key] != theirs[key]:
             return f"{name} was started with {flag} {theirs[key]}, machine 0 ({ours['host']}) with {ours[key]}"
     for key in ("accelerate", "torch"):
@@ -119,7 +123,7 @@ class Host:
                 if waited > next_word:
                     next_word *= 2
                     self._tell_all({"waiting": self._absent()})
-                    say(f"waiting for {self._absent()}")
+                    say(f"waiting for {self._absent()}{self._note()}")
         except (ConfigurationError, LaunchError) as error:
             self._tell_all({"refused": str(error)})
             raise
@@ -157,6 +161,13 @@ class Host:
         for peer in {id(peer): peer for peer in (*self._strangers, *self.present.values())}.values():
             peer.send(message)
 
+    def _note(self) -> str:
+        """A hint where the others look for machine 0 in a place that does not seem to be this one."""
+        host = self.spec.main_process_ip
+        if interface_of(resolve_address(host)) is not None:
+            return ""
+        return f"; they look for machine 0 at {host}, which is no address of this machine"
+
     def _absent(self) -> str:
         absent = [str(rank) for rank in range(1, self.spec.num_machines) if rank not in self.present]
         return f"machine{'s' if len(absent) > 1 else ''} {', '.join(absent)} of {self.spec.num_machines}"
@@ -180,12 +191,15 @@ def join(spec: LaunchSpec, patience: float = PATIENCE) -> Peer:
         waited = time.monotonic() - began
         if waited > next_word:
             next_word *= 2
-            say(f"{where} hangs up: what answers there is no launcher of this kind, or it was stopped")
+            say(f"{where} hangs up: what answers there has another --engine or is no launcher, or it was stopped")
         time.sleep(0.2)
 
 
 def _is_complete(peer: Peer, where: str) -> bool:
     """Wait for machine 0's word that all are there. False where the connection ends before."""
+    # It speaks after FIRST_WORD seconds at the latest; from then on it may be silent for long.
+    if not select.select([peer.socket], [], [], 2 * FIRST_WORD)[0]:
+        say(f"{where} is silent: what answers there is no launcher, or one with another --engine")
     while True:
         messages = peer.receive()
         if messages is None:

@@ -35,7 +35,9 @@ SETTINGS = {
 }
 # Seconds in which the machines of a round introduce themselves once torch's rendezvous has named them.
 FORMING = 15.0
-HOST_KEY = "accelerate/host"
+# Seconds in which a launcher of another engine answers.
+KNOCK = 0.4
+HOST_KEY = "host"
 # What all machines of a run must have been started with.
 AGREED = {"run": "--rdzv_id", "nnodes": "--nnodes", "num_processes": "--num_processes", "restarts": "--max_restarts"}
 
@@ -66,10 +68,11 @@ class Rendezvous:
         self.least, self.most = int(least), int(most or least)
         self.settings = settings_of(spec)
         own = {"address": address, "nnodes": spec.nnodes, "run": spec.rdzv_id, "restarts": spec.max_restarts}
-        self.ours = {**introduction(spec), **own}
+        self.ours = {**introduction(spec, "elastic"), **own}
         self.held: HeldPort | None = None
         self.hosts = self._hosts()
         self.port = spec.main_process_port if self.held is None else self.held.number
+        self._speakers: list[threading.Thread] = []
         self._store: Any = None
         self._main: Any = None
         self._open()
@@ -95,18 +98,19 @@ class Rendezvous:
 
     def _open(self) -> None:
         """Open or reach the store, compare notes with its holder, and take a number in the run."""
+        if not self.hosts:
+            # Before torch is imported: who cannot be reached is said at once.
+            self._knock()
         from torch.distributed import PrefixStore
         from torch.distributed.elastic.rendezvous import RendezvousParameters
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
         spec = self.spec
-        if not self.hosts:
-            reach(spec, self.where, float(self.settings["join_timeout"])).socket.close()
         self._store = self._connect(self.hosts)
         talk_store = self._connect(False)
-        base = PrefixStore(f"accelerate/{spec.rdzv_id}", talk_store)
-        self._compare_notes(talk_store, base)
+        base = PrefixStore("accelerate", talk_store)
+        self._compare_notes(base)
         number = base.add("members", 1)
         base.set(alive_key(number), "0")
         base.set(f"member/{number}", json.dumps({"host": socket.gethostname(), "address": self.address}))
@@ -114,28 +118,50 @@ class Rendezvous:
         self.talk = Messenger(base, number, keeps_time=self.hosts)
         self.talk.start()
         settings = {key: value for key, value in self.settings.items() if key != "read_timeout"}
-        endpoint = f"{spec.main_process_ip}:{self.port}"
         parameters = RendezvousParameters(
-            "c10d", endpoint, spec.rdzv_id, self.least, self.most, self.address, **settings
+            "c10d", self._address, spec.rdzv_id, self.least, self.most, self.address, **settings
         )
         self.handler = create_handler(self._store, C10dRendezvousBackend(self._store, spec.rdzv_id), parameters)
-        if not self.hosts:
-            self._compare_clocks()
+
+    @property
+    def _address(self) -> str:
+        return f"{self.spec.main_process_ip}:{self.port}"
 
     @property
     def where(self) -> str:
-        return f"the rendezvous at {self.spec.main_process_ip}:{self.port}"
+        return f"the rendezvous at {self._address}"
+
+    def _knock(self) -> None:
+        """Reach the main address. A launcher of another engine there says what it thinks of us; a store is silent."""
+        peer = reach(self.spec, self.where, float(self.settings["join_timeout"]))
+        peer.send({"hello": self.ours})
+        peer.socket.settimeout(KNOCK)
+        refused = [message["refused"] for message in peer.receive() or [] if "refused" in message]
+        peer.socket.close()
+        if refused:
+            raise ConfigurationError(f"{self.where} refuses: {refused[0]}")
 
     def _connect(self, serve: bool) -> Any:
+        """A connection to the store, or the store itself."""
         from torch.distributed import TCPStore
 
-        timeout = timedelta(seconds=self.settings["read_timeout"])
+        silent = f"{self.where} is silent: what answers there is no launcher, or one with another --engine"
+        timer = threading.Timer(2 * FIRST_WORD, say, (silent,))
+        timer.daemon = True
+        timer.start()
         try:
-            return TCPStore(self.spec.main_process_ip, self.port, None, serve, timeout, wait_for_workers=False)
+            # torch tries several times, each this long.
+            patience = timedelta(seconds=FIRST_WORD)
+            store = TCPStore(self.spec.main_process_ip, self.port, None, serve, patience, wait_for_workers=False)
         except RuntimeError as error:
-            raise LaunchError(f"{self.where} cannot be {'opened' if serve else 'used'}: {_line(error)}") from None
+            told = f"{self.where} cannot be {'opened' if serve else 'used'}: {_line(error)}"
+            raise LaunchError(told) from None
+        finally:
+            timer.cancel()
+        store.set_timeout(timedelta(seconds=self.settings["read_timeout"]))
+        return store
 
-    def _compare_notes(self, store: Any, base: Any) -> None:
+    def _compare_notes(self, store: Any) -> None:
         if self.hosts:
             store.set(HOST_KEY, json.dumps(self.ours))
             return
@@ -143,16 +169,18 @@ class Rendezvous:
             store.wait([HOST_KEY], timedelta(seconds=FIRST_WORD))
         except RuntimeError:
             raise LaunchError(
-                f"what answers at {self.spec.main_process_ip}:{self.port} is no launcher of this kind: start every "
+                f"what answers at {self._address} is no launcher of this kind: start every "
                 "machine with the same engine, and with the same version"
             ) from None
         wrong = _disagreement(json.loads(store.get(HOST_KEY)), self.ours)
         if wrong is not None:
-            base.set(f"refused/{base.add('refused', 1)}", wrong)
+            store.set(f"refused/{store.add('refused', 1)}", wrong)
             raise ConfigurationError(f"{self.where} refuses: {wrong}")
 
-    def _compare_clocks(self) -> None:
+    def compare_clocks(self) -> None:
         """Torch's rendezvous compares times of different machines: where their clocks differ, the living look dead."""
+        if self.hosts:
+            return
         allowed = self.settings["keep_alive_interval"] * self.settings["keep_alive_max_attempt"] / 3
         until, least = time.monotonic() + 3.0, float("inf")
         while time.monotonic() < until:
@@ -189,7 +217,7 @@ class Rendezvous:
                 ) from None
             except api.RendezvousTimeoutError:
                 patience = self.settings["join_timeout"]
-                raise LaunchError(f"{self._word()}: gave up after {patience} s (--rdzv_conf join_timeout)") from None
+                raise LaunchError(f"gave up after {patience} s (--rdzv_conf join_timeout) {self._word()}") from None
             except (api.RendezvousConnectionError, RuntimeError) as error:
                 if isinstance(error, LaunchError):
                     raise
@@ -240,7 +268,9 @@ class Rendezvous:
     def _speaking(self) -> Iterator[None]:
         """Say for whom this machine waits while it does, and end the launch where the store falls silent."""
         over = threading.Event()
-        threading.Thread(target=self._speak, args=(over,), daemon=True).start()
+        speaker = threading.Thread(target=self._speak, args=(over,), daemon=True)
+        self._speakers.append(speaker)
+        speaker.start()
         try:
             yield
         finally:
@@ -298,9 +328,20 @@ class Rendezvous:
         if formed is not None:
             with contextlib.suppress(StoreLost):
                 formed.gather("left", SILENCE if self.hosts else 0.0)
-        self.talk.stop()
+        self._stop_threads()
         if self.held is not None:
             self.held.release()
+
+    def _stop_threads(self) -> None:
+        """A thread that comes back from the store while the interpreter goes down would abort the process."""
+        if self.talk.is_silent():
+            # Those that hang in it do not come back.
+            return
+        self.talk.stop()
+        # torch 2.13 has no public way to end the heartbeats of a machine that leaves a rendezvous which goes on.
+        self.handler._stop_heartbeats()
+        for thread in (self.talk, *self._speakers):
+            thread.join(2.0)
 
 
 def lost(rendezvous: Rendezvous, reason: str) -> str:
