@@ -141,11 +141,18 @@ class ProcessControl:
         """`gather` of one row a sample, without the rows that only fill up the last batch.
 
         Anything that is not a tensor travels as an object; the result is then the flat list over all ranks. Ranks
-        that read the same samples (tensor, context and pipeline parallelism) give them once.
+        that read the same samples (tensor, context and pipeline parallelism) give them once; after a forward on split
+        sequences each rank gives what it has of its part.
         """
         strategy = self.strategy
-        loader = self.gradient_state.active_dataloader
-        return gather_for_metrics(input_data, loader, use_gather_object, strategy.data_shard[1], strategy.data_group)
+        return gather_for_metrics(
+            input_data,
+            self.gradient_state.active_dataloader,
+            use_gather_object,
+            strategy.data_shard[1],
+            strategy.data_group,
+            strategy.parts_group,
+        )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Nested tensors summed (`sum`, also `none`) or averaged (`mean`) over all processes, times `scale`."""

@@ -23,6 +23,12 @@ def test_attention_and_training_on_four_ranks_and_its_checkpoint_alone(tmp_path)
     run("context_parity.py", 1, tmp_path)
 
 
+def test_trainer_unchanged(tmp_path):
+    pytest.importorskip("transformers")
+    run("context_trainer.py", 1, tmp_path)
+    run("context_trainer.py", 2, tmp_path)
+
+
 def test_models_of_transformers_and_refusals():
     pytest.importorskip("transformers")
     run("context_models.py", 2)

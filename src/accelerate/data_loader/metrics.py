@@ -24,6 +24,7 @@ def gather_for_metrics(
     use_gather_object: bool = False,
     shards: int | None = None,
     group: dist.ProcessGroup | None = None,
+    parts: dist.ProcessGroup | None = None,
 ) -> Any:
     """Nested data of all ranks with one row a sample, each sample once, on every rank.
 
@@ -32,8 +33,16 @@ def gather_for_metrics(
         loader: the prepared loader whose batch the data belongs to, or None.
         use_gather_object: gather as objects also where everything is a tensor.
         shards, group: how many parts the data has, and the ranks that hold one each (None: all ranks).
+        parts: ranks that computed on different parts of the same samples: each gives its row of a sample.
     """
     as_objects = use_gather_object or not _only_tensors(input_data)
+    found = _each_once(input_data, loader, as_objects, shards, group)
+    return found if parts is None else _gather(found, as_objects, None, parts)
+
+
+def _each_once(
+    input_data: Any, loader: Any, as_objects: bool, shards: int | None, group: dist.ProcessGroup | None
+) -> Any:
     if loader is not None and _is_uneven(loader):
         counts = loader.batch_counts
         join = gather_objects_counted if as_objects else gather_counted

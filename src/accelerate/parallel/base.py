@@ -66,6 +66,11 @@ class Strategy:
         return None
 
     @property
+    def parts_group(self) -> dist.ProcessGroup | None:
+        """The ranks that had different parts of the same samples in the last forward; None where they had the same."""
+        return None
+
+    @property
     def gradient_ranks(self) -> int:
         """Over how many ranks gradients, and counts of items, are averaged."""
         return self.data_shard[1]

@@ -55,6 +55,10 @@ class ShardedStrategy(Strategy):
         return mesh.group_of(self.mesh, "dp")
 
     @property
+    def parts_group(self) -> dist.ProcessGroup | None:
+        return self.sequence.group if self.sequence is not None and self.sequence.was_split else None
+
+    @property
     def gradient_ranks(self) -> int:
         sizes = self.layout.sizes
         return self.layout.data_parallel_size * sizes["cp"] * sizes["sp"]

@@ -93,6 +93,8 @@ class ContextParallel:
         self._block: Region | None = None
         self._batch: Region | None = None
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Whether the last forward was on parts of sequences.
+        self.was_split = False
         self._sent: Sent = {}
         self._said = False
 
@@ -218,6 +220,7 @@ class ContextParallel:
             # Taken here: what is computed again in the backward is another matter.
             self._sent, region.sent = region.sent, {}
         before = None if region is None else region.passes.pop(id(model), None)
+        self.was_split = region is not None and before is not None and region.calls > before
         if region is None or before is None or not region.strict or region.calls > before:
             return
         size = f"{self.layout.size}={self.layout.ranks}"
