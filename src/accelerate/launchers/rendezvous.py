@@ -35,6 +35,8 @@ SETTINGS = {
 }
 # Seconds in which the machines of a round introduce themselves once torch's rendezvous has named them.
 FORMING = 15.0
+# Seconds in which a machine reads the time of the store's holder, until one reading is near enough to its own.
+CLOCKS = 3.0
 # Seconds in which a launcher of another engine answers.
 KNOCK = 0.4
 HOST_KEY = "host"
@@ -182,7 +184,7 @@ class Rendezvous:
         if self.hosts:
             return
         allowed = self.settings["keep_alive_interval"] * self.settings["keep_alive_max_attempt"] / 3
-        until, least = time.monotonic() + 3.0, float("inf")
+        until, least = time.monotonic() + CLOCKS, float("inf")
         while time.monotonic() < until:
             told = self.talk.ask(lambda store: float(store.get("clock")) if store.check(["clock"]) else None)
             if told is not None:
