@@ -50,12 +50,28 @@ def test_ranks_on_two_nodes_cooperate(slurm, tmp_path):
     assert (tmp_path / "train.sbatch").read_text().startswith("#!/bin/bash\n#SBATCH --job-name=train\n")
 
 
-def test_a_failing_rank_s_code_is_the_launcher_s(slurm, tmp_path):
+def test_a_failing_rank_s_code_is_the_launcher_s_after_a_restart(slurm, tmp_path):
     script = tmp_path / "fail.py"
-    script.write_text("import os, time\nif os.environ['SLURM_PROCID'] == '1': raise SystemExit(3)\ntime.sleep(60)\n")
-    launch = start(tmp_path, slurm, "--num_machines", 2, "--num_processes", 2, script)
+    script.write_text(
+        "import os, time\n"
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "if os.environ['SLURM_PROCID'] == '1': raise SystemExit(3 + attempt)\n"
+        "time.sleep(60)\n"
+    )
+    launch = start(tmp_path, slurm, "--num_machines", 2, "--num_processes", 2, "--max_restarts", 1, script)
     output, errors = launch.communicate(timeout=60)
-    assert launch.returncode == 3, output + errors
+    assert launch.returncode == 4 and "restart 1 of 1" in output, output + errors
+
+
+def test_inside_an_allocation_the_failing_rank_is_named(slurm, tmp_path):
+    script = tmp_path / "fail.py"
+    script.write_text("import os, time\nif os.environ['SLURM_PROCID'] == '1': raise KeyError('x')\ntime.sleep(60)\n")
+    inner = [*LAUNCH, "-q", "--engine", "slurm", "--cpu", "--num_machines", 2, "--num_processes", 2, script]
+    command = ["salloc", "-Q", "-N", "2", "-n", "2", *map(str, inner)]
+    env = environment(tmp_path / "home", **slurm)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert "rank 1 failed: KeyError: 'x'" in done.stderr and "srun (pid" in done.stderr
 
 
 def test_an_interrupt_cancels_the_job(slurm, tmp_path):

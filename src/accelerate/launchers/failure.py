@@ -26,8 +26,8 @@ _TOLD = re.compile(
     r"^accelerate launch: rank (\d+) ended, code (-?\d+)\n|^srun: error: .*: task (\d+): Exited with exit code (\d+)",
     re.MULTILINE,
 )
-# What torch puts before each line of a traceback when several ranks run.
-_TORCH_MARK = re.compile(r"^\[rank\d+\]: ?")
+# What srun, then torch put before each line of a traceback when several ranks run.
+_MARKS = re.compile(r"^(\d+: )?(\[rank\d+\]: ?)?")
 _SIGNAL_WORDS = {
     signal.SIGSEGV: "it touched memory that is not its own: a defect in native code, an extension or the driver",
     signal.SIGABRT: "native code gave up (abort)",
@@ -178,7 +178,7 @@ def _error_line(text: str) -> str:
     if "Traceback (most recent call last)" not in text:
         return ""
     for line in reversed(text.rsplit("Traceback (most recent call last)", 1)[1].splitlines()):
-        line = _TORCH_MARK.sub("", line)
+        line = _MARKS.sub("", line)
         if re.match(r"[A-Za-z_][\w.]*(:|$)", line):
             return line[:300]
     return ""

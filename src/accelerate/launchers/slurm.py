@@ -25,7 +25,7 @@ ALIVE = frozenset(
     {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING"}
 )
 POLL = 1.0
-_TASK_FAILED = re.compile(r"^srun: error: .*: Exited with exit code (\d+)", re.MULTILINE)
+_TASK_FAILED = re.compile(r"^srun: error: .*: Exited with exit code (\d+)|^accelerate launch: restart ", re.MULTILINE)
 # A node's name need not resolve everywhere; the controller knows its address.
 FIND_ADDRESS = (
     "# where rank 0 will be",
@@ -54,12 +54,18 @@ class SlurmLauncher(Launcher):
         absent = [name for name in needed if shutil.which(name) is None]
         if absent:
             raise ConfigurationError(f"{', '.join(absent)} is not on the PATH: this machine is no client of Slurm")
+        if self.spec.error_file and not self.inside:
+            raise ConfigurationError(
+                "the slurm engine's job is watched by Slurm, which writes no error_file: give it inside an allocation"
+            )
         wrong = [option for option in self.options if not option.startswith("-")]
         if wrong:
             raise ConfigurationError(f"slurm_options: {wrong[0]!r} is no option of sbatch; write --name=value")
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         variables = self._variables()
+        if self.spec.max_restarts:
+            variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         if "MASTER_ADDR" not in variables and shutil.which("scontrol") is not None:
             variables["MASTER_ADDR"] = _first_address(env.get("SLURM_JOB_NODELIST") or "")
         return [ProcessSpec(0, 0, tuple(self._srun()), variables, starter="srun")]
@@ -98,14 +104,28 @@ class SlurmLauncher(Launcher):
         lines += [f"export {name}={shlex.quote(text)}" for name, text in self._variables().items() if text is not None]
         if not spec.main_process_ip_given:
             lines += ["", *FIND_ADDRESS]
-        lines += ["", shlex.join(self._srun())]
+        lines += ["", *self._attempts(shlex.join(self._srun()))]
         return "\n".join(lines) + "\n"
+
+    def _attempts(self, srun: str) -> list[str]:
+        """The step, and where it may be started again after a failure, how."""
+        most = self.spec.max_restarts
+        if not most:
+            return [srun]
+        again = f"accelerate launch: restart $TORCHELASTIC_RESTART_COUNT of {most}"
+        return [
+            f"for TORCHELASTIC_RESTART_COUNT in $(seq 0 {most}); do",
+            "    export TORCHELASTIC_RESTART_COUNT",
+            f'    [ "$TORCHELASTIC_RESTART_COUNT" = 0 ] || echo "{again}"',
+            f"    {srun} && exit 0",
+            "    code=$?",
+            "done",
+            "exit $code",
+        ]
 
     def run(self) -> int:
         if self.inside:
-            from .supervisor import Supervisor
-
-            return Supervisor(self.spec).run(self.processes())
+            return self._run_inside()
         folder = Path(self.spec.log_dir or ".").expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         script = folder / f"{Path(self.spec.program.name).stem}.sbatch"
@@ -116,6 +136,16 @@ class SlurmLauncher(Launcher):
         print(f"accelerate launch: job {job} from {script}, log {log}", file=sys.stderr)
         with _cancelling(job):
             return _follow(job, log)
+
+    def _run_inside(self) -> int:
+        from .supervisor import Supervisor, with_restarts
+
+        def attempt(number: int) -> Supervisor:
+            supervisor = Supervisor(self.spec)
+            supervisor.run(self.processes(attempt=number))
+            return supervisor
+
+        return with_restarts(self.spec, attempt)
 
 
 def _first_address(nodes: str) -> str | None:
@@ -160,8 +190,9 @@ def _follow(job: str, log: Path) -> int:
         state, code, reason = _state(job)
         position, text = _print_from(log, position)
         # The job's own code is the highest of all tasks, of those that were stopped for another one's failure too.
-        found = _TASK_FAILED.search(text)
-        first = first or (int(found.group(1)) if found else 0)
+        for found in _TASK_FAILED.finditer(text):
+            # A restart begins anew.
+            first = 0 if found.group(1) is None else first or int(found.group(1))
         if state not in ALIVE:
             code = first or code
             if code or state != "COMPLETED":
