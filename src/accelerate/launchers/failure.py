@@ -149,12 +149,16 @@ def told_by_rank(rank: int, code: int) -> str:
 
 def _of_starter(starter: Rank, failure: Failure) -> None:
     """Make the failure of a starter that of the rank that failed under it; what the starter adds is left out."""
-    found = _TOLD.search(starter.error.tail.decode(errors="replace"))
+    words = starter.error.tail.decode(errors="replace")
+    found = _TOLD.search(words)
     failure.starter, failure.rank = starter.spec.starter, -1
-    if found is not None:
-        failure.rank, failure.code = int(found.group(1) or found.group(3)), int(found.group(2) or found.group(4))
-        failure.traceback = _TOLD.split(failure.traceback)[0]
-        failure.cause = cause_of(failure.code, failure.traceback)
+    if found is None:
+        return
+    failure.rank, failure.code = int(found.group(1) or found.group(3)), int(found.group(2) or found.group(4))
+    if found.group(1):
+        # srun speaks before all of the rank's own words have come, mpirun after them.
+        failure.traceback = failure.traceback.partition(found.group())[0]
+    failure.cause = cause_of(failure.code, failure.traceback or words)
 
 
 def _fate(rank: Rank, failure: Failure) -> str:
