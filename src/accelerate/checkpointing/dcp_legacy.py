@@ -8,10 +8,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ..core.errors import CheckpointError
+from .compat import load_pickled
 
 # The index names classes that hold places and shapes, and nothing that acts.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
@@ -74,3 +76,16 @@ class PlainReader(FileSystemReader):
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+class PlainPlanner(DefaultLoadPlanner):
+    """Reads what is no tensor with `weights_only=True`; torch's own planner unpickles it."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Take one entry. Raises CheckpointError for one that holds more than plain data."""
+        self.state_dict[read_item.dest_index.fqn] = load_pickled(value)
+        set_element(
+            self.original_state_dict,
+            self.mappings[read_item.dest_index.fqn],
+            self.state_dict[read_item.dest_index.fqn],
+        )

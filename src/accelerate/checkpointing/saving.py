@@ -245,7 +245,7 @@ def _collect(draft: Draft, run: RunState, process: Process, options: Options, bl
         "optimizers": [{**part.describe(), "sharded": part.sharded} for part in run.optimizers],
     }
     if run.sharded is not None:
-        draft.sharded = run.sharded.stage(blocking)
+        draft.sharded = run.sharded.stage(blocking, options.layout == "compat")
     draft.extras = bool(run.save_hooks) or run.sharded is not None
     if options.layout == "compat":
         draft.pickled.update(compat.rank_files(run, process.process_index))

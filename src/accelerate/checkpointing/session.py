@@ -97,11 +97,11 @@ class OptimizerPart:
 class ShardedPart(Protocol):
     """How a strategy saves models and optimizers that no rank holds whole. Every rank calls every method."""
 
-    def stage(self, blocking: bool) -> Callable[[Path], None]:
+    def stage(self, blocking: bool, compat: bool = False) -> Callable[[Path], None]:
         """Take what this rank must write now; the callable writes it below a folder.
 
         Without `blocking` it does so from another thread while training goes on: the state must be a copy, and no
-        message may go through the training's own group.
+        message may go through the training's own group. `compat` asks for the API's own format.
         """
         ...
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,7 +30,7 @@ from ..core.devices import kind_of
 from ..core.errors import CheckpointError
 from ..parallel.fsdp_state import is_fsdp1
 from .codec import TensorSink, decode, encode, memory_of
-from .dcp_legacy import PlainReader
+from .dcp_legacy import PlainPlanner, PlainReader
 from .layout import model_shards, optimizer_shards
 from .matching import CheckpointMismatch, Differences
 from .session import ModelPart, OptimizerPart
@@ -90,9 +90,9 @@ class FullyShardedState:
         ]
         return models, optimizers
 
-    def stage(self, blocking: bool = True) -> Callable[[Path], None]:
+    def stage(self, blocking: bool = True, compat: bool = False) -> Callable[[Path], None]:
         """The shards of this rank as they are now. With `blocking=False` they are copied to host memory, and written
-        with messages on a group of their own."""
+        with messages on a group of their own. `compat` writes them as the API does."""
         jobs: list[tuple[Path, dict[str, Any], dict[str, Any]]] = [
             (model_shards(Path(), index), self._model_state(model), {}) for index, model in self.models
         ]
@@ -116,7 +116,7 @@ class FullyShardedState:
 
         def write(folder: Path) -> None:
             for path, tensors, rest in jobs:
-                write_shards(folder / path, tensors, rest, group)
+                write_shards(folder / path, tensors, rest, group, compat)
 
         return write
 
@@ -224,12 +224,23 @@ def _load_whole_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimiz
     set_optimizer_state_dict(model, optimizer, by_name, options=StateDictOptions(full_state_dict=True))
 
 
-def write_shards(folder: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any], group: Any = None) -> None:
-    """Write this rank's shards of `tensors` (DTensors, or plain tensors that all ranks have) below `folder`."""
+def write_shards(
+    folder: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any], group: Any = None, compat: bool = False
+) -> None:
+    """Write this rank's shards of `tensors` (DTensors, or plain tensors that all ranks have) below `folder`.
+
+    `compat`: in torch's own format and under the API's names, `rest` beside the tensors too.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    state: dict[str, Any] = _each_its_own(tensors)
+    if compat:
+        state = {_api_prefix(folder).rstrip("."): {**state, **rest}}
+        writer: Any = dcp.FileSystemWriter(str(folder))
+    else:
+        writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     dcp.save(
-        _each_its_own(tensors),
-        storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
+        state,
+        storage_writer=writer,
         process_group=group,
         no_dist=not dist.is_initialized(),
     )
@@ -258,8 +269,17 @@ def _of_all_ranks(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_options(folder: Path) -> dict[str, Any]:
+    """What was saved of an optimizer besides tensors: its groups' options, by the flat names."""
     path = folder / _OPTIONS
-    return dict(decode(json.loads(path.read_text()), {}, str(path))) if path.exists() else {}
+    if path.exists():
+        return dict(decode(json.loads(path.read_text()), {}, str(path)))
+    if any(folder.glob("*.safetensors")) or not folder.is_dir():
+        return {}
+    reader, prefix = _reader(folder), _prefix(folder)
+    entries = reader.read_metadata().state_dict_metadata
+    plain = dict.fromkeys(name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
+    dcp.load(plain, storage_reader=reader, planner=PlainPlanner(), no_dist=True)
+    return {name.removeprefix(prefix): value for name, value in plain.items()}
 
 
 def _reader(folder: Path) -> Any:
@@ -305,8 +325,10 @@ def load_entries(wanted: dict[str, Any], folder: Path) -> None:
 
 def _prefix(folder: Path) -> str:
     """The API's own shards name everything below `model.` or `optimizer.`; ours do not."""
-    if any(folder.glob("*.safetensors")):
-        return ""
+    return "" if any(folder.glob("*.safetensors")) else _api_prefix(folder)
+
+
+def _api_prefix(folder: Path) -> str:
     return "model." if folder.name.startswith(MODEL_NAME) else "optimizer."
 
 
