@@ -156,9 +156,12 @@ def _of_starter(starter: Rank, failure: Failure) -> None:
         return
     failure.rank, failure.code = int(found.group(1) or found.group(3)), int(found.group(2) or found.group(4))
     if found.group(1):
-        # srun speaks before all of the rank's own words have come, mpirun after them.
         failure.traceback = failure.traceback.partition(found.group())[0]
-    failure.cause = cause_of(failure.code, failure.traceback or words)
+        words = failure.traceback or words
+    else:
+        # srun marks lines with their task, and speaks before the last of the rank's own have come.
+        words = "\n".join(re.findall(rf"^{failure.rank}: .*", words, re.MULTILINE))
+    failure.cause = cause_of(failure.code, words)
 
 
 def _fate(rank: Rank, failure: Failure) -> str:
