@@ -192,6 +192,11 @@ class Accelerator(ProcessControl, RunServices):
         return self.precision.native_amp
 
     @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """What drives the DeepSpeed engine (`DeepSpeedEngineWrapper`); None without DeepSpeed and before `prepare`."""
+        return getattr(self.strategy, "engine", None)
+
+    @property
     def split_batches(self) -> bool:
         return self.dataloader_config.split_batches
 
@@ -304,6 +309,7 @@ class Accelerator(ProcessControl, RunServices):
                 f"`device_placement` should be a list with {len(args)} elements (the number of objects passed), "
                 f"it has {len(device_placement)}"
             )
+        args = tuple(self.strategy.prepare_together(list(args), self.split_batches))
         result = list(args)
         models = [i for i, obj in enumerate(args) if isinstance(obj, torch.nn.Module)]
         raw = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
@@ -499,6 +505,11 @@ class Accelerator(ProcessControl, RunServices):
             kwargs: handed to `loss.backward`.
         """
         if num_items is not None:
+            if self.strategy.steps_in_backward:
+                raise ConfigurationError(
+                    f"backward(loss, num_items=...): {self.strategy.name} steps in its backward, before the items of "
+                    "a window are known. Divide the loss by the number of the window's items, and leave num_items out"
+                )
             models = self._accumulated or self._models
             self._items.backward(loss, num_items, self.gradient_state.sync_gradients, models, **kwargs)
             for optimizer in self._optimizers:
@@ -635,6 +646,7 @@ class Accelerator(ProcessControl, RunServices):
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget all prepared objects and return the device's cached memory; a None comes back for each object."""
         released = memory.release_memory(*objects)
+        self.strategy.release()
         for held in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             held.clear()
         self._going_on.forget()

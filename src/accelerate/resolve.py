@@ -272,7 +272,8 @@ def _make_parallelism_config() -> Any:
 
 def _precision(state: AcceleratorState, handlers: Handlers, origins: dict[str, str]) -> Precision:
     name, device = state.mixed_precision, state.device.type
-    if name == "no":
+    if name == "no" or state.distributed_type is DistributedType.DEEPSPEED:
+        # An engine computes in what its configuration says, which `state` has written there.
         return Precision()
     if name == "bf16":
         if not devices.supports_bf16(device):
@@ -299,7 +300,7 @@ def _choose(state: AcceleratorState, plugins: dict[str, Any]) -> tuple[str, dict
     """(name, arguments) of the strategy that runs the asked-for layout."""
     world, parallelism = state.num_processes, plugins.get("parallelism_config")
     if "deepspeed_plugin" in plugins:
-        raise ConfigurationError("deepspeed_plugin is not offered in this version: train with DDP or FSDP2")
+        return "deepspeed", {}
     if "megatron_lm_plugin" in plugins:
         sizes = ", ".join(f"{name}={size}" for name, size in plugins["megatron_lm_plugin"].parallelism(world).items())
         raise ConfigurationError(

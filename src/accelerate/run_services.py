@@ -323,7 +323,7 @@ class RunServices:
         if strategy.holds_parts:
             part.load_state_dict = functools.partial(strategy.load_state_dict, model)
             if not strategy.is_sharded:
-                part.state_dict = functools.partial(strategy.state_dict, model)
+                part.state_dict = functools.partial(strategy.save_state_dict, model)
         return part
 
     def _optimizer_part(self, optimizer: AcceleratedOptimizer) -> OptimizerPart:
@@ -359,6 +359,9 @@ class RunServices:
         """The prepared model whose parameters an optimizer holds."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for model in self._models:
+        found = self.strategy.trained_by(optimizer, self._models)
+        if found is not None:
+            return found
             if any(id(parameter) in held for parameter in model.parameters()):
                 return model
         raise CheckpointError(f"{type(optimizer.optimizer).__name__} holds parameters of no prepared model")

@@ -293,13 +293,17 @@ class AcceleratorState:
             device_mesh=None,
             dynamo_plugin=dynamo_plugin or TorchDynamoPlugin(backend=DynamoBackend.NO),
         )
-        self._adopt(deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
+        self._adopt(precision, deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
         self.__dict__["_mixed_precision"] = precision
 
-    def _adopt(self, deepspeed_plugin: Any, fsdp_plugin: Any, megatron_lm_plugin: Any) -> None:
+    def _adopt(self, precision: str, deepspeed_plugin: Any, fsdp_plugin: Any, megatron_lm_plugin: Any) -> None:
         """Keep the plugin of the strategy in force; the others are absent, as the API's users test with `getattr`."""
         if deepspeed_plugin is not None:
             self.deepspeed_plugins = deepspeed_plugin
+            plugins = deepspeed_plugin if isinstance(deepspeed_plugin, dict) else {"": deepspeed_plugin}
+            for plugin in plugins.values():
+                plugin.set_mixed_precision(precision)
+            next(iter(plugins.values())).select(_from_accelerator_state=True)
             self.distributed_type = DistributedType.DEEPSPEED
         elif megatron_lm_plugin is not None:
             self.__dict__["megatron_lm_plugin"] = megatron_lm_plugin

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed engines of every ZeRO stage on 2 ranks, where DeepSpeed is installed."""
+"""DeepSpeed engines of every ZeRO stage on 2 ranks, alone and through the Accelerator, where it is installed."""
 
 from pathlib import Path
 
@@ -8,10 +8,21 @@ from ranks import run_ranks
 
 from accelerate.core.imports import is_available
 
+WORKERS = Path(__file__).parent / "workers"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not is_available("deepspeed"), reason="deepspeed is not installed"),
+]
 
-@pytest.mark.slow
-@pytest.mark.skipif(not is_available("deepspeed"), reason="deepspeed is not installed")
+
 def test_zero_stages_train_like_the_plain_loop():
-    worker = Path(__file__).parent / "workers" / "deepspeed_parity.py"
-    results = run_ranks(worker, 2, env={"DS_ACCELERATOR": "cpu"}, timeout=170)
+    results = run_ranks(WORKERS / "deepspeed_parity.py", 2, env={"DS_ACCELERATOR": "cpu"}, timeout=170)
+    assert all("all equal" in result.stdout for result in results)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_through_all_stages(ranks, tmp_path):
+    results = run_ranks(
+        WORKERS / "deepspeed_accelerator.py", ranks, tmp_path, env={"DS_ACCELERATOR": "cpu"}, timeout=170
+    )
     assert all("all equal" in result.stdout for result in results)

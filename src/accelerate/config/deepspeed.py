@@ -125,6 +125,8 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         self._selected = False
+        # Whether a configuration that was given says nothing about accumulation.
+        self.accumulation_by_default = False
         self._read_variables()
         if self.hf_ds_config is None:
             self.hf_ds_config = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
@@ -202,6 +204,7 @@ class DeepSpeedPlugin:
         self._refuse_clash()
         # transformers subclasses the config object and keeps its own reference to it.
         config = self.hf_ds_config = given if hasattr(given, "del_config_sub_tree") else HfDeepSpeedConfig(given)
+        self.accumulation_by_default = "gradient_accumulation_steps" not in config.config
         config.config.setdefault("gradient_accumulation_steps", 1)
         if "zero_optimization" not in config.config:
             raise ConfigurationError("Please specify the ZeRO optimization config in the DeepSpeed config.")

@@ -47,6 +47,8 @@ class Strategy:
     holds_parts = False
     # Whether a loss is divided by the steps of its window before `backward`; an engine may do that by itself.
     divides_loss = True
+    # Whether the optimizer steps in the backward that ends a window: gradients can then not be changed before.
+    steps_in_backward = False
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
         self.device = device
@@ -74,6 +76,10 @@ class Strategy:
     def gradient_ranks(self) -> int:
         """Over how many ranks gradients, and counts of items, are averaged."""
         return self.data_shard[1]
+
+    def prepare_together(self, objects: list[Any], split_batches: bool = False) -> list[Any]:
+        """The objects of one `prepare`, those replaced that can only be made together; each is prepared after this."""
+        return objects
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """Template: place, lower, wrap, transform each model. The optimizers' parameters stay the same objects."""
@@ -146,6 +152,10 @@ class Strategy:
         """The full state of a prepared model, under the names of the plain model."""
         return self.unwrap(model).state_dict()
 
+    def save_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The full state that a checkpoint holds."""
+        return self.state_dict(model)
+
     def plain(self, model: torch.nn.Module) -> torch.nn.Module | None:
         """A module whose `state_dict()` has the plain model's names and shapes; None where the unwrapped one has."""
         return None
@@ -156,5 +166,12 @@ class Strategy:
         """{plain name: shape} of the parameters in each group; None where the optimizer's own have these shapes."""
         return None
 
+    def trained_by(self, optimizer: Any, models: list[torch.nn.Module]) -> torch.nn.Module | None:
+        """The prepared model of an optimizer that does not hold its parameters; None where it does."""
+        return None
+
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
         return model
+
+    def release(self) -> None:
+        """Give up what the prepared models hold beside themselves."""

@@ -87,6 +87,10 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """Nothing: the engine has stepped in the backward that completed the window. It takes no closure."""
         if closure is not None:
             raise TypeError("a DeepSpeed engine takes no closure: it has stepped in accelerator.backward already")
+        if self.gradient_state.sync_gradients:
+            self.steps_made += 1
+            for call in self._after_step:
+                call()
 
     @property
     def step_was_skipped(self) -> bool:
@@ -116,8 +120,9 @@ def start_engine(
 ) -> tuple[Any, DeepSpeedOptimizerWrapper | None, DeepSpeedSchedulerWrapper | None]:
     """(engine, optimizer, scheduler) of a model under a plugin's configuration, its "auto" values filled.
 
-    `micro_batch_size` is the samples of one process and backward. Raises PrepareError for an optimizer or scheduler
-    that is given twice (here and in the file) or not at all, ConfigurationError for values that contradict each other.
+    The scheduler is None where the engine does not move it (one of torch's own). `micro_batch_size` is the samples of
+    one process and backward. Raises PrepareError for an optimizer or scheduler that is given twice (here and in the
+    file) or not at all, ConfigurationError for values that contradict each other.
     """
     return required("deepspeed", _start_engine)(
         plugin, model, optimizer, scheduler, micro_batch_size, gradient_accumulation_steps, world_size
@@ -134,6 +139,7 @@ def _start_engine(
     world_size: int,
 ) -> tuple[Any, DeepSpeedOptimizerWrapper | None, DeepSpeedSchedulerWrapper | None]:
     import deepspeed
+    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
     _check_given("optimizer", optimizer, DummyOptim, plugin)
     callable_ = getattr(scheduler, "lr_scheduler_callable", None)
@@ -153,9 +159,10 @@ def _start_engine(
         arguments["model_parameters"] = optimizer.params
     elif optimizer is not None:
         arguments["optimizer"] = optimizer
+        plugin.deepspeed_config.setdefault("zero_allow_untested_optimizer", True)
     if callable_ is not None:
         arguments["lr_scheduler"] = callable_
-    elif scheduler is not None and not isinstance(scheduler, DummyScheduler):
+    elif type(scheduler).__name__ in VALID_LR_SCHEDULES:
         arguments["lr_scheduler"] = scheduler
     engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**arguments)
     wrapped = None if optimizer is None else DeepSpeedOptimizerWrapper(own_optimizer)

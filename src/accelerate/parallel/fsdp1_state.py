@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from ..core.errors import CheckpointError, PrepareError
 from . import fsdp_state, materialize
 from .materialize import canonical_name
+from .skeleton import complete, skeleton, without_storage
 
 
 class PlainModel:
@@ -26,8 +27,9 @@ class PlainModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.state = _without_storage(model.state_dict(keep_vars=True))
-        self.skeleton = _skeleton(model, self.state)
+        inner = model.module if isinstance(model, FullyShardedDataParallel) else model
+        self.state = without_storage(model.state_dict(keep_vars=True))
+        self.skeleton = skeleton(type(inner).__qualname__, self.state)
         named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         self.shapes = {name: list(parameter.shape) for name, parameter in named.items()}
         # Held weakly: what is flattened lives on only in an optimizer that was made before.
@@ -78,33 +80,8 @@ class PlainModel:
         for flat, names in self._flat:
             yield flat, [self._originals[name]() for name in names]
 
-    def complete(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state that has tied tensors under one name, with all of their names; foreign names are left out."""
-        present = {id(self.state[name]): value for name, value in state.items() if name in self.state}
-        held = {name: id(meta) for name, meta in self.state.items() if id(meta) in present}
-        return {name: state.get(name, present[key]) for name, key in held.items()}
-
     def holds(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._names
-
-
-def _without_storage(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state under plain names whose tensors have shapes only; tied ones are one."""
-    metas: dict[int, Any] = {}
-
-    def lightened(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return metas.setdefault(id(value), value.detach().to("meta"))
-
-    return {canonical_name(name): lightened(value) for name, value in state.items()}
-
-
-def _skeleton(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
-    """A module that says what the model's state holds, without holding it. Its class has the model's name."""
-    inner = getattr(model, "module", model) if isinstance(model, FullyShardedDataParallel) else model
-    kind = type(type(inner).__qualname__, (nn.Module,), {"state_dict": lambda self, *args, **kwargs: dict(state)})
-    return kind()
 
 
 def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> None:
@@ -165,7 +142,7 @@ def load_full_model_state(
     whole = {} if strict else full_model_state(model)
     told: list[Any] = [[], {}]
     if dist.get_rank() == 0:
-        whole.update(plain.complete(state))
+        whole.update(complete(state, plain.state))
         if strict:
             told[0] = sorted(set(state) - set(plain.state) | set(plain.state) - set(whole))
         told[1] = {name: value for name, value in whole.items() if not isinstance(value, torch.Tensor)}

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's state without its storage: names, shapes and ties, for layouts whose modules show none of these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .materialize import canonical_name
+
+
+def without_storage(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state under plain names whose tensors have shapes only; tied ones are one tensor still."""
+    metas: dict[int, Any] = {}
+
+    def lightened(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        # ZeRO-3 leaves an empty tensor in the place of a parameter, and says on it what its shape is.
+        shape = getattr(value, "ds_shape", value.shape)
+        return metas.setdefault(id(value), torch.empty(shape, dtype=value.dtype, device="meta"))
+
+    return {canonical_name(name): lightened(value) for name, value in state.items()}
+
+
+def skeleton(name: str, state: Mapping[str, Any]) -> nn.Module:
+    """A module of a class called `name` that says what the state holds (`state_dict()`), without holding it."""
+    kind = type(name, (nn.Module,), {"state_dict": lambda self, *args, **kwargs: dict(state)})
+    return kind()
+
+
+def complete(state: Mapping[str, Any], light: Mapping[str, Any]) -> dict[str, Any]:
+    """A state that has tied tensors under one name, with all the names of `light`; foreign names are left out."""
+    present = {id(light[name]): value for name, value in state.items() if name in light}
+    held = {name: id(meta) for name, meta in light.items() if id(meta) in present}
+    return {name: state.get(name, present[key]) for name, key in held.items()}
