@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from machines import ADDRESSES, Launch, free_port, is_running, two_namespaces, until
+from engines import network_namespaces
+from machines import Launch, free_port, is_running, until
 
 TRAINING = Path(__file__).parent / "workers" / "elastic_training.py"
 # How many killed workers the restart test restarts.
@@ -95,12 +96,15 @@ def reference(folder):
 def test_a_worker_dies_then_a_machine_goes_and_comes_back(launch, tmp_path):
     """Two machines with addresses of their own; the run ends where one that nothing happened to ends."""
     limit = tmp_path / "limit"
-    limit.write_text("10")
-    with two_namespaces() as machines:
+    limit.write_text("0")
+    with network_namespaces() as machines:
         options = ["--nnodes", "1:2", "--num_processes", 2, "--max_restarts", 1, "--stop_timeout", 1]
-        options += ["--main_process_ip", ADDRESSES[0]]
+        options += ["--main_process_ip", "10.77.0.1"]
         one = launch(*options, script=TRAINING, prefix=machines[0])
         two = launch(*options, script=TRAINING, prefix=machines[1])
+        # The first machine may have begun alone.
+        until(lambda: one.count("of 2 begins") and two.count("of 2 begins"), one, two)
+        limit.write_text("10")
         until(lambda: one.count("saved at 10 by 2"), one, two)
         two.kill_rank()
         limit.write_text("20")
@@ -109,9 +113,10 @@ def test_a_worker_dies_then_a_machine_goes_and_comes_back(launch, tmp_path):
         # The launcher of a machine dies: its rank with it, and the other machine goes on alone.
         (rank,) = two.ranks()
         os.kill(two.process.pid, signal.SIGKILL)
+        groups = one.count("1 machine in the group")
         noticed = until(lambda: one.count("gone"), one)
         assert not is_running(rank)
-        left_behind = noticed + until(lambda: one.count("1 machine in the group"), one)
+        left_behind = noticed + until(lambda: one.count("1 machine in the group") > groups, one)
         assert left_behind < 10, one.text
         limit.write_text("30")
         until(lambda: one.count("saved at 30 by 1"), one)

@@ -9,7 +9,7 @@ import textwrap
 import time
 
 import pytest
-from machines import two_namespaces
+from engines import network_namespaces
 
 COMMAND = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--cpu"]
 
@@ -99,7 +99,7 @@ def test_a_missing_machine_is_named(machines, meeting):
 
 @pytest.fixture
 def namespaces():
-    with two_namespaces() as prefixes:
+    with network_namespaces() as prefixes:
         yield prefixes
 
 

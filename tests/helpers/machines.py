@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines for tests of launchers: two network namespaces with addresses of their own, and launches to talk to."""
+"""Launches for tests to talk to: their words as they come, their ranks, their end."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import pytest
-
 LAUNCH = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--cpu"]
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 
 def clean_environment(home: Path) -> dict[str, str]:
@@ -35,33 +30,10 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-@contextlib.contextmanager
-def two_namespaces() -> Iterator[list[tuple[str, ...]]]:
-    """What to put before a command so that it runs on the first machine, or on the second. Joined by a cable."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and iproute2")
-    tag = uuid.uuid4().hex[:6]
-    names = [f"acc-{tag}-a", f"acc-{tag}-b"]
-    commands = [f"ip netns add {names[0]}", f"ip netns add {names[1]}"]
-    commands += [f"ip link add v{tag}a netns {names[0]} type veth peer name v{tag}b netns {names[1]}"]
-    for name, end, address in zip(names, "ab", ADDRESSES, strict=True):
-        commands += [f"ip -n {name} addr add {address}/24 dev v{tag}{end}", f"ip -n {name} link set v{tag}{end} up"]
-        commands += [f"ip -n {name} link set lo up"]
-    try:
-        for command in commands:
-            done = subprocess.run(command.split(), capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
-        yield [("ip", "netns", "exec", name) for name in names]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
 class Launch:
     """A running `accelerate launch` whose words are read as they come. Killed at the end of the block."""
 
-    def __init__(self, home: Path, *arguments: object, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(self, home: Path, *arguments: object, prefix: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
             [*prefix, *LAUNCH, *map(str, arguments)],
             env=clean_environment(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
