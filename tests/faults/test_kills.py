@@ -28,10 +28,10 @@ LIMIT = 180.0
 STARTED: list[subprocess.Popen] = []
 
 
-def launch(folder: Path, total: int) -> subprocess.Popen:
+def launch(folder: Path, total: int, *options: str) -> subprocess.Popen:
     for note in folder.glob("rank*.pid"):
         note.unlink()
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", *options]
     STARTED[:] = [
         subprocess.Popen(
             [*command, str(WORKER), str(folder), str(total)],
@@ -81,6 +81,12 @@ def check_all(folder: Path) -> None:
             verify(checkpoint)
 
 
+def same_end(whole: Path, cut: Path) -> bool:
+    """Whether two runs have ended at the same parameters, bit for bit."""
+    expected, found = (torch.load(run / "end.pt", weights_only=True) for run in (whole, cut))
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 @pytest.fixture
 def folder(tmp_path):
     """In memory where that is possible: hundreds of saves, and a killed process (unlike a power cut) loses no page."""
@@ -94,7 +100,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120 + 30 * KILLS)
+@pytest.mark.timeout(300 + 60 * KILLS)
 def test_killed_at_random_moments(folder):
     total = STEPS_A_KILL * KILLS + 40
     whole, cut = folder / "whole", folder / "cut"
@@ -116,7 +122,18 @@ def test_killed_at_random_moments(folder):
         assert gone(pids), "a rank outlives its launcher"
         check_all(cut)
         assert launcher.returncode == 0 or struck, told
-    expected = torch.load(whole / "end.pt", weights_only=True)
-    found = torch.load(cut / "end.pt", weights_only=True)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert same_end(whole, cut)
     assert struck == KILLS, f"the run was over after {struck} kills"
+
+
+@pytest.mark.timeout(600)
+def test_with_restarts_of_the_launcher_a_killed_run_goes_on_alone(folder):
+    whole, cut = folder / "whole", folder / "cut"
+    whole.mkdir(), cut.mkdir()
+    launch(whole, 120).communicate(timeout=LIMIT)
+    launcher = launch(cut, 120, "--max_restarts", "2")
+    strike("rank", ranks(cut, launcher), launcher)
+    _, told = launcher.communicate(timeout=LIMIT)
+    assert launcher.returncode == 0, told
+    assert "restart 1 of 2" in told
+    assert same_end(whole, cut)
