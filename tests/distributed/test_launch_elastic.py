@@ -140,16 +140,17 @@ def on_two(nnodes="2", **more):
     return [*shared, "--machine_rank", 0], [*shared, "--machine_rank", 1]
 
 
-def test_the_first_failure_is_told_once_on_each_machine(launch):
+def test_the_first_failure_is_told_once_on_each_machine(launch, tmp_path):
     source = """
         import os, time
         if os.environ["RANK"] == "1":
             raise KeyError("the cause")
         time.sleep(100)
     """
-    first, second = on_two(log_dir="logs")
+    first, second = on_two(log_dir=tmp_path / "logs")
     one, two = launch(*first, script=source), launch(*second, script=source)
     assert [one.end(), two.end()] == [1, 1]
+    assert len(list((tmp_path / "logs").glob("*/rank_1/stderr.log"))) == 1
     assert two.count("Traceback") == 1 and "rank 1 failed: KeyError: 'the cause'" in two.text
     assert (
         one.count("Traceback") == 0
