@@ -84,6 +84,10 @@ class ShardedStrategy(Strategy):
             self.sequence.watch(model)  # type: ignore[union-attr]
         return bundle
 
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        with contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing():
+            super().backward(loss, **kwargs)
+
     def context_parallel(
         self, buffers: list[torch.Tensor], seq_dims: list[int], no_restore: set[torch.Tensor]
     ) -> contextlib.AbstractContextManager[Any]:

@@ -106,6 +106,8 @@ class ContextAttention:
         causal = call.causal or (call.mask is not None and self.masks.is_causal(call.mask, query.shape[2]))
         scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
         exchange = Exchange(self.group, layout.ranks, layout.rank, Block(scale, causal), call.padding(causal))
+        # The kernels read rows; keys and values travel as dense messages anyway.
+        query = query if query.stride(-1) == 1 else query.contiguous()
         out: torch.Tensor = self.kind.apply(query, key, value, exchange)
         return out
 

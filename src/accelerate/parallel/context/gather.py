@@ -70,15 +70,16 @@ class GatherAttention(torch.autograd.Function):
             part = attend(query[:, :, group.queries], group.join(keys), group.join(values), group.block)
             merger.add(group.queries, part)
         out, lse = merger.result()
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(query, key, value, out, lse, lse.new_empty(0))  # see RingAttention
         ctx.exchange = exchange
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, _ = ctx.saved_tensors
         exchange: Exchange = ctx.exchange
+        gradient = gradient.contiguous()
         dtype = accumulator(query.dtype)
         keys, values = (list(parts) for parts in zip(*_gather(exchange, key, value), strict=True))
         d_query = torch.zeros_like(query, dtype=dtype)

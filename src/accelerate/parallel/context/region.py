@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,6 +92,7 @@ class ContextParallel:
             self.route.others[transformers_models.PACKING] = transformers_models.not_packed(lambda: self.region)
         self._block: Region | None = None
         self._batch: Region | None = None
+        self._last: Region | None = None
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Whether the last forward was on parts of sequences.
         self.was_split = False
@@ -143,8 +144,23 @@ class ContextParallel:
             whole = stack.enter_context(split_in_place(self.layout, buffers, dimensions, no_restore))
             self.route.open()
             stack.callback(self.route.close)
-            stack.callback(setattr, self, "_block", None)
+            stack.callback(self._end_block)
             self._block = self._region(length, buffers, whole)
+            yield
+
+    def _end_block(self) -> None:
+        if self._block is not None:
+            self._last = replace(self._block, strict=False, whole={})
+        self._block = None
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Around a backward: what is computed again in it, outside of the block, attends as it did in the block."""
+        if self.region is not None or self._last is None:
+            yield
+            return
+        with self.feed():
+            self._batch = self._last
             yield
 
     def _region(

@@ -102,15 +102,18 @@ class RingAttention(torch.autograd.Function):
             if moving is not None:
                 message = moving.wait()
         out, lse = merger.result()
-        ctx.save_for_backward(query, key, value, out, lse)
+        # One more than torch's attention saves: should a checkpointed layer be computed again outside of the block, it
+        # would attend to its own rows alone, and what it saves would look the same but for this.
+        ctx.save_for_backward(query, key, value, out, lse, lse.new_empty(0))
         ctx.exchange = exchange
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, out, lse, _ = ctx.saved_tensors
         exchange: Exchange = ctx.exchange
+        gradient = gradient.contiguous()
         dtype = accumulator(query.dtype)
         d_query = torch.zeros_like(query, dtype=dtype)
         message = pack(key, value)
