@@ -123,11 +123,12 @@ def compare(what, state, expected, tolerance=1e-8):
     print(what, "equal", flush=True)
 
 
-def refused(what, make, options, named, call=None, **sizes):
-    run = accelerator(options, **(sizes or {"pp_size": 2}))
+def refused(what, make, options, named, call=None, *objects):
+    run = accelerator(options, pp_size=2)
     try:
-        model = run.prepare(make())
-        call(model)
+        model, *_ = run.prepare(make(), torch.zeros(1), *objects)
+        if call is not None:
+            call(model)
     except PrepareError as error:
         assert named in str(error), f"{what}: {error}"
     else:

@@ -152,7 +152,8 @@ class AgreeingScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         found = super()._unscale_grads_(*args, **kwargs)
         # A stage without gradients of this optimizer takes part all the same.
-        flag = sum((value.to(self._home) for value in found.values()), torch.zeros((), device=self._home))
+        none = torch.zeros((), dtype=torch.float32, device=self._home)
+        flag = sum((value.to(self._home) for value in found.values()), none)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
         return {device: flag.to(device).reshape(value.shape) for device, value in found.items()} or {self._home: flag}
 

@@ -73,7 +73,7 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     tolerance = _TOLERANCE.get(one.dtype)
     if tolerance is None:
         return torch.equal(one, other)
-    scale = float(other.abs().max()) if other.numel() else 0.0
+    scale = float(other.abs().nan_to_num(0.0).max()) if other.numel() else 0.0
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale)
 
 

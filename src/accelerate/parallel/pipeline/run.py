@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -258,7 +258,7 @@ class Runner:
         else:
             output = self._run(number, part, inlet, leaves, *batch.inputs.part(micro))
             if batch.new and inlet is not None:
-                self._check_origin(number, part, inlet, leaves, batch, micro, output)
+                self._check_origin(number, part, inlet, leaves, batch.inputs.part(micro), output)
         if is_last:
             batch.given.append(output)
             if batch.known.tail is None:
@@ -304,22 +304,20 @@ class Runner:
         part: Part,
         inlet: Boundary,
         leaves: list[torch.Tensor],
-        batch: Batch,
-        micro: int,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
         output: Any,
     ) -> None:
         """Raise where a stage has used what no stage sends: stand-ins are NaN, and it shows."""
         if not depends_on_stand_ins(output) or depends_on_stand_ins(leaves):
             return
-        again = Part(part.start, part.stop, seen=inlet.seen, nan=False)
+        again = Part(part.start, part.stop, seen=part.seen, nan=False)
         with torch.no_grad():
-            without = self._run(number, again, inlet, leaves, *batch.inputs.part(micro))
+            without = self._run(number, again, inlet, leaves, *inputs)
         if depends_on_stand_ins(without):
             return
-        before = self.cut.units[part.start - 1]
         raise PrepareError(
-            f"the stage from {self.cut.units[part.start]} on uses what an earlier stage computed beside the output of "
-            f"{before} (a skip connection, or a module that computes in another order than it is registered in): only "
+            f"what computes behind {self.cut.units[part.start - 1]} uses more of what was computed before than its "
+            "output (a skip connection, or a module that computes in another order than it is registered in): only "
             "that output travels. Name split_points behind its use, or say where the module computes (placement)."
         )
 
@@ -342,6 +340,9 @@ class Runner:
         seen = merge.widen(batch.known.tail[1], batch.known.tail[0], batch.inputs.batch)
         part = Part(self.cut.tail, len(self.cut.units), seen=seen)
         batch.output = self._run(self.last, part, whole, tensors, batch.inputs.args, batch.inputs.kwargs)
+        if batch.new and self.last:
+            given = (batch.inputs.args, batch.inputs.kwargs)
+            self._check_origin(self.last, part, whole, tensors, given, batch.output)
         batch.tail = Saved(tensors, list(trees.leaves(self._kept(batch.output))))
         if batch.new and (batch.by_parts is None or self.examine is not None):
             self._try_parts(batch, whole)
@@ -389,7 +390,13 @@ class Runner:
         return fill(batch.known.output, tensors)
 
     def _describe_output(self, batch: Batch) -> tuple[Any, Any]:
-        return describe(self._kept(batch.output), "the model's output"), batch.notes
+        described = describe(self._kept(batch.output), "the model's output")
+        if batch.by_parts:
+            # What is put together has no graph; its parts have.
+            specs = zip(trees.leaves(described, is_spec), trees.leaves(batch.given[0]), strict=True)
+            flagged = [replace(spec, requires_grad=tensor.requires_grad) for spec, tensor in specs]
+            described = trees.replace_leaves(described, flagged, is_spec)
+        return described, batch.notes
 
     def _kept(self, output: Any) -> Any:
         """The output, or its loss alone."""

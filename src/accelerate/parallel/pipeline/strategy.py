@@ -81,6 +81,7 @@ class PipelineParallel(ShardedStrategy):
         self.copies = mesh.group_of(self.mesh, "dp") if parallelism.data_parallel_size > 1 else None
         if precision.scaler is not None:
             precision.scaler = AgreeingScaler(precision.scaler, self.wire.group, device)
+        self._stage_mates: Any = None
         self.ranks = _ranks_of_stages(self.options, self.wire.size)
         # Held by the models, so that both go together.
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -164,7 +165,7 @@ class PipelineParallel(ShardedStrategy):
         shapes = {materialize.canonical_name(name): list(p.shape) for name, p in model.named_parameters()}
         whole = skeleton(type(model).__name__, without_storage(model.state_dict(keep_vars=True)))
         ties = self._ties(model, cut, own)
-        self._keep_own(model, cut, own)
+        filled = self._keep_own(model, cut, own)
         staged = StagedModel(model, cut.units, self.device, options.loss_fn)
         if self.plugin is not None and self.plugin.activation_checkpointing:
             staged.recompute = _recompute(bool(self.plugin.activation_checkpointing_offload), self.device)
@@ -174,7 +175,7 @@ class PipelineParallel(ShardedStrategy):
             )
             for stage in mine
         }
-        self._lay_out(model, stages)
+        self._lay_out(model, stages, filled)
         runner = Runner(staged, cut, stages, self.ranks, self.wire, divider, options.gather_output)
         piped = Pipelined(Scheduled(runner, options, self.precision), ties, shapes, whole)
         sharded = {id(p) for stage in stages.values() if isinstance(stage, FSDPModule) for p in stage.parameters()}
@@ -218,11 +219,11 @@ class PipelineParallel(ShardedStrategy):
                     ties.add(module, name, ranks)
         return ties
 
-    def _keep_own(self, model: nn.Module, cut: Cut, own: set[int]) -> None:
-        """Drop what other ranks hold; split what this one does, where the layout splits it."""
+    def _keep_own(self, model: nn.Module, cut: Cut, own: set[int]) -> bool:
+        """Drop what other ranks hold; split what this one does, where the layout splits it. False: without weights."""
         names = weights.own_names(model, cut.units, own)
         absent = weights.absent_modules(model, cut.units, own)
-        weights.deal(model, names, absent, self.device)
+        filled = weights.deal(model, names, absent, self.device)
         if self.layout.tp_enabled and self.mesh is not None:
             # The plan is the whole model's: foreign parts are split too, without memory.
             tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
@@ -233,17 +234,26 @@ class PipelineParallel(ShardedStrategy):
         }
         drop_foreign(model, lambda parameter: id(parameter) in kept, absent)
         placeholders_to(model, self.device)
+        return filled
 
-    def _lay_out(self, model: nn.Module, stages: dict[int, Stage]) -> None:
+    def _mates(self) -> Any:
+        """A group of the ranks that hold the same stages; made once, by all ranks, where it is needed."""
+        if self._stage_mates is None:
+            count = dist.get_world_size() // self.wire.size
+            groups = [dist.new_group(list(range(at * count, (at + 1) * count))) for at in range(self.wire.size)]
+            self._stage_mates = groups[self.wire.rank]
+        return self._stage_mates
+
+    def _lay_out(self, model: nn.Module, stages: dict[int, Stage], filled: bool) -> None:
         """Shard the stages, or give those without weights their first values."""
         places = ParameterPlaces(model).shared()
         for stage in stages.values():
             # What initialises modules is the whole model's.
             stage.__dict__["_init_weights"] = getattr(model, "_init_weights", None)
-        if self.plugin is None:
-            weights.initialise(stages.values(), self.device, self.copies)
-        else:
-            self._shard(model, stages)
+        if self.plugin is not None:
+            self._shard(model, stages, self.copies if filled else self._mates())
+        elif not filled:
+            weights.initialise(stages.values(), self.device, self._mates())
         for owners in places:
             # A tied parameter was replaced where the stage uses it: it is one everywhere.
             present = {id(module._parameters[name]): module._parameters[name] for module, name in owners}
@@ -257,7 +267,7 @@ class PipelineParallel(ShardedStrategy):
                 "weights on rank 0"
             )
 
-    def _shard(self, model: nn.Module, stages: dict[int, Stage]) -> None:
+    def _shard(self, model: nn.Module, stages: dict[int, Stage], ranks: Any) -> None:
         assert self.plugin is not None
         plugin = copy.copy(self.plugin)
         plugin.set_auto_wrap_policy(model)
@@ -269,7 +279,7 @@ class PipelineParallel(ShardedStrategy):
         for stage in stages.values():
             inside = {id(module) for module in stage.modules()}
             plugin.ignored_modules = [module for module in ignored if id(module) in inside] or None
-            shard_model(stage, plugin, shards, self.device, ranks=self.copies)
+            shard_model(stage, plugin, shards, self.device, ranks=ranks)
 
     # -- the step
 

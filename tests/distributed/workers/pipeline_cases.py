@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks, one pipeline: everything about it beside parity. Precision, evaluation, weights, order, refusals."""
+
+import torch
+import torch.distributed as dist
+from pipeline_parity import GLOBAL_BATCH, VOCABULARY, Options, batches, compare, own, refused
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.core.errors import AccelerateError
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, PartialState
+
+TOKENS, LABELS = next(iter(batches(1, False)))
+
+
+def everyones(value):
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def prepared(model, options=None, **arguments):
+    AcceleratorState._reset_state()
+    layout = ParallelismConfig(pp_size=2, pp_handler=options or Options(num_microbatches=4))
+    run = Accelerator(cpu=True, parallelism_config=layout, **arguments)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return run, *run.prepare(model, optimizer)
+
+
+def gpt2(seed=0):
+    """Tied embeddings, positions and biases of its own, and a loss that shifts its labels."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=4, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).to(torch.float64)
+
+
+def check_gpt2():
+    plain = gpt2()
+    run, model, _ = prepared(gpt2(dist.get_rank()))
+    mask = torch.ones_like(TOKENS)
+    mask[:3, -2:] = 0
+    labels = TOKENS.masked_fill(mask == 0, -100)
+    expected = plain(TOKENS, attention_mask=mask, labels=labels)
+    output = model(TOKENS, attention_mask=mask, labels=labels)
+    assert type(output) is type(expected) and abs(output.loss - expected.loss) < 1e-6
+    torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-10)
+    expected.loss.backward()
+    run.backward(output.loss)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-7)
+    norm = run.clip_grad_norm_(model.parameters(), 0.1)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.1), rtol=0, atol=1e-7)
+    assert "wte" not in dict(model.transformer.h[0].named_parameters()) and not model.config.use_cache
+    held = {name for name, _ in model.named_parameters()}
+    # The tied embedding is on both ends, under its one name.
+    assert "transformer.wte.weight" in held and "lm_head.weight" not in held
+
+
+def check_evaluation():
+    plain = own()
+    run, model, _ = prepared(own(dist.get_rank()))
+    model.eval()
+    for rows in (GLOBAL_BATCH, 5, 3):
+        with torch.no_grad():
+            torch.testing.assert_close(model(TOKENS[:rows]), plain(TOKENS[:rows]), rtol=0, atol=1e-12)
+            positions = torch.arange(TOKENS.shape[1]).expand(rows, -1).flip(1)
+            given = model(TOKENS[:rows], position_ids=positions)
+            torch.testing.assert_close(given, plain(TOKENS[:rows], positions), rtol=0, atol=1e-12)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=0, atol=1e-12)
+    # All ranks of the pipeline read the same samples: they count once.
+    assert run.gather_for_metrics(TOKENS).shape == TOKENS.shape
+    model.train()
+    # A last batch of another size, divided unevenly.
+    for rows in (GLOBAL_BATCH, 7, 2):
+        loss = nn.functional.cross_entropy(model(TOKENS[:rows]).flatten(0, 1), LABELS[:rows].flatten())
+        run.backward(loss)
+        nn.functional.cross_entropy(plain(TOKENS[:rows]).flatten(0, 1), LABELS[:rows].flatten()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12)
+
+
+def check_precision():
+    for precision in ("bf16", "fp16"):
+        run, model, optimizer = prepared(own().float(), mixed_precision=precision)
+        losses = []
+        for _ in range(3):
+            logits = model(TOKENS)
+            assert logits.dtype == torch.float32
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
+            run.backward(loss)
+            run.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[2] < losses[0] and len(set(everyones(losses[2]))) == 1, losses
+    # An overflow on one stage leaves the step out on both.
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    loss = nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), LABELS.flatten())
+    run.backward(loss)
+    if dist.get_rank() == 1:
+        next(iter(model.parameters())).grad[0] = float("inf")
+    optimizer.step()
+    assert everyones(run.optimizer_step_was_skipped) == [True, True]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert len(set(everyones(run.scaler.get_scale()))) == 1
+
+
+def check_weights():
+    """From rank 0 alone, from nowhere, and out of a plain run's state."""
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model = own()
+    run, model, _ = prepared(model)
+    compare("from rank 0", run.strategy.state_dict(model), own().state_dict())
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    with torch.device("meta"):
+        model = own()
+    run, model, optimizer = prepared(model)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())
+    assert model.layers[0].mlp.up_proj.weight.shape == (32, 16)
+    held = [name for name, parameter in model.named_parameters() if parameter.untyped_storage().nbytes()]
+    assert sorted(name for part in everyones(held) for name in part) == sorted(n for n, _ in own().named_parameters())
+    assert torch.isfinite(model(TOKENS)).all()
+    plain = own(5)
+    run.strategy.load_state_dict(model, plain.state_dict() if dist.get_rank() == 0 else {})
+    torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=0, atol=1e-12)
+
+
+def check_losses():
+    """A loss function of the user's in the schedule; a loss alone; two outputs in one backward."""
+    plain = own()
+
+    def loss_fn(logits, labels):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    class Silent(nn.Module):
+        """A model that takes no labels."""
+
+        def __init__(self, seed=0):
+            super().__init__()
+            self.inner = own(seed)
+
+        def forward(self, tokens):
+            return self.inner(tokens)
+
+    options = Options(schedule="1f1b", num_microbatches=4, loss_fn=loss_fn)
+    run, model, _ = prepared(Silent(dist.get_rank()), options)
+    for _ in range(3):
+        loss, logits = model(TOKENS, labels=LABELS)
+        run.backward(loss)
+        expected = loss_fn(plain(TOKENS), LABELS)
+        expected.backward()
+        assert abs(loss - expected) < 1e-10 and logits.shape == (*TOKENS.shape, VOCABULARY)
+    assert model._pipelined.scheduled._built
+    grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for name, parameter in model.inner.named_parameters():
+        torch.testing.assert_close(parameter.grad, grads[name], rtol=0, atol=1e-12)
+    loss, logits = model(TOKENS, labels=LABELS)
+    try:
+        run.backward(loss + logits.square().mean())
+    except AccelerateError as error:
+        assert "use schedule='gpipe'" in str(error)
+    else:
+        raise AssertionError("a gradient was lost")
+    run, model, _ = prepared(own(dist.get_rank()), Options(num_microbatches=2, gather_output=False))
+    loss, nothing = model(TOKENS, labels=LABELS)
+    assert nothing is None and abs(loss - loss_fn(own()(TOKENS), LABELS)) < 1e-10
+    plain.zero_grad()
+    run, model, _ = prepared(own(dist.get_rank()))
+    for net in (plain, model):
+        loss = loss_fn(net(TOKENS[:4]), LABELS[:4]) * loss_fn(net(TOKENS[4:]), LABELS[4:])
+        run.backward(loss)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12)
+    try:
+        run.backward(loss)
+    except (AccelerateError, RuntimeError) as error:
+        assert "second time" in str(error)
+    else:
+        raise AssertionError("backward twice")
+
+
+class Chain(nn.Module):
+    """Blocks with a dropout; what stands beside them is chosen."""
+
+    def __init__(self, skip=False, norm_first=False, batch_norm=False):
+        super().__init__()
+        self.skip = skip
+        self.embed = nn.Linear(4, 8)
+        if norm_first:
+            self.norm = nn.LayerNorm(8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(4))
+        if not norm_first:
+            self.norm = nn.BatchNorm1d(8) if batch_norm else nn.LayerNorm(8)
+
+    def forward(self, x):
+        first = x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x + first if self.skip else x)
+
+
+def check_random():
+    """A stage draws from a stream of its own: the run's does not move, and the same seed gives the same."""
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        _, model, _ = prepared(Chain())
+        torch.manual_seed(3)
+        x = torch.randn(8, 4)
+        before = torch.get_rng_state()
+        outputs.append([model(x), model(x)])
+        assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(outputs[0][0], outputs[1][0]) and not torch.equal(outputs[0][0], outputs[0][1])
+
+
+def check_refusals():
+    four, x = Options(num_microbatches=4), torch.randn(8, 4)
+    refused("a split point", Chain, Options(split_points=["blocks.7"]), "blocks.7")
+    refused("stages", lambda: own(layers=1), four, "1 blocks")
+    refused("samples", Chain, Options(num_microbatches=9), "num_microbatches=9", lambda model: model(x))
+    early = Options(schedule="1f1b", num_microbatches=3)
+    refused("division", own, early, "num_microbatches=3", lambda model: model(TOKENS, labels=LABELS))
+    refused("microbatches", own, Options(schedule="1f1b", num_microbatches=1), "num_microbatches=1")
+    refused("skip", lambda: Chain(skip=True).eval(), four, "skip connection", lambda model: model(x))
+    refused("order", lambda: Chain(norm_first=True).eval(), four, 'placement={"norm": "last"}', lambda model: model(x))
+    refused("statistics", lambda: Chain(batch_norm=True), four, "BatchNorm1d")
+    refused("an input", Chain, Options(whole_inputs=["mask"]), "mask")
+    foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    refused("an optimizer", lambda: Chain(), four, "would train nothing", lambda model: None, foreign)
+    torch.manual_seed(0)
+    plain = Chain(norm_first=True).eval()
+    torch.manual_seed(0)
+    _, model, _ = prepared(Chain(norm_first=True).eval(), Options(num_microbatches=4, placement={"norm": "last"}))
+    torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
+    torch.manual_seed(0)
+    options = Options(num_microbatches=2, balance="time", example_inputs={"x": x}, split_points=None)
+    _, model, _ = prepared(Chain().eval(), options)
+    assert len(set(everyones(model._pipelined.runner.cut.bounds))) == 1
+
+
+def check_loop():
+    """The whole loop: loader, accumulation, schedule, metrics."""
+    data = [(tokens, label) for tokens, label in zip(TOKENS, LABELS, strict=True)]
+
+    def loop(run, model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        loader = torch.utils.data.DataLoader(
+            data, batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(0)
+        )
+        if run is not None:
+            model, optimizer, loader, scheduler = run.prepare(model, optimizer, loader, scheduler)
+        seen = []
+        for _ in range(2):
+            for tokens, labels in loader:
+                loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+                loss.backward() if run is None else run.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                seen.append(
+                    loss.item() if run is None else run.gather_for_metrics(loss.detach().repeat(len(tokens)))[0].item()
+                )
+        return model, seen
+
+    plain, expected = loop(None, own())
+    AcceleratorState._reset_state()
+    layout = ParallelismConfig(pp_size=2, pp_handler=Options(num_microbatches=2))
+    from accelerate.utils import DataLoaderConfiguration
+
+    run = Accelerator(
+        cpu=True, parallelism_config=layout, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False)
+    )
+    model, seen = loop(run, own(dist.get_rank()))
+    assert all(abs(a - b) < 1e-10 for a, b in zip(seen, expected, strict=True)), (seen, expected)
+    compare("the loop", run.strategy.state_dict(model), plain.state_dict())
+
+
+def main():
+    PartialState(cpu=True)
+    torch.set_default_dtype(torch.float64)
+    for check in (
+        check_gpt2, check_evaluation, check_precision, check_weights, check_losses, check_random, check_refusals,
+        check_loop,
+    ):  # fmt: skip
+        check()
+        print(check.__name__, flush=True)
+    print("all well")
+
+
+if __name__ == "__main__":
+    main()
