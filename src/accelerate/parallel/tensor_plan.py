@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from ..core.errors import PrepareError
 from . import tensor_styles as kinds
+from .tensor_local import SharedInput
 
 Plan = Mapping[str, "str | ParallelStyle"]
 Styles = dict[str, ParallelStyle]
@@ -101,7 +102,7 @@ def _share_inputs(styles: Styles) -> None:
         if isinstance(style, kinds.Columns):
             siblings.setdefault(name.rpartition(".")[0], []).append(style)
     for listed in siblings.values():
-        shared = kinds.SharedInput(len(listed))
+        shared = SharedInput(len(listed))
         for style in listed:
             style.shared = shared
 

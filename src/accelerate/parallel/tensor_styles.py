@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -21,57 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ..core.errors import PrepareError
-
-# What a residual stream is sharded along: (batch, sequence, features).
-SEQUENCE = 1
-
-
-class SharedInput:
-    """Layers that read one tensor, in turn: it is made whole once, and its gradient is summed over the ranks once."""
-
-    def __init__(self, layers: int) -> None:
-        self.layers = layers
-        self._given: torch.Tensor | None = None
-        self._whole: torch.Tensor | None = None
-        self._left = 0
-
-    def take(self, given: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        if given is not self._given or self._whole is None:
-            self._given, self._whole, self._left = given, whole_input(given, mesh), self.layers
-        whole = self._whole
-        self._left -= 1
-        if self._left == 0:
-            # Nothing outlives the forward.
-            self._given = self._whole = None
-        return whole
-
-
-def whole_input(given: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """A tensor that is the same on every rank, or a DTensor in any layout, as one that is whole on each."""
-    if not isinstance(given, DTensor):
-        return DTensor.from_local(given, mesh, (Replicate(),), run_check=False)
-    if given.placements == (Replicate(),):
-        return given
-    return given.redistribute(placements=(Replicate(),), async_op=True)
-
-
-class GatherFeatures(torch.autograd.Function):
-    """Each rank's features put side by side; the gradient, the same on every rank, is cut again.
-
-    DTensor would give the same as a view, which FSDP must not see: a change in place would lose its hooks.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        ranks, collectives = mesh.size(), torch.ops._c10d_functional
-        # The functional form, which torch.compile can take into a graph.
-        parts = collectives.all_gather_into_tensor(part.contiguous(), ranks, mesh.get_group().group_name)
-        return torch.cat(collectives.wait_tensor(parts).chunk(ranks), -1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0].chunk(ctx.mesh.size(), -1)[ctx.mesh.get_local_rank()], None
+from .tensor_local import SEQUENCE, ColumnLinear, RowEmbedding, RowLinear, SharedInput, become
 
 
 class Columns(ColwiseParallel):
@@ -80,17 +29,22 @@ class Columns(ColwiseParallel):
     def __init__(self, output: Placement | None = None, use_local_output: bool = True) -> None:
         super().__init__(output_layouts=output, use_local_output=use_local_output)
         self.shared = SharedInput(1)
-        # torch asks the style for these when it is applied.
-        self._prepare_input_fn = self._take_input  # type: ignore[method-assign]
-        if isinstance(output, Replicate):
-            self._prepare_output_fn = self._give_whole  # type: ignore[method-assign]
 
-    def _take_input(self, layouts: Any, desired: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        return self.shared.take(inputs[0], mesh)
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # Layers with a forward of their own (quantised, fp8) keep it.
+        if type(module) is not nn.Linear:
+            return super()._apply(module, device_mesh)
+        self._partition_linear_fn("", module, device_mesh)
+        gathered, as_dtensor = self.output_layouts[0].is_replicate(), not self.use_local_output
+        options = {"shared": self.shared, "gathered": gathered, "as_dtensor": as_dtensor}
+        return become(module, ColumnLinear, ranks=device_mesh, **options)
 
     @staticmethod
-    def _give_whole(layouts: Any, use_local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        return GatherFeatures.apply(outputs.to_local(), mesh)
+    def _prepare_input_fn(layouts: Any, desired: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        """Of a layer with a forward of its own: what it reads may be a part of the sequence."""
+        if isinstance(inputs[0], DTensor):
+            return inputs[0].redistribute(placements=desired)
+        return ColwiseParallel._prepare_input_fn(layouts, desired, module, inputs, mesh)
 
 
 class VocabularyColumns(Columns):
@@ -98,13 +52,6 @@ class VocabularyColumns(Columns):
 
     def __init__(self) -> None:
         super().__init__(Shard(-1), use_local_output=False)
-        self._prepare_output_fn = self._give_output  # type: ignore[method-assign]
-
-    @staticmethod
-    def _give_output(layouts: Any, use_local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        if torch.is_grad_enabled():
-            return outputs.redistribute(placements=(Shard(outputs.ndim - 1),))
-        return outputs.full_tensor()
 
 
 class Rows(RowwiseParallel):
@@ -116,46 +63,16 @@ class Rows(RowwiseParallel):
             output_layouts=Shard(SEQUENCE) if along_sequence else Replicate(),
             use_local_output=not along_sequence,
         )
+        self.whole_input, self.along_sequence = whole_input, along_sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Embedding):
-            return super()._apply(module, device_mesh)
-        rows = distribute_tensor(module.weight.data, device_mesh, (Shard(0),), src_data_rank=None)
-        module.register_parameter("weight", nn.Parameter(rows, requires_grad=module.weight.requires_grad))
-        module.forward = functools.partial(_look_up, module, device_mesh)  # type: ignore[method-assign]
-        return module
-
-
-def _look_up(module: nn.Embedding, mesh: DeviceMesh, ids: torch.Tensor) -> torch.Tensor:
-    """The embeddings of tokens where each rank has some rows: zeros for the others', then a sum over the ranks.
-
-    In plain operations: the mask that DTensor keeps for the same thing cannot be compiled beside FSDP (torch 2.13).
-    """
-    weight: Any = module.weight
-    rows = weight.to_local()
-    first = mesh.get_local_rank() * rows.shape[0]
-    own = ids - first
-    others = (own < 0) | (own >= rows.shape[0])
-    padding = None if module.padding_idx is None else module.padding_idx - first
-    if padding is not None and not 0 <= padding < rows.shape[0]:
-        padding = None
-    found = nn.functional.embedding(
-        own.masked_fill(others, 0), rows, padding, scale_grad_by_freq=module.scale_grad_by_freq, sparse=module.sparse
-    )
-    return SumForward.apply(found.masked_fill(others.unsqueeze(-1), 0), mesh)
-
-
-class SumForward(torch.autograd.Function):
-    """The sum over the ranks; the gradient, the same on every rank, is that of each summand."""
-
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        collectives = torch.ops._c10d_functional
-        return collectives.wait_tensor(collectives.all_reduce(part, "sum", mesh.get_group().group_name))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0], None
+        if type(module) is nn.Embedding:
+            self._partition_embedding_fn("", module, device_mesh)
+            return become(module, RowEmbedding, ranks=device_mesh)
+        if type(module) is nn.Linear and not self.whole_input:
+            self._partition_linear_fn("", module, device_mesh)
+            return become(module, RowLinear, ranks=device_mesh, along_sequence=self.along_sequence)
+        return super()._apply(module, device_mesh)
 
 
 class AlongSequence(SequenceParallel):
