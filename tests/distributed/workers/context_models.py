@@ -63,9 +63,11 @@ def check_llama(accelerator, padding, checkpointing=False, shift=True):
         shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
         items = (layout.take(shifted, 1) != -100).sum()
         extra = {"shift_labels": shifted} if shift else {}
+        whole_mask = mask.clone() if shift else None
         buffers = [ids, mask, labels, *extra.values()]
         with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), no_restore_buffers=set(buffers)):
-            out = model(input_ids=ids, attention_mask=mask, labels=labels, **extra)
+            given = mask if whole_mask is None else whole_mask
+            out = model(input_ids=ids, attention_mask=given, labels=labels, **extra)
             if not checkpointing:
                 accelerator.backward(out.loss, num_items=items)
             # A rank's loss is that of its part, so metrics have the value of each.
@@ -195,6 +197,8 @@ def check_late_backward():
     accelerator = start(cp_size=2)
     model = accelerator.prepare(llama())
     ids = torch.randint(VOCABULARY, (1, LENGTH))
+    with accelerator.maybe_context_parallel([ids.clone()], [1]):
+        refused("no input of ... 8 of the 16 rows", lambda: model(ids))
     with accelerator.maybe_context_parallel([ids], [1]):
         loss = model(ids).logits.square().mean()
     try:

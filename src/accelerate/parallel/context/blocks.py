@@ -242,7 +242,8 @@ class _CudaFlash(_Math):
         block: Block,
     ) -> Gradients:
         # Without dropout the generator's state is not read, and dense inputs have no cumulated lengths.
-        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        shape, dtype = ((), torch.int64) if torch.version.hip else ((2,), torch.uint64)
+        state = torch.empty(shape, dtype=dtype, device=query.device)
         found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             gradient,
             query,
@@ -257,7 +258,7 @@ class _CudaFlash(_Math):
             0.0,
             block.causal,
             state,
-            torch.empty(0, dtype=torch.uint64, device=query.device),
+            torch.empty((), dtype=dtype, device=query.device),
             scale=block.scale,
         )
         return found

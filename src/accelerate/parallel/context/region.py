@@ -320,13 +320,18 @@ class _Inputs:
         except TypeError:
             return None  # the forward itself says what is wrong with its arguments
         given = {**bound.arguments, **bound.arguments.get(self.rest, {})}
-        rows = _rows_of_input(given, region)
-        if rows is None:
+        split = _split_input(given, region)
+        if split is None and not region.strict:
             return None
         changed = {}
         if self.takes_positions and given.get("position_ids") is None:
-            device = next(t.device for t in given.values() if isinstance(t, torch.Tensor))
-            changed["position_ids"] = region.positions(device).expand(rows, -1)
+            if split is None:
+                raise ConfigurationError(
+                    f"no input of {type(model).__name__} is (batch, {region.rows}, ...), as each rank holds "
+                    f"{region.rows} of the {region.length} rows of a sequence: are all inputs among the buffers of "
+                    "maybe_context_parallel? Where the sequence is another dimension, give position_ids too."
+                )
+            changed["position_ids"] = region.positions(split.device).expand(split.shape[0], -1)
         elif not self.takes_positions and not self.rest:
             self.parallel.say_positions_missing(model, region)
         if self.special is not None:
@@ -338,12 +343,10 @@ class _Inputs:
         return bound.args[: len(args)], {**kwargs, **changed}
 
 
-def _rows_of_input(given: Mapping[str, Any], region: Region) -> int | None:
-    """The batch size of the model's input where it is split, else None."""
-    for value in given.values():
-        if isinstance(value, torch.Tensor) and value.dim() >= 2:
-            return value.shape[0] if value.shape[1] == region.rows else None
-    return None
+def _split_input(given: Mapping[str, Any], region: Region) -> torch.Tensor | None:
+    """The tensor among a model's inputs that is (batch, this rank's rows, ...), else None."""
+    usual = [value for name in ("input_ids", "inputs_embeds") if (value := given.get(name)) is not None]
+    return next((value for value in usual or given.values() if _is_sequence(value, region.rows)), None)
 
 
 def _outermost(model: nn.Module) -> list[nn.Module]:

@@ -67,7 +67,9 @@ def adapt_inputs(model: nn.Module, given: dict[str, Any], region: Region) -> dic
     changed: dict[str, Any] = {}
     region.keep, region.padded_behind = None, False
     mask = given.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] == region.rows:
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] in (region.rows, region.length):
+        if mask.shape[1] == region.length:
+            mask = region.layout.take(mask, 1)
         region.keep, region.padded_behind = share_padding(mask, region)
         changed["attention_mask"] = None
     labels = given.get("labels")
