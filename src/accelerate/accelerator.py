@@ -22,6 +22,7 @@ from .optimizer import AcceleratedOptimizer
 from .parallel import ddp
 from .parallel.base import Bundle
 from .parallel.items import ItemWindow
+from .parallel.remap import repoint_all
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .process_control import ProcessControl
@@ -180,7 +181,7 @@ class Accelerator(ProcessControl, RunServices):
     @property
     def fp8_backend(self) -> FP8BackendType:
         """Which library computes in fp8; NO where none does."""
-        return FP8BackendType.NO
+        return getattr(self.precision, "backend", FP8BackendType.NO)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -362,6 +363,8 @@ class Accelerator(ProcessControl, RunServices):
                         f"{type(model).__name__} is spread over several devices by its device_map: such a model cannot"
                         " be trained by several processes. Load it without device_map='auto', or start one process."
                     )
+        for model in bundle.models:
+            self.precision.convert(model, functools.partial(repoint_all, bundle.optimizers))
         fresh = iter(self.strategy.prepare(bundle).models)
         result = [next(fresh) if twin is None else twin for twin in known]
         for model, twin in zip(result, known, strict=True):

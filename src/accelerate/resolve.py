@@ -21,14 +21,16 @@ from .config.training import (
     check_accumulation_steps,
 )
 from .core import devices, env, extensions
-from .core.enums import DistributedType, DynamoBackend, PrecisionType
+from .core.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType
 from .core.errors import ConfigurationError
+from .core.imports import is_available
 from .parallel.base import Strategy
 from .parallel.choice import choose_strategy
 from .parallel.registry import strategy_class
 from .precision.amp import MixedPrecision, ScaledPrecision
 from .precision.base import Precision
 from .precision.contexts import get_grad_scaler
+from .precision.fp8 import make_fp8
 from .state import AcceleratorState, PartialState
 
 
@@ -136,8 +138,8 @@ def resolve(request: Request) -> Resolved:
         _from_accelerator=True,
         **plugins,
     )
-    precision = _precision(state, handlers, origins)
     name, arguments = _own_strategy(request, plugins, origins) or _choose(state, plugins)
+    precision = _precision(state, handlers, origins, gathers=name == "fsdp2")
     strategy = _strategy(name, state, precision, handlers, arguments)
     strategy.transforms = (*_own_transforms(request, origins), *strategy.transforms)
     state.__dict__["device_mesh"] = getattr(strategy, "mesh", None)
@@ -270,9 +272,16 @@ def _make_parallelism_config() -> Any:
     return ParallelismConfig()
 
 
-def _precision(state: AcceleratorState, handlers: Handlers, origins: dict[str, str]) -> Precision:
+def _precision(
+    state: AcceleratorState, handlers: Handlers, origins: dict[str, str], gathers: bool = False
+) -> Precision:
+    """What models compute in. `gathers`: the strategy gathers parameters, which fp8 can change the messages of."""
     name, device = state.mixed_precision, state.device.type
     if name == "no" or state.distributed_type is DistributedType.DEEPSPEED:
+        if name == "fp8":
+            raise ConfigurationError(
+                "mixed_precision='fp8' does not compose with DeepSpeed here: shard with an fsdp_plugin of version 2"
+            )
         # An engine computes in what its configuration says, which `state` has written there.
         return Precision()
     if name == "bf16":
@@ -291,9 +300,38 @@ def _precision(state: AcceleratorState, handlers: Handlers, origins: dict[str, s
         return ScaledPrecision(device, handlers.autocast, handlers.scaler, scaler)
     if name not in PrecisionType.list():
         return extensions.load("precision", name)(state.device)
-    raise ConfigurationError(
-        f"mixed_precision={name!r} ({origins['mixed_precision']}) is not offered in this version: use bf16, fp16 or no"
-    )
+    backend, recipe = _fp8_backend(handlers)
+    return make_fp8(device, handlers.autocast, backend, recipe, gathers)
+
+
+def _fp8_backend(handlers: Handlers) -> tuple[FP8BackendType, Any]:
+    """(library, recipe) of fp8: of the recipe that is given, else ACCELERATE_FP8_BACKEND, else what is installed."""
+    given = {
+        FP8BackendType.AO: handlers.ao,
+        FP8BackendType.TE: handlers.te,
+        FP8BackendType.MSAMP: handlers.msamp,
+    }
+    if handlers.fp8 is not None:
+        backend = FP8BackendType(str(handlers.fp8.backend))
+        if given[backend] is not None:
+            raise ConfigurationError(f"kwargs_handlers holds two recipes for {backend.value}: give one")
+        given[backend] = handlers.fp8
+    asked = [backend for backend, recipe in given.items() if recipe is not None]
+    if len(asked) > 1:
+        raise ConfigurationError(
+            f"kwargs_handlers holds recipes for {' and '.join(one.value for one in asked)}: give one"
+        )
+    if asked:
+        return asked[0], given[asked[0]]
+    word = env.get("ACCELERATE_FP8_BACKEND")
+    if word is not None:
+        if word.upper() not in ("AO", "TE", "MSAMP"):
+            raise ConfigurationError(f"ACCELERATE_FP8_BACKEND={word!r}: use AO, TE or MSAMP")
+        return FP8BackendType(word.upper()), None
+    for package, backend in (("transformer_engine", FP8BackendType.TE), ("torchao", FP8BackendType.AO)):
+        if is_available(package):
+            return backend, None
+    raise ConfigurationError("mixed_precision='fp8' needs a library: pip install torchao (or accelerate[fp8])")
 
 
 def _choose(state: AcceleratorState, plugins: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ..core.constants import MODEL_NAME
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
-from ..parallel.fsdp_state import is_fsdp1
+from ..parallel.fsdp_state import is_fsdp1, unwrapped
 from .codec import TensorSink, decode, encode, memory_of
 from .dcp_legacy import PlainPlanner, PlainReader
 from .layout import model_shards, optimizer_shards
@@ -180,7 +180,8 @@ class FullyShardedState:
 
     @staticmethod
     def _model_state(model: torch.nn.Module) -> dict[str, Any]:
-        return {name: value for name, value in get_model_state_dict(model).items() if isinstance(value, torch.Tensor)}
+        state = get_model_state_dict(model)
+        return {name: unwrapped(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strict: bool = True) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from ..core.errors import CheckpointError
 from . import materialize
@@ -137,6 +138,19 @@ def _groups_in_order(named: Mapping[str, Any], positions: Mapping[str, int]) -> 
     )
 
 
+def unwrapped(value: torch.Tensor) -> torch.Tensor:
+    """The same memory as a plain tensor or DTensor, where fp8 has wrapped a weight to gather it in float8."""
+    if not isinstance(value, DTensor):
+        inner: torch.Tensor = getattr(value, "_tensor", value)
+        return inner
+    inner = getattr(value.to_local(), "_tensor", None)  # type: ignore[assignment]
+    if inner is None:
+        return value
+    return DTensor.from_local(
+        inner, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+
+
 def detached(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state that shares no memory with the model; names of one tied tensor share theirs with each other."""
     copies: dict[int, torch.Tensor] = {}
@@ -145,7 +159,7 @@ def detached(state: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in copies:
-            copies[id(value)] = value.detach().clone()
+            copies[id(value)] = unwrapped(value).detach().clone()
         return copies[id(value)]
 
     return {name: own(value) for name, value in state.items()}

@@ -87,6 +87,16 @@ def lay_out_state(state: dict[str, Any], former: torch.Tensor, present: torch.Te
     return {name: move(value) for name, value in state.items()}
 
 
+def repoint_all(
+    optimizers: Iterable[torch.optim.Optimizer], pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]
+) -> None:
+    """Have optimizers train the second of each pair in the place of the first."""
+    replacements = Replacements()
+    replacements.add(pairs)
+    for optimizer in optimizers:
+        replacements.repoint(optimizer)
+
+
 def switch_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:
     """Replace an optimizer's parameters by `mapping`: former parameter, or its `data_ptr()`, -> present one.
 

@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from ..config.precision import AutocastKwargs
+
+
+# How optimizers are kept at the parameters that a conversion made: takes pairs of (former, present).
+Repoint = Callable[[Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter]]], None]
 
 
 class Precision:
@@ -24,6 +29,9 @@ class Precision:
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
         """A context in which operations run in the lowered precision; here: nothing happens."""
         return contextlib.nullcontext()
+
+    def convert(self, model: torch.nn.Module, repoint: Repoint) -> None:
+        """Replace layers of a model before it is laid out; `repoint` takes the (former, present) parameters."""
 
     def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model, computing its forward in this precision."""

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 training: linear layers in float8 through torchao or Transformer Engine, the rest under bf16 autocast."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..core.availability import check_cuda_fp8_capability
+from ..core.enums import FP8BackendType
+from ..core.errors import ConfigurationError, PrepareError
+from ..logging import get_logger
+from . import fp8_ao, fp8_te
+from .amp import MixedPrecision
+from .base import Repoint
+
+if TYPE_CHECKING:
+    from ..config.fp8 import AORecipeKwargs, TERecipeKwargs
+    from ..config.precision import AutocastKwargs
+
+logger = get_logger(__name__)
+
+
+class Float8Precision(MixedPrecision):
+    """Converts the layers of each model before it is laid out; `converted` names those that compute in float8."""
+
+    backend = FP8BackendType.NO
+
+    def __init__(self, device_type: str, options: AutocastKwargs | None = None) -> None:
+        super().__init__("fp8", torch.bfloat16, device_type, options)
+        self.converted: list[str] = []
+        self.left: list[str] = []
+
+    @property
+    def computes_in(self) -> str:  # type: ignore[override]
+        total = len(self.converted) + len(self.left)
+        layers = f"{len(self.converted)} of {total} linear layers in float8 ({self.backend.value})"
+        return f"bfloat16 under autocast, {layers}" + (f"; not: {', '.join(self.left[:8])}" if self.left else "")
+
+    def convert(self, model: nn.Module, repoint: Repoint) -> None:
+        """Replace layers of the model in place. Raises PrepareError where there is none to replace."""
+        former = dict(model.named_parameters())
+        linear = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+        converted = self.replace_layers(model)
+        if not converted:
+            raise PrepareError(
+                f"mixed_precision='fp8': none of the {len(linear)} linear layers of {type(model).__name__} was "
+                "converted. Both dimensions of a layer must be multiples of 16, and by default the first and the last "
+                "layer stay as they are (AORecipeKwargs(module_filter_func=...) chooses others)."
+            )
+        self.converted += converted
+        self.left += [name for name in linear if name not in converted]
+        logger.info(f"fp8 in {type(model).__name__}: {self.computes_in}")
+        present = dict(model.named_parameters())
+        repoint([(former[name], now) for name, now in present.items() if name in former and former[name] is not now])
+
+    def replace_layers(self, model: nn.Module) -> list[str]:
+        """Convert in place; the names of the converted layers."""
+        raise NotImplementedError
+
+
+class TorchaoPrecision(Float8Precision):
+    """torchao's float8 linear layers."""
+
+    backend = FP8BackendType.AO
+
+    def __init__(
+        self,
+        device_type: str,
+        options: AutocastKwargs | None,
+        recipe: AORecipeKwargs,
+        gathers: bool = False,
+    ) -> None:
+        super().__init__(device_type, options)
+        self.recipe = recipe
+        config = recipe.config
+        if device_type == "cuda" and not config.emulate and not check_cuda_fp8_capability():
+            raise ConfigurationError(
+                "mixed_precision='fp8': this CUDA device has no fp8 matrix units (compute capability 8.9). Use bf16, "
+                "or AORecipeKwargs(config=Float8LinearConfig(emulate=True)) to try it out"
+            )
+        if not gathers and config.enable_fsdp_float8_all_gather:
+            # Nobody gathers: the wrapper around the weights would only be in the way of checkpoints.
+            config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
+        self.config = config
+
+    def replace_layers(self, model: nn.Module) -> list[str]:
+        from torchao.float8.float8_linear import Float8Linear
+
+        before = {id(layer) for layer in model.modules() if isinstance(layer, Float8Linear)}
+        fp8_ao.convert_model_to_fp8_ao(model, config=self.config, module_filter_func=self.recipe.module_filter_func)
+        return [
+            name
+            for name, layer in model.named_modules()
+            if isinstance(layer, Float8Linear) and id(layer) not in before
+        ]
+
+
+class TransformerEnginePrecision(Float8Precision):
+    """Transformer Engine's layers, and its fp8 autocast around the forward."""
+
+    backend = FP8BackendType.TE
+
+    def __init__(self, device_type: str, options: AutocastKwargs | None, recipe: TERecipeKwargs | None) -> None:
+        super().__init__(device_type, options)
+        self.recipe = recipe
+
+    def replace_layers(self, model: nn.Module) -> list[str]:
+        linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+        with torch.no_grad():
+            fp8_te.convert_model(model)
+        return [name for name, layer in model.named_modules() if name in linear and layer is not linear[name]]
+
+    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+        model = super().wrap_forward(model)
+        return fp8_te.apply_fp8_autowrap(model, self.recipe)
+
+
+def make_fp8(
+    device_type: str, options: AutocastKwargs | None, backend: FP8BackendType, recipe: Any, gathers: bool
+) -> Float8Precision:
+    """The precision of a backend. `gathers`: the strategy gathers parameters, which torchao can do in float8.
+
+    Raises ConfigurationError for a backend that is not driven, ImportError for one that is not installed.
+    """
+    if backend is FP8BackendType.TE:
+        return TransformerEnginePrecision(device_type, options, recipe)
+    if backend is FP8BackendType.AO:
+        from ..config.fp8 import AORecipeKwargs
+
+        return TorchaoPrecision(device_type, options, recipe or AORecipeKwargs(), gathers)
+    raise ConfigurationError(
+        f"fp8 through {backend.value} is not driven: MS-AMP was last released for torch 2.1 and does not run "
+        f"on torch {torch.__version__}. Use AORecipeKwargs (torchao) or TERecipeKwargs (Transformer Engine)"
+    )

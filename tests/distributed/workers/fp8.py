@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fp8 emulated on the CPU, alone, under DDP and under FSDP2: near the plain fp32 loop, the same on all layouts."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchao.float8 import Float8LinearConfig
+
+from accelerate import Accelerator
+from accelerate.config.fp8 import AORecipeKwargs
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.core.enums import FP8BackendType
+from accelerate.core.errors import PrepareError
+from accelerate.state import AcceleratorState, GradientState
+
+STEPS, ACCUMULATION, GLOBAL_BATCH, WIDTH = 10, 2, 16, 32
+
+
+def make_model():
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)]
+    return nn.Sequential(*layers, nn.GELU(), nn.Linear(WIDTH, 4))
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(STEPS * ACCUMULATION * GLOBAL_BATCH, WIDTH, generator=generator)
+    return TensorDataset(x, x[:, :4].sin())
+
+
+def reference():
+    """The fp32 loop: its losses."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for number, (x, y) in enumerate(DataLoader(data(), batch_size=GLOBAL_BATCH)):
+        loss = nn.functional.mse_loss(model(x), y)
+        (loss / ACCUMULATION).backward()
+        losses.append(loss.item())
+        if number % ACCUMULATION:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def make_accelerator(plugin=None, **options):
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    recipe = AORecipeKwargs(config=Float8LinearConfig(emulate=True, **options))
+    return Accelerator(
+        cpu=True,
+        mixed_precision="fp8",
+        kwargs_handlers=[recipe],
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=ACCUMULATION,
+    )
+
+
+def run(expected, folder, plugin=None, **options):
+    accelerator = make_accelerator(plugin, **options)
+    assert accelerator.fp8_backend is FP8BackendType.AO
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    assert accelerator.precision.converted == ["2", "4"] and accelerator.precision.left == ["0", "6"]
+    assert "2 of 4 linear layers in float8 (AO)" in str(accelerator.precision.computes_in)
+    losses = []
+    for number, (x, y) in enumerate(loader):
+        with accelerator.accumulate(model):
+            output = model(x)
+            assert output.dtype is torch.float32
+            loss = nn.functional.mse_loss(output, y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())
+        if number == STEPS:
+            before = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+            accelerator.save_state(folder)
+    assert all(abs(a - b) < 0.05 * b + 0.02 for a, b in zip(losses, expected, strict=True)), (losses, expected)
+    assert losses[-1] < 0.9 * losses[0] and losses != expected
+    accelerator.load_state(folder)
+    after = accelerator.get_state_dict(model)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert all(value.dtype is torch.float32 and type(value) is torch.Tensor for value in after.values())
+
+
+def main(folder):
+    warnings.simplefilter("ignore")
+    expected = reference()
+    run(expected, folder / "replicated")
+    run(expected, folder / "sharded", FullyShardedDataParallelPlugin(fsdp_version=2))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    run(expected, folder / "gathered", plugin, enable_fsdp_float8_all_gather=True)
+    accelerator = make_accelerator()
+    with pytest.raises(PrepareError, match="none of the 2 linear layers"):
+        accelerator.prepare(nn.Sequential(nn.Linear(16, 20), nn.Linear(20, 16)))
+    print("all near")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
