@@ -65,6 +65,8 @@ class ShardedStrategy(Strategy):
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """Lay out each model and re-point the optimizers. Models for evaluation are only placed."""
+        for model in bundle.models if self.sequence is not None else ():
+            self.sequence.check(model)  # type: ignore[union-attr]
         if bundle.evaluation:
             return self._watched(super().prepare(bundle))
         for position, model in enumerate(bundle.models):

@@ -205,19 +205,19 @@ class ContextParallel:
 
     # -- models
 
-    def watch(self, model: nn.Module) -> None:
-        """Have a prepared model's forward give what a rank cannot know from its rows alone, and check that it attends.
+    def check(self, model: nn.Module) -> None:
+        """Raises PrepareError for a transformers model whose layers do not attend to the whole sequence."""
+        for found in _outermost(model):
+            transformers_models.check_supported(found, f"{self.layout.size}={self.layout.ranks}")
 
-        Raises PrepareError for a transformers model whose layers do not attend to the whole sequence.
-        """
+    def watch(self, model: nn.Module) -> None:
+        """Have a prepared model's forward give what a rank cannot know from its rows alone; it has to attend."""
         if model in self._watched:
             return
         self._watched.add(model)
         plain = getattr(model, "_orig_mod", model)
         self.route.places |= aliases(plain)
         inner = _outermost(plain)
-        for found in inner:
-            transformers_models.check_supported(found, f"{self.layout.size}={self.layout.ranks}")
         for target in [model] + [found for found in inner if found is not plain]:
             known = plain if target is model else target
             hook = _Inputs(self, inspect.signature(known.forward), known if known in inner else None)
