@@ -72,6 +72,24 @@ SCRIPTS = [
         },
         ranks=2,
     ),
+    *(
+        Script(
+            "layouts.py",
+            {
+                f"fsdp step, {ranks} ranks": Row(
+                    f"FSDP2 step, {ranks} gloo ranks / fully_shard by hand", "ratio", 1.03
+                ),
+                f"tensor step, {ranks} ranks": Row(
+                    f"tensor-parallel step, {ranks} gloo ranks / torch's parallelize_module", "ratio", 1.03
+                ),
+                f"tensor step, least, {ranks} ranks": Row(
+                    f"the same / two autograd functions and plain tensors, {ranks} ranks", "ratio"
+                ),
+            },
+            ranks=ranks,
+        )
+        for ranks in (2, 4)
+    ),
     Script(
         "checkpoint.py",
         {

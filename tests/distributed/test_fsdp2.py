@@ -25,3 +25,9 @@ def test_a_run_saved_by_two_sharded_ranks_goes_on_in_any_layout(kind, tmp_path):
     run_ranks(worker, 2, tmp_path, kind, "first")
     run_ranks(worker, 1, tmp_path, "plain", "resume")
     run_ranks(worker, 1, tmp_path, kind, "resume")
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from /proc")
+def test_loading_takes_one_copy_of_the_model_on_one_rank():
+    # Blocks of memory that are freed go back at once, so that the peak is what is needed.
+    run_ranks(WORKERS / "load_memory.py", 2, env={"MALLOC_MMAP_THRESHOLD_": "1000000"}, timeout=120)

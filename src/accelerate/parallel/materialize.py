@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -254,10 +254,19 @@ def _bottom_up(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return ordered
 
 
+def _plain_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module had before layouts gave it theirs: initialisation may look at it."""
+    if issubclass(kind, FSDPModule):
+        # fully_shard made (FSDPModule, the module's class) of it, whose constructor runs on every copy.
+        kind = kind.__bases__[1]
+    return getattr(kind, "plain_class", kind)
+
+
 @torch.no_grad()
 def _whole_copy(module: nn.Module, device: torch.device) -> nn.Module:
     """A module of the same class and attributes with whole tensors: its own are empty, its children's are filled."""
-    shadow = copy.copy(module)
+    kind = _plain_class(type(module))
+    shadow = kind.__new__(kind)
     shadow.__dict__ = dict(module.__dict__)
     shadow._parameters = {
         key: None

@@ -113,6 +113,7 @@ class ColumnLinear(nn.Linear):
     to be read.
     """
 
+    plain_class = nn.Linear
     ranks: DeviceMesh
     shared: SharedInput
     gathered: bool
@@ -131,6 +132,7 @@ class ColumnLinear(nn.Linear):
 class RowLinear(nn.Linear):
     """A linear layer of which each rank has some of the inputs. `along_sequence`: each keeps its part of the sum."""
 
+    plain_class = nn.Linear
     ranks: DeviceMesh
     along_sequence: bool
 
@@ -150,6 +152,7 @@ class RowLinear(nn.Linear):
 class RowEmbedding(nn.Embedding):
     """An embedding of which each rank has some rows: it gives zeros for the others', and the ranks are summed."""
 
+    plain_class = nn.Embedding
     ranks: DeviceMesh
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

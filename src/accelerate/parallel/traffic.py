@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
 
 from .base import Traffic
+from .tensor_local import ColumnLinear, RowEmbedding, RowLinear
 
 
 def shard_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
@@ -69,22 +69,35 @@ def _whole(parameter: Any, dtype: torch.dtype | None) -> int:
 
 
 def split_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
-    """Tensor parallelism: a sum over the ranks where a split meets: after rows in the forward, before columns in the
-    backward. Bytes are those of one token."""
-    ends = {"forward": (0, 0), "backward": (0, 0)}
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        if not isinstance(module, nn.Linear) or not isinstance(weight, DTensor):
+    """Tensor parallelism: where a split ends its parts are summed, where it begins gradients are; layers that read the
+    same tensor share that. Along the sequence a sum is a scatter, and a gather the other way. Bytes are a token's."""
+    split = [module for module in model.modules() if isinstance(module, (ColumnLinear, RowLinear, RowEmbedding))]
+    along = any(isinstance(module, RowLinear) and module.along_sequence for module in split)
+    found: dict[str, tuple[int, float]] = {}
+
+    def count(what: str, module: nn.Module, width: int) -> None:
+        messages, sent = found.get(what, (0, 0.0))
+        weight: Any = module.weight
+        found[what] = messages + backwards, sent + backwards * width * weight.dtype.itemsize
+
+    seen: set[int] = set()
+    for module in split:
+        if isinstance(module, RowEmbedding):
+            count("sums of activations over tp, forward", module, module.embedding_dim)
             continue
-        names = weight.device_mesh.mesh_dim_names or ()
-        place = weight.placements[names.index("tp")] if "tp" in names else None
-        if not isinstance(place, Shard):
+        if isinstance(module, RowLinear):
+            count(f"{'scatters' if along else 'sums'} of activations over tp, forward", module, module.out_features)
+            if along:
+                count("gathers of gradients over tp, backward", module, module.out_features)
             continue
-        when, width = ("forward", module.out_features) if place.dim == 1 else ("backward", module.in_features)
-        messages, sent = ends[when]
-        ends[when] = messages + backwards, sent + backwards * width * weight.dtype.itemsize
-    return [
-        Traffic(f"sums of activations over tp, {when}", messages, sent, " a token")
-        for when, (messages, sent) in ends.items()
-        if messages
-    ]
+        if module.gathered:
+            count("gathers of outputs over tp, forward", module, module.out_features)
+        if id(module.shared) in seen:
+            continue
+        seen.add(id(module.shared))
+        if along and not (module.gathered or module.as_dtensor):
+            count("gathers of activations over tp, forward", module, module.in_features)
+            count("scatters of gradients over tp, backward", module, module.in_features)
+        else:
+            count("sums of gradients over tp, backward", module, module.in_features)
+    return [Traffic(what, messages, sent, " a token") for what, (messages, sent) in found.items()]

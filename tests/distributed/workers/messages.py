@@ -112,6 +112,8 @@ def ours(strategy):
         strategy.backward(model(tokens, labels=tokens)[0])
         model.zero_grad()
 
+    # What the layout says of itself.
+    window.told = sum(traffic.messages for traffic in strategy.traffic(model, BATCHES))
     return window
 
 
@@ -138,10 +140,12 @@ def main():
 
     layout = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=BLOCKS))
     expected = count(tensor_by_hand())
-    found = count(ours(TensorParallel(CPU, Precision(), layout)))
+    window = ours(TensorParallel(CPU, Precision(), layout))
+    found = count(window)
     # A block has two sums in its forward and two in its backward.
     assert expected == {("gloo:all_reduce", 2 * 6 * 16): 2 * 4 * BATCHES}, expected
     assert found == expected, (found, expected)
+    assert window.told == sum(found.values()), f"told {window.told} messages, sent {found}"
     print(f"tensor parallel: {dict(found)}")
 
     layout = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=BLOCKS, sequence_parallel=True))
