@@ -24,6 +24,7 @@ from .core import devices, env, extensions
 from .core.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType
 from .core.errors import ConfigurationError
 from .core.imports import is_available
+from .logging import get_logger
 from .parallel.base import Strategy
 from .parallel.choice import choose_strategy
 from .parallel.registry import strategy_class
@@ -130,6 +131,9 @@ def resolve(request: Request) -> Resolved:
 
     init = {} if handlers.init is None else handlers.init.to_kwargs()
     PartialState(request.cpu, **init)
+    megatron = plugins.pop("megatron_lm_plugin", None)
+    if megatron is not None:
+        plugins["parallelism_config"] = _native_layout(megatron, plugins, PartialState().num_processes)
     state = AcceleratorState(
         mixed_precision=request.mixed_precision,
         cpu=request.cpu,
@@ -138,6 +142,8 @@ def resolve(request: Request) -> Resolved:
         _from_accelerator=True,
         **plugins,
     )
+    if megatron is not None:
+        state.__dict__["megatron_lm_plugin"] = megatron
     name, arguments = _own_strategy(request, plugins, origins) or _choose(state, plugins)
     precision = _precision(state, handlers, origins, gathers=name == "fsdp2")
     strategy = _strategy(name, state, precision, handlers, arguments)
@@ -266,6 +272,29 @@ def _make_megatron_plugin() -> Any:
     return MegatronLMPlugin()
 
 
+def _native_layout(plugin: Any, plugins: dict[str, Any], world: int) -> Any:
+    """What a run described in Megatron-LM's words is here, with a note of what has no counterpart."""
+    from .config.parallel import PipelineParallelConfig, TorchTensorParallelConfig
+    from .parallelism_config import ParallelismConfig
+
+    if "parallelism_config" in plugins:
+        raise ConfigurationError("megatron_lm_plugin and parallelism_config both give the layout: give one")
+    sizes, handlers = plugin.parallelism(world), dict[str, Any]()
+    if sizes["tp_size"] > 1:
+        handlers["tp_handler"] = TorchTensorParallelConfig(sequence_parallel=bool(plugin.sequence_parallelism))
+    if sizes["pp_size"] > 1:
+        handlers["pp_handler"] = PipelineParallelConfig(num_microbatches=plugin.num_micro_batches)
+    layout = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    left = plugin.without_counterpart()
+    get_logger(__name__).warning(
+        f"megatron_lm_plugin: PyTorch's own pieces run its layout, ParallelismConfig({layout}). The loop is as with "
+        "any other: model, optimizer and scheduler are yours, a loader's batch is divided into the micro-batches, and "
+        "gradients are clipped by accelerator.clip_grad_norm_"
+        + (f". These fields have no counterpart and do nothing: {', '.join(left)}" if left else "")
+    )
+    return ParallelismConfig(**sizes, **handlers)
+
+
 def _make_parallelism_config() -> Any:
     from .parallelism_config import ParallelismConfig
 
@@ -339,12 +368,6 @@ def _choose(state: AcceleratorState, plugins: dict[str, Any]) -> tuple[str, dict
     world, parallelism = state.num_processes, plugins.get("parallelism_config")
     if "deepspeed_plugin" in plugins:
         return "deepspeed", {}
-    if "megatron_lm_plugin" in plugins:
-        sizes = ", ".join(f"{name}={size}" for name, size in plugins["megatron_lm_plugin"].parallelism(world).items())
-        raise ConfigurationError(
-            "megatron_lm_plugin is not offered in this version. Its layout in this library's words is "
-            f"parallelism_config=ParallelismConfig({sizes})."
-        )
     if state.device.type == "xla" and not plugins:
         return "xla", {}
     return choose_strategy(world, parallelism, plugins.get("fsdp_plugin"))

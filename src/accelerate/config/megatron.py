@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..core import env
@@ -48,6 +48,18 @@ _ARGUMENTS = {
     "pp_degree": "pipeline_model_parallel_size",
     "sequence_parallelism": "sequence_parallel",
     "gradient_clipping": "clip_grad",
+}
+# Fields that the native layout takes over.
+_NATIVE = {
+    "tp_degree",
+    "pp_degree",
+    "context_parallel_size",
+    "num_micro_batches",
+    "sequence_parallelism",
+    "use_custom_fsdp",
+    "use_distributed_optimizer",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 }
 _SCHEDULE = (
     "lr_decay_style",
@@ -197,6 +209,12 @@ class MegatronLMPlugin:
             )
         data = "dp_shard_size" if self.use_custom_fsdp or self.use_distributed_optimizer else "dp_replicate_size"
         return sizes | {data: world_size // inner}  # type: ignore[return-value]
+
+    def without_counterpart(self) -> list[str]:
+        """The fields that say something else than their default, and that the native layout does not have."""
+        defaults = {field.name: field.default for field in fields(self)}
+        defaults |= {name: default for name, (_, default) in _VARIABLES.items()}
+        return [name for name, default in defaults.items() if name not in _NATIVE and getattr(self, name) != default]
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Write the run's precision into Megatron-LM's arguments."""
