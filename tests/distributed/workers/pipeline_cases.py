@@ -222,7 +222,7 @@ def check_random():
 
 
 def check_refusals():
-    four, x = Options(num_microbatches=4), torch.randn(8, 4)
+    four, x = Options(num_microbatches=4), torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     refused("a split point", Chain, Options(split_points=["blocks.7"]), "blocks.7")
     refused("stages", lambda: own(layers=1), four, "1 blocks")
     refused("samples", Chain, Options(num_microbatches=9), "num_microbatches=9", lambda model: model(x))
@@ -231,6 +231,8 @@ def check_refusals():
     refused("microbatches", own, Options(schedule="1f1b", num_microbatches=1), "num_microbatches=1")
     refused("skip", lambda: Chain(skip=True).eval(), four, "skip connection", lambda model: model(x))
     refused("order", lambda: Chain(norm_first=True).eval(), four, 'placement={"norm": "last"}', lambda model: model(x))
+    own_data = torch.full((8, 4), float(dist.get_rank()))
+    refused("other samples", Chain, four, "given other inputs", lambda model: model(own_data))
     refused("statistics", lambda: Chain(batch_norm=True), four, "BatchNorm1d")
     refused("an input", Chain, Options(whole_inputs=["mask"]), "mask")
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))])

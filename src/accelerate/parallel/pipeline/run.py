@@ -42,10 +42,11 @@ class Stage(nn.Module):
 
 @dataclass
 class Boundary:
-    """What passes from one stage to the next (described), and what the units before gave."""
+    """What passes from one stage to the next (described), what the units before gave, and a digest of the inputs."""
 
     output: Any
     seen: dict[int, list[Any]]
+    digest: str = ""
 
     def __post_init__(self) -> None:
         self.specs: list[Spec] = list(trees.leaves(self.output, is_spec))
@@ -178,6 +179,9 @@ class Runner:
                 if batch.error is not None and micro:
                     raise batch.error
                 self._send(number, micro, batch, None, [])
+                # The former stage does not know yet: what it sends is taken.
+                for rest in range(1, len(batch.inputs.rows)) if batch.error is not None else ():
+                    self._receive(number, rest, batch, arriving)
                 return
             tensors, boundary = computed  # type: ignore[misc]
             batch.saved[number].append(Saved(leaves, tensors))
@@ -245,12 +249,17 @@ class Runner:
     ) -> tuple[list[torch.Tensor], Boundary | None]:
         """One micro-batch through one stage: the tensors that it gives, and (of a new batch) their description."""
         is_last = number == self.last
+        if batch.new and inlet is not None and not micro and inlet.digest not in ("", batch.inputs.digest()):
+            raise PrepareError(
+                "this rank was given other inputs than the stage before it: all ranks of a pipeline read the same "
+                "samples, as the loader that prepare returns gives them"
+            )
         start, stop = self.cut.bounds[number], self.cut.bounds[number + 1]
         if is_last and not batch.by_parts:
             stop = self.cut.tail
         rows = batch.inputs.rows[micro]
         seen = inlet.seen if inlet is not None else {}
-        part = Part(start, stop, seen=copy.copy(seen), record=batch.new)
+        part = Part(start, stop, seen=copy.copy(seen), record=batch.new, leave=not (is_last and batch.by_parts))
         if stop == start:
             # Nothing of the last stage is by micro-batches.
             assert inlet is not None
@@ -267,7 +276,7 @@ class Runner:
         tensors = list(trees.leaves(output))
         known = batch.known.outlets.get((number, rows))
         if known is None:
-            return tensors, Boundary(describe(output, self._named_output(stop)), part.seen)
+            return tensors, Boundary(describe(output, self._named_output(stop)), part.seen, batch.inputs.digest())
         self._check_specs(known, tensors, stop)
         return tensors, known
 
@@ -310,7 +319,7 @@ class Runner:
         """Raise where a stage has used what no stage sends: stand-ins are NaN, and it shows."""
         if not depends_on_stand_ins(output) or depends_on_stand_ins(leaves):
             return
-        again = Part(part.start, part.stop, seen=part.seen, nan=False)
+        again = Part(part.start, part.stop, seen=part.seen, leave=part.leave, nan=False)
         with torch.no_grad():
             without = self._run(number, again, inlet, leaves, *inputs)
         if depends_on_stand_ins(without):

@@ -182,7 +182,7 @@ class Scheduled:
         batch = step.batch
         inlet = batch.known.inlets.get((number, batch.inputs.rows[micro]))
         start, stop = runner.cut.bounds[number], runner.cut.bounds[number + 1]
-        part = Part(start, stop, seen=inlet.seen if inlet is not None else {})
+        part = Part(start, stop, seen=inlet.seen if inlet is not None else {}, leave=number != runner.last)
         part.received = fill(inlet.output, received) if inlet is not None else None
         output = runner.staged.run(part, *batch.inputs.part(micro))
         if number != runner.last:

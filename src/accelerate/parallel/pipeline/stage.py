@@ -99,7 +99,8 @@ class Part:
     """Units [start, stop) of a forward, and what they need from the others.
 
     `received` is what unit start - 1 gave; `seen` what the units before gave, by unit, call by call (Specs). With
-    `record` the calls of the own units are added to it. `nan`: what stand-ins hold.
+    `record` the calls of the own units are added to it. `leave`: unit stop - 1 ends the forward, whatever follows.
+    `nan`: what stand-ins hold.
     """
 
     start: int
@@ -107,6 +108,7 @@ class Part:
     received: Any = None
     seen: dict[int, list[Any]] = field(default_factory=dict)
     record: bool = False
+    leave: bool = False
     nan: bool = True
     passed: bool = False
     calls: dict[int, int] = field(default_factory=dict)
@@ -151,7 +153,7 @@ class StagedModel:
             return reached.output
         finally:
             self.part = None
-        if part.stop < len(self.units):
+        if part.leave:
             raise PrepareError(
                 f"the forward ended without calling {self.units[part.stop - 1]}, behind which the model is cut: name "
                 "other split_points"
@@ -180,7 +182,7 @@ class StagedModel:
         output = inner(*args, **kwargs) if self.recompute is None else self.recompute(inner, args, kwargs)
         if part.record:
             part.seen.setdefault(number, []).append(describe(output, f"the output of {self.units[number]}"))
-        if number == part.stop - 1 and part.stop < len(self.units):
+        if part.leave and number == part.stop - 1:
             raise Reached(output)
         return output
 
