@@ -353,15 +353,17 @@ class RunServices:
             self._shards = FullyShardedState(models, optimizers)
         # One object for the run: it owns the group on which it writes in the background.
         self._shards.models, self._shards.optimizers = models, optimizers
+        plain = [(index, self.strategy.plain(model)) for index, model in enumerate(self._models)]
+        self._shards.wholes = {index: whole for index, whole in plain if whole is not None}
         return self._shards
 
     def _trained_by(self, optimizer: AcceleratedOptimizer) -> torch.nn.Module:
         """The prepared model whose parameters an optimizer holds."""
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for model in self._models:
         found = self.strategy.trained_by(optimizer, self._models)
         if found is not None:
             return found
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self._models:
             if any(id(parameter) in held for parameter in model.parameters()):
                 return model
         raise CheckpointError(f"{type(optimizer.optimizer).__name__} holds parameters of no prepared model")

@@ -165,8 +165,7 @@ class PipelineParallelConfig:
         wanted = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule, self.stages_per_rank)
         if self.stages_per_rank != wanted:
             raise ConfigurationError(
-                f"stages_per_rank={self.stages_per_rank} does not go with schedule={self.schedule!r}, under which each "
-                f"rank has {wanted}"
+                f"stages_per_rank={self.stages_per_rank}: under schedule={self.schedule!r} a rank has {wanted}"
             )
         if self.balance not in ("parameters", "time"):
             raise ConfigurationError(f"balance={self.balance!r}: known are 'parameters' and 'time'")
