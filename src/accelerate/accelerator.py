@@ -22,7 +22,6 @@ from .optimizer import AcceleratedOptimizer
 from .parallel import ddp
 from .parallel.base import Bundle
 from .parallel.items import ItemWindow
-from .parallel.remap import repoint_all
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .process_control import ProcessControl
@@ -364,7 +363,7 @@ class Accelerator(ProcessControl, RunServices):
                         " be trained by several processes. Load it without device_map='auto', or start one process."
                     )
         for model in bundle.models:
-            self.precision.convert(model, functools.partial(repoint_all, bundle.optimizers))
+            self.precision.convert(model, functools.partial(_repoint, bundle.optimizers))
         fresh = iter(self.strategy.prepare(bundle).models)
         result = [next(fresh) if twin is None else twin for twin in known]
         for model, twin in zip(result, known, strict=True):
@@ -697,6 +696,13 @@ class _Window:
         self.accelerator._accumulated = ()
         while self.contexts:
             self.contexts.pop().__exit__(*error)
+
+
+def _repoint(optimizers: list[torch.optim.Optimizer], pairs: Any) -> None:
+    # Only a conversion of layers needs it, and it brings all of torch's distributed tensors along.
+    from .parallel.remap import repoint_all
+
+    repoint_all(optimizers, pairs)
 
 
 def _dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin | None:
