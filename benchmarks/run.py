@@ -90,6 +90,19 @@ SCRIPTS = [
         )
         for ranks in (2, 4)
     ),
+    *(
+        Script(
+            "pipeline.py",
+            {
+                f"pipeline step, {word}, {ranks} ranks": Row(
+                    f"pipeline step ({word}), {ranks} gloo ranks / torch's stages and schedule by hand", "ratio", 1.03
+                )
+                for word in ("gpipe", "1f1b")
+            },
+            ranks=ranks,
+        )
+        for ranks in (2, 4)
+    ),
     Script(
         "checkpoint.py",
         {

@@ -12,6 +12,7 @@ EXPORTS = {
     "config.megatron": ["MegatronLMPlugin"],
     "config.parallel": [
         "DeepSpeedSequenceParallelConfig",
+        "PipelineParallelConfig",
         "TorchContextParallelConfig",
         "TorchTensorParallelConfig",
         "TorchTensorParallelPlugin",
