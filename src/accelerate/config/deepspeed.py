@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import copy
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -320,15 +321,29 @@ class DeepSpeedPlugin:
             if section.get("enabled", "auto") == "auto":
                 section["enabled"] = kind == wanted
 
-    def zero3_init_context_manager(self, enable: bool = False) -> Any:
-        """A context in which models are built with their parameters already partitioned (ZeRO-3)."""
-        from contextlib import nullcontext
+    @contextlib.contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """A block in which models are built with their parameters partitioned (`enable`, ZeRO-3), or whole.
 
-        if not enable and not self.is_zero3_init_enabled():
-            return nullcontext()
-        import deepspeed
+        It overrides `zero3_init_flag`, and what transformers is told of it, until its end.
+        """
+        if enable and not self.hf_ds_config.is_zero3():
+            raise ConfigurationError("zero3_init_context_manager(enable=True) is for ZeRO stage 3")
+        former, told = self.zero3_init_flag, getattr(self, "dschf", None)
+        self.zero3_init_flag = enable
+        try:
+            if enable:
+                import deepspeed
 
-        return deepspeed.zero.Init(config_dict_or_path=self.deepspeed_config, enabled=enable)
+                with deepspeed.zero.Init(config_dict_or_path=self._known_so_far()):
+                    yield
+            else:
+                _tell_transformers(None)
+                yield
+        finally:
+            self.zero3_init_flag = former
+            if told is not None:
+                _tell_transformers(told)
 
     def is_zero3_init_enabled(self) -> bool:
         return bool(self.zero3_init_flag)
@@ -337,18 +352,20 @@ class DeepSpeedPlugin:
         """Tell transformers that models are to be loaded partitioned (ZeRO-3), while this plugin lives."""
         if not self.zero3_init_flag or not is_available("transformers"):
             return
-        config = copy.deepcopy(self.deepspeed_config)
-        # At this point no loader or accumulation is known, and partitioned loading asks for numbers.
-        defaults = {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 1}
-        for key, value in defaults.items():
-            if config.get(key, "auto") == "auto":
-                config[key] = value
-        if config.get("train_batch_size") == "auto":
-            del config["train_batch_size"]
         from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
 
         # transformers holds it weakly: it lives as long as the plugin.
-        self.dschf = TransformersConfig(config)
+        self.dschf = TransformersConfig(self._known_so_far())
+
+    def _known_so_far(self) -> dict[str, Any]:
+        """The configuration with numbers for what only `prepare` will know: partitioned building asks for them."""
+        config = copy.deepcopy(self.deepspeed_config)
+        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+            if config.get(key, "auto") == "auto":
+                config[key] = 1
+        if config.get("train_batch_size") == "auto":
+            del config["train_batch_size"]
+        return config
 
     @property
     def selected(self) -> bool:
@@ -387,6 +404,17 @@ class DeepSpeedPlugin:
         from deepspeed.utils import set_z3_leaf_modules
 
         set_z3_leaf_modules(model, classes)
+
+
+def _tell_transformers(config: Any) -> None:
+    """Have transformers build and load models under a configuration (partitioned by ZeRO-3), or under none."""
+    if is_available("transformers"):
+        from transformers.integrations import deepspeed as integration
+
+        if config is None:
+            integration.unset_hf_deepspeed_config()
+        else:
+            integration.set_hf_deepspeed_config(config)
 
 
 def _read_config(given: Any) -> dict[str, Any]:

@@ -170,6 +170,12 @@ def others():
     ]  # fmt: skip
     accelerator.free_memory()
 
+    plugin = DeepSpeedPlugin(hf_ds_config=config(3), zero3_init_flag=True)
+    for enable in (False, True):
+        with plugin.zero3_init_context_manager(enable=enable):
+            assert hasattr(nn.Linear(4, 4).weight, "ds_id") is enable is plugin.zero3_init_flag
+    assert plugin.zero3_init_flag
+
     accelerator = make_accelerator(DeepSpeedPlugin(hf_ds_config=config(1, bf16={"enabled": True})))
     assert accelerator.mixed_precision == "bf16"
     for options, objects, message in (
