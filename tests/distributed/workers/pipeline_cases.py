@@ -75,6 +75,14 @@ def check_evaluation():
     with torch.inference_mode():
         torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=0, atol=1e-12)
     # All ranks of the pipeline read the same samples: they count once.
+    told = "messages of model: Llama, of this rank in an optimizer step"
+    name = "activations to the next stage" if dist.get_rank() == 0 else "gradients to the former stage"
+    sent = f"4 messages, {GLOBAL_BATCH * TOKENS.shape[1] * 16 * 8 / 1024:.2f} KiB"
+    assert "unknown" in run.explain().find(told, "tensors between stages")
+    model.train()
+    model(TOKENS)
+    assert run.explain().find(told, name) == sent
+    model.eval()
     assert run.gather_for_metrics(TOKENS).shape == TOKENS.shape
     model.train()
     # A last batch of another size, divided unevenly.

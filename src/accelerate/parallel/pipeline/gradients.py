@@ -69,6 +69,9 @@ class Ties:
     def __len__(self) -> int:
         return len(self._held)
 
+    def parameters(self) -> list[torch.Tensor]:
+        return [owner._parameters[name] for owner, name, _ in self._held]  # type: ignore[misc]
+
     def twins(self) -> set[int]:
         """ids of the parameters that another rank counts."""
         return {id(owner._parameters[name]) for owner, name, ranks in self._held if ranks[0] != self.rank}

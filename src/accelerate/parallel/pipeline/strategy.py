@@ -26,21 +26,23 @@ from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize, norms, tensor
-from ..base import Bundle
+from ..base import Bundle, Traffic
 from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp2 import shard_model
 from ..remap import ParameterPlaces
 from ..sharded import ShardedStrategy
 from ..skeleton import skeleton, without_storage
+from ..traffic import shard_traffic, split_traffic
 from ..units import find_modules
 from . import state, weights
-from .gradients import AgreeingScaler, Ties, average, hold_shards, reduce_shards, reshard
+from .gradients import AgreeingScaler, Ties, average, hold_shards, local, reduce_shards, reshard
 from .inputs import Divider
 from .random import StageRandom
 from .run import Runner, Stage
 from .schedules import Scheduled
 from .split import Cut, Unit, cut_model, measure
 from .stage import StagedModel, drop_foreign, owned_tensors, placeholders_to
+from .traffic import gradient_traffic, stage_traffic
 from .wire import Wire
 
 logger = logging.getLogger(__name__)
@@ -328,6 +330,16 @@ class PipelineParallel(ShardedStrategy):
     ) -> torch.Tensor:
         twins = {twin for model in self._models for twin in self._pipelined(model).ties.twins()}
         return norms.clip_grad_norm(parameters, max_norm, norm_type, (self.wire.group,), self.device, twins)
+
+    def traffic(self, model: nn.Module, backwards: int) -> list[Traffic]:
+        piped = self._pipelined(model)
+        # The parameters of a stage stay whole until its gradients are reduced: once a step.
+        shards = [one for stage in piped.runner.stages.values() for one in shard_traffic(stage, 1)]
+        split = split_traffic(self.unwrap(model), backwards)
+        tied = [local(parameter) for parameter in piped.ties.parameters()]
+        whole = [local(parameter) for parameter in piped.whole]
+        rest = gradient_traffic(whole, tied, self.copies is not None)
+        return [*stage_traffic(piped.runner, backwards), *shards, *split, *rest]
 
     # -- state
 
