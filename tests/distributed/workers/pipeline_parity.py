@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each rank: an unchanged loop over a pipelined model, against the plain loop in float64, to 1e-8."""
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -84,11 +85,15 @@ def train(model, optimizer, accelerator, steps, inside, padded):
     return norms, losses
 
 
-def accelerator(options=None, plugin=None, **sizes):
+def accelerator(options=None, plugin=None, precision=None, **sizes):
     AcceleratorState._reset_state()
     layout = ParallelismConfig(**sizes, pp_handler=options)
     return Accelerator(
-        cpu=True, parallelism_config=layout, fsdp_plugin=plugin, gradient_accumulation_steps=ACCUMULATION
+        cpu=True,
+        mixed_precision=precision,
+        parallelism_config=layout,
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=ACCUMULATION,
     )
 
 
@@ -170,6 +175,38 @@ def four():
     early = Options(schedule="1f1b", num_microbatches=2)
     check_run("pp x fsdp, 1f1b", own, early, 4, inside=True, plugin=plugin, pp_size=2, dp_shard_size=2)
     check_run("pp x tp", own, half, pp_size=2, tp_size=2)
+    recomputed = dataclasses.replace(plugin, activation_checkpointing=True)
+    check_run("pp x fsdp, recomputed", own, half, steps=2, plugin=recomputed, pp_size=2, dp_shard_size=2)
+    check_items()
+    for sizes in ({"dp_shard_size": 2}, {"tp_size": 2}, {"dp_replicate_size": 2}):
+        check_lowered(half, dataclasses.replace(plugin) if "dp_shard_size" in sizes else None, **sizes)
+
+
+def check_items():
+    """Means over unequal numbers of tokens on two copies: the mean over all of them."""
+    tokens, labels = next(iter(batches(1, True)))
+    plain = own()
+    nn.functional.cross_entropy(plain(tokens).flatten(0, 1), labels.flatten()).backward()
+    run = accelerator(Options(num_microbatches=2), pp_size=2, dp_replicate_size=2)
+    model = run.prepare(own(dist.get_rank()))
+    index, _ = run.strategy.data_shard
+    half = slice(4 * index, 4 * index + 4)
+    loss = nn.functional.cross_entropy(model(tokens[half]).flatten(0, 1), labels[half].flatten())
+    run.backward(loss, num_items=(labels[half] != -100).sum())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12)
+
+
+def check_lowered(options, plugin, **sizes):
+    """bf16 trains: the loss falls, and is one number on all ranks of a pipeline."""
+    run = accelerator(options, plugin, precision="bf16", pp_size=2, **sizes)
+    model = own().float()
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    _, losses = train(model, optimizer, run, 4, True, False)
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (run.strategy.data_shard, losses))
+    assert len({str(row) for row in found}) == run.strategy.data_shard[1], found
+    assert losses[-1] < losses[0] and all(p.dtype == torch.float32 for p in model.parameters()), losses
 
 
 def main():
