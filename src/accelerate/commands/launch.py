@@ -85,7 +85,7 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     `in_place`: a lone script may run as this very process; only for a caller that has nothing left to do.
     """
     settings = settings_of(args)
-    if settings.file is not None and settings.file.is_sagemaker and not settings["cpu"]:
+    if settings.file is not None and settings.file.is_sagemaker:
         _launch_on_sagemaker(settings, args)
         return
     spec, launcher = prepared(settings, program_of(args, settings), in_place)
