@@ -127,9 +127,9 @@ class Strategy:
         """The loader of a batch of sequences, each rank's part of them; as it is where no sequence is split."""
         return loader
 
-    def traffic(self, model: torch.nn.Module, backwards: int) -> list[Traffic]:
-        """What a prepared model sends in an optimizer step of so many backwards."""
-        return []
+    def traffic(self, model: torch.nn.Module, backwards: int) -> list[Traffic] | None:
+        """What a prepared model sends in an optimizer step of so many backwards; None where that is not known."""
+        return None
 
     def dtypes(self, model: torch.nn.Module) -> tuple[str, str]:
         """What a prepared model computes in, and what its gradients are averaged in."""

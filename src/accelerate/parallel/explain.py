@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -185,7 +186,11 @@ def _dtypes(strategy: Strategy, model: nn.Module) -> list[Row]:
 
 
 def _traffic(strategy: Strategy, model: nn.Module, steps: int) -> list[Row]:
-    found: list[Traffic] = strategy.traffic(model, steps)
+    found: list[Traffic] | None = strategy.traffic(model, steps)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [Row("none", "one process")]
+    if found is None:
+        return [Row("not counted", f"{strategy.name} decides what it sends")]
     if not found:
         return [Row("none", "this layout sends nothing for it")]
     return [Row(one.what, f"{one.messages} messages, {size_of(one.sent)}{one.unit}") for one in found]
