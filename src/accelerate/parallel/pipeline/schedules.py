@@ -21,8 +21,9 @@ from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from ...precision.base import Precision
 from . import losses, merge
+from .batch import Batch, Boundary, Known
 from .gradients import local
-from .run import Batch, Boundary, Known, Runner
+from .run import Runner
 from .stage import Part, Spec, fill, is_spec
 
 # Our words -> torch's classes.

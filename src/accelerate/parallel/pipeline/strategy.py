@@ -35,10 +35,11 @@ from ..skeleton import skeleton, without_storage
 from ..traffic import shard_traffic, split_traffic
 from ..units import find_modules
 from . import state, weights
+from .batch import Stage
 from .gradients import AgreeingScaler, Ties, average, hold_shards, local, reduce_shards, reshard
 from .inputs import Divider
 from .random import StageRandom
-from .run import Runner, Stage
+from .run import Runner
 from .schedules import Scheduled
 from .split import Cut, Unit, cut_model, measure
 from .stage import StagedModel, drop_foreign, owned_tensors, placeholders_to

@@ -9,7 +9,8 @@ import torch
 
 from ...core import trees
 from ..base import Traffic
-from .run import Known, Runner
+from .batch import Known
+from .run import Runner
 from .stage import Spec, is_spec
 
 
