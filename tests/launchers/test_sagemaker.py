@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs on Amazon SageMaker: the exact calls of its client, recorded by a package that stands in for it.
 
-What is equal to accelerate 1.15 was recorded from its prepare_sagemager_args_inputs (its `accelerate launch` ends in an
-AttributeError for any SageMaker file). Where the two differ on purpose, the test says why.
+What is equal to accelerate 1.15 was recorded from its prepare_sagemager_args_inputs (its `accelerate launch` ends in
+an AttributeError for any SageMaker file). Where the two differ on purpose, the test says why.
 """
 
 import os

@@ -51,10 +51,18 @@ def _deepspeed(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher
 
 
 def _tpu(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
-    from .tpu import TpuLauncher
+    from .tpu import Pod, PodLauncher, TpuLauncher
 
     function = settings["main_training_function"] or "main"
-    return TpuLauncher(spec, function, settings["tpu_use_cluster"], settings["downcast_bf16"])
+    asked = settings["num_processes"]
+    # Files of the API hold -1 for "not chosen".
+    cores = None if asked in (None, "all", -1) else int(asked)
+    if settings["tpu_use_cluster"]:
+        kept = settings.file.data if settings.file else {}
+        names = settings["vm"] or ([kept["tpu_name"]] if kept.get("tpu_name") else [])
+        pod = Pod(tuple(names), kept.get("tpu_zone"), tuple(settings["env"] or ()), bool(settings["tpu_use_sudo"]))
+        return PodLauncher(spec, function, pod, cores, settings["downcast_bf16"])
+    return TpuLauncher(spec, function, cores, settings["downcast_bf16"])
 
 
 def _slurm(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:

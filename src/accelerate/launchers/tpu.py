@@ -1,47 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TPU cores of this machine: torch_xla starts the script's main function once a core."""
+"""TPU cores: torch_xla starts the script's main function once a core; on a pod, gcloud starts that on each worker."""
 
 from __future__ import annotations
 
 import importlib
+import shlex
+import shutil
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
 from .base import Launcher
 from .notebook import PrepareForLaunch
-from .spec import LaunchSpec
+from .spec import LaunchSpec, ProcessSpec
+
+# Holds float32 as bfloat16 on the TPU.
+DOWNCAST = "XLA_DOWNCAST_BF16"
+
+
+class OneCore(PrepareForLaunch):
+    """The function on one core. `cores`: how many were asked for; torch_xla itself takes all there are, or one."""
+
+    def __init__(self, function: Callable[..., Any], cores: int | None) -> None:
+        super().__init__(function, "XLA")
+        self.cores = cores
+
+    def __call__(self, index: int, *args: Any) -> Any:
+        if self.cores not in (None, 1):
+            import torch_xla.runtime as runtime
+
+            present = runtime.world_size()
+            if present != self.cores:
+                raise ConfigurationError(
+                    f"num_processes={self.cores}: this TPU has {present} cores, and torch_xla starts a process on "
+                    "each of them, or on 1"
+                )
+        return super().__call__(index, *args)
 
 
 class TpuLauncher(Launcher):
-    """`function`: name of the script's function that each core runs. `pod`: several machines were asked for."""
+    """`function`: name of the script's function that each core runs. `cores`: how many were asked for; None: all."""
 
     name = "tpu"
 
-    def __init__(self, spec: LaunchSpec, function: str, pod: bool = False, downcast: bool = False) -> None:
-        super().__init__(
-            spec if not downcast else replace(spec, variables={**spec.variables, "XLA_DOWNCAST_BF16": "1"})
-        )
+    def __init__(self, spec: LaunchSpec, function: str, cores: int | None = None, downcast: bool = False) -> None:
+        super().__init__(_downcast(spec) if downcast else spec)
         self.function = function
-        self.pod = pod
+        self.cores = cores
 
     def check(self) -> None:
         super().check()
         if not is_available("torch_xla"):
             raise ConfigurationError("--tpu needs torch_xla, which is not installed: pip install torch_xla[tpu]")
-        if self.pod:
-            raise ConfigurationError("--tpu_cluster: pods are started with gcloud on each worker, not from here")
         if self.spec.program.kind == "program":
             raise ConfigurationError("--tpu runs a function of a script or module: --no_python cannot be used with it")
+
+    def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
+        """This process, from which torch_xla starts the others."""
+        return [ProcessSpec(0, 0, tuple(self.spec.program.argv()), self.spec.variables)]
+
+    def dry_run(self) -> str:
+        call = f"torch_xla.launch({self.function}, debug_single_process={self.cores == 1})"
+        return f"{super().dry_run()}\n# with the script imported as a module, {call} in place of running it"
 
     def run(self) -> int:
         import torch_xla
 
-        program = self.spec.program
         env.publish(self.spec.variables)
+        function = OneCore(self._main(), self.cores)
+        torch_xla.launch(function, args=(), debug_single_process=self.cores == 1)
+        return 0
+
+    def _main(self) -> Callable[..., Any]:
+        """The script's function, with the script imported as a module: the processes find it by its name."""
+        program = self.spec.program
         name = program.name
         if program.kind == "script":
             path = Path(name)
@@ -53,5 +90,81 @@ class TpuLauncher(Launcher):
             raise ConfigurationError(
                 f"{program.name} has no function {self.function!r}: name the one to run with --main_training_function"
             )
-        torch_xla.launch(PrepareForLaunch(getattr(module, self.function), "XLA"), args=())
-        return 0
+        main: Callable[..., Any] = getattr(module, self.function)
+        return main
+
+
+@dataclass(frozen=True)
+class Pod:
+    """Which TPU VMs, and how the script is started on their workers.
+
+    names: TPU VMs, each with all its workers. variables: NAME=VALUE for the workers. sudo: start it as root.
+    """
+
+    names: tuple[str, ...]
+    zone: str | None
+    variables: tuple[str, ...] = ()
+    sudo: bool = False
+
+
+class PodLauncher(Launcher):
+    """One gcloud for each TPU VM, which runs `accelerate launch --tpu` on all its workers, in this folder."""
+
+    name = "tpu"
+
+    def __init__(
+        self, spec: LaunchSpec, function: str, pod: Pod, cores: int | None = None, downcast: bool = False
+    ) -> None:
+        super().__init__(_downcast(spec) if downcast else spec)
+        self.function = function
+        self.pod = pod
+        self.cores = cores
+
+    def check(self) -> None:
+        super().check()
+        if not self.pod.names:
+            raise ConfigurationError("--tpu_cluster: no pod: give --vm, or write tpu_name into the configuration file")
+        if not self.pod.zone:
+            raise ConfigurationError("--tpu_cluster: no zone: write tpu_zone into the configuration file")
+        wrong = [text for text in self.pod.variables if "=" not in text.lstrip("=")]
+        if wrong:
+            raise ConfigurationError(f"--env {wrong[0]}: give NAME=VALUE")
+        if self.spec.program.kind == "program":
+            raise ConfigurationError("--tpu runs a function of a script or module: --no_python cannot be used with it")
+        if shutil.which("gcloud") is None:
+            raise ConfigurationError("--tpu_cluster: gcloud is not on the PATH: install the Google Cloud CLI")
+
+    def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
+        told = ("--command", self._on_worker(), "--worker", "all")
+        return [
+            ProcessSpec(
+                number,
+                number,
+                ("gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", str(self.pod.zone), *told),
+                {},
+                starter="gcloud",
+            )
+            for number, name in enumerate(self.pod.names)
+        ]
+
+    def _on_worker(self) -> str:
+        """The command line of each worker's shell."""
+        program = self.spec.program
+        variables = [f"{name}={text}" for name, text in sorted(self.spec.variables.items()) if text is not None]
+        cores = [] if self.cores is None else ["--num_processes", str(self.cores)]
+        module = ["-m"] if program.kind == "module" else []
+        command = [
+            *(["sudo"] if self.pod.sudo else []), "env", *variables, *self.pod.variables,
+            "python3", "-m", "accelerate.commands.launch", "--tpu", "--no_tpu_cluster",
+            "--main_training_function", self.function, *cores, *module, program.name, *program.args,
+        ]  # fmt: skip
+        return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(command)}"
+
+    def run(self) -> int:
+        from .supervisor import Supervisor
+
+        return Supervisor(self.spec).run(self.processes())
+
+
+def _downcast(spec: LaunchSpec) -> LaunchSpec:
+    return replace(spec, variables={**spec.variables, DOWNCAST: "1"})
