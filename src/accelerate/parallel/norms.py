@@ -75,7 +75,7 @@ def total_norm(
 ) -> torch.Tensor:
     """The norm of all gradients as one vector. One scalar is reduced for each mesh dimension they are sharded over.
 
-    `across` groups of ranks that hold others, on `device`, it is in double precision: they know not each other's dtype.
+    `across` groups of ranks that hold others, on `device`, it is in double precision: no rank knows another's dtype.
     """
     norm_type = float(norm_type)
     parts = [_norm_of_layout(key, tensors, norm_type) for key, tensors in _by_layout(gradients).items()]
