@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .core import devices, env, extensions
 from .core.enums import DistributedType, DynamoBackend, PrecisionType
 from .core.errors import ConfigurationError
-from .runtime import group, process, xla
+from .runtime import group, process, smddp, xla
 from .runtime.topology import Topology
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class PartialState:
         if topology.world_size > 1:
             # "nccl" is the API's word for the device's own backend.
             wanted = kind.backend if backend in (None, "nccl") else str(backend)
+            if _use_sagemaker_dp or smddp.is_asked_for():
+                wanted = smddp.BACKEND
             used_backend = group.start(topology, wanted, timeout, init_method or kind.init_method)
             distributed_type = kind.distributed
         # Everything has succeeded: the state appears whole.

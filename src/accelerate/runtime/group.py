@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core import env
 from ..core.errors import ConfigurationError
-from . import xla
+from . import smddp, xla
 from .topology import Topology
 
 # How long a rank that ends waits for the others before it closes its connections under them.
@@ -51,6 +51,8 @@ def start(
         _check_address(topology, init_method)
         if backend == "xla":
             xla.register_backend()
+        if backend == smddp.BACKEND:
+            smddp.register_backend()
         if not dist.is_backend_available(backend):
             raise ConfigurationError(
                 f"rank {topology.rank}: the collective backend {backend!r} is not in this build of torch"
