@@ -23,6 +23,7 @@ def test_attention_and_training_on_four_ranks_and_its_checkpoint_alone(tmp_path)
     run("context_parity.py", 1, tmp_path)
 
 
+@pytest.mark.thorough
 def test_trainer_unchanged(tmp_path):
     pytest.importorskip("transformers")
     run("context_trainer.py", 1, tmp_path)

@@ -9,6 +9,6 @@ from ranks import run_ranks
 WORKERS = Path(__file__).parent / "workers"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.thorough), 4])
 def test_every_step_is_that_of_one_process(world):
     run_ranks(WORKERS / "exactness.py", world, world, timeout=150)

@@ -10,7 +10,7 @@ from accelerate.core.imports import is_available
 
 
 @pytest.mark.skipif(not is_available("torchao"), reason="torchao is not installed")
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_training_in_fp8_follows_fp32(ranks, tmp_path):
     results = run_ranks(Path(__file__).parent / "workers" / "fp8.py", ranks, tmp_path)
     assert all("all near" in result.stdout for result in results)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 WORKER = Path(__file__).parent / "workers" / "fsdp1.py"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=pytest.mark.thorough) if n != 2 else n for n in (1, 2, 4)])
 def test_a_run_goes_on_through_all_settings(ranks, tmp_path):
     results = run_ranks(WORKER, ranks, tmp_path, timeout=180)
     assert all("all equal" in result.stdout for result in results)

@@ -9,7 +9,7 @@ from ranks import run_ranks
 WORKERS = Path(__file__).parent / "workers"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2, 4])
 def test_parity_loading_and_resume(ranks, tmp_path):
     results = run_ranks(WORKERS / "fsdp2_parity.py", ranks, tmp_path, timeout=150)
     assert all("all equal" in result.stdout for result in results)
