@@ -38,8 +38,8 @@ test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, R
 	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/engines $(PYTEST_ARGS)
 
 test-faults: $(STAMP)  ## kill runs at a hundred random moments, and all else that can go wrong with a checkpoint
-	KILLS=100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --timeout 3600 tests/faults tests/checkpointing \
-		tests/distributed/test_checkpoint.py tests/distributed/test_checkpoint_faults.py \
+	KILLS=100 EXITS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --timeout 3600 tests/faults tests/checkpointing \
+		tests/distributed/test_exit.py tests/distributed/test_checkpoint.py tests/distributed/test_checkpoint_faults.py \
 		tests/distributed/test_preemption.py
 
 check: $(STAMP)  ## lint, format, types, floors, public names

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every process ends with its own exit code, whatever it used and however it ends."""
 
+import os
 from collections import Counter
 
 import pytest
@@ -31,20 +32,22 @@ if way == "end":
     accelerator.end_training()
 """
 
-# Abort at exit struck about a third of the runs of plain DDP; 25 runs of 2 ranks are 50 exits.
+# Abort at exit struck about a third of the runs of plain DDP; 25 runs of 2 ranks are 50 exits. `EXITS=50` takes all of
+# them (`make test-faults`), a run of the tests takes 14.
 RUNS = {"none": (13, 0), "end": (3, 0), "raise": (3, 1), "exit": (3, 3), "lone": (3, 1)}
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.slow
-def test_fifty_exits_of_fifty():
+def test_every_exit_is_clean():
+    whole = os.environ.get("EXITS", "14") == "50"
     codes = Counter()
     for way, (runs, expected) in RUNS.items():
-        for _ in range(runs):
+        for _ in range(runs if whole else max(1, runs // 4)):
             results = run_ranks(SCRIPT, 2, way, check=False, timeout=60)
             for result in results:
                 codes[result.returncode == expected] += 1
                 assert result.returncode == expected, f"{way}: {result.returncode}\n{result.stderr}"
                 assert "terminate called" not in result.stderr
                 assert (way in ("raise", "lone")) == ("Traceback" in result.stderr)
-    assert codes == {True: 50}
+    assert codes == {True: 50 if whole else 14}

@@ -19,7 +19,7 @@ def test_messages_are_those_of_the_hand_written_step():
     run_ranks(WORKERS / "fsdp2_messages.py", 2, timeout=60)
 
 
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.thorough)])
 def test_a_run_saved_by_two_sharded_ranks_goes_on_in_any_layout(kind, tmp_path):
     worker = WORKERS / "fsdp2_accelerator.py"
     run_ranks(worker, 2, tmp_path, kind, "first")

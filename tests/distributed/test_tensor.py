@@ -9,7 +9,7 @@ from ranks import run_ranks
 WORKERS = Path(__file__).parent / "workers"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_parity(ranks, tmp_path):
     results = run_ranks(WORKERS / "tensor_parity.py", ranks, tmp_path, timeout=240)
     assert all("all equal" in result.stdout for result in results)
