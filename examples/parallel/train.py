@@ -70,7 +70,10 @@ def accelerator_options(layout: Layout, processes: int, block: str, clip: float,
 
         return {
             "deepspeed_plugin": DeepSpeedPlugin(
-                zero_stage=layout.zero_stage, gradient_clipping=clip, gradient_accumulation_steps=accumulate
+                zero_stage=layout.zero_stage,
+                gradient_clipping=clip,
+                gradient_accumulation_steps=accumulate,
+                zero3_save_16bit_model=True,  # `get_state_dict` gathers the sharded weights
             )
         }
     options: dict[str, Any] = {}
