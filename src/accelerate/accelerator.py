@@ -13,7 +13,7 @@ import torch
 from .collectives import gather_object
 from .config.training import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
 from .core import memory
-from .core.enums import DynamoBackend, FP8BackendType, LoggerType, RNGType
+from .core.enums import DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .data_loader import prepare_data_loader, skip_first_batches
 from .data_loader.diagnose import uneven_epoch
@@ -26,6 +26,7 @@ from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .process_control import ProcessControl
 from .resolve import Request, resolve
+from .run_options import RunOptions
 from .run_services import RunServices
 from .scheduler import AcceleratedScheduler
 from .state import GradientState
@@ -52,7 +53,7 @@ logger = get_logger(__name__)
 _NOT_GIVEN: Any = object()
 
 
-class Accelerator(ProcessControl, RunServices):
+class Accelerator(ProcessControl, RunOptions, RunServices):
     """Makes a PyTorch training loop run on any device and any number of processes.
 
     Args:
@@ -149,148 +150,6 @@ class Accelerator(ProcessControl, RunServices):
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[Any] = []
         self._start_services(log_with, project_dir, project_config, resume)
-
-    # -- options by the API's names
-
-    @property
-    def ddp_handler(self) -> Any:
-        return self.plan.handlers.ddp
-
-    @property
-    def scaler_handler(self) -> Any:
-        return self.plan.handlers.scaler
-
-    @property
-    def init_handler(self) -> Any:
-        return self.plan.handlers.init
-
-    @property
-    def autocast_handler(self) -> Any:
-        return self.plan.handlers.autocast
-
-    @property
-    def profile_handler(self) -> Any:
-        return self.plan.handlers.profile
-
-    @property
-    def fp8_recipe_handler(self) -> Any:
-        handlers = self.plan.handlers
-        return handlers.fp8 or handlers.ao or handlers.te or handlers.msamp
-
-    @property
-    def fp8_backend(self) -> FP8BackendType:
-        """Which library computes in fp8; NO where none does."""
-        return getattr(self.precision, "backend", FP8BackendType.NO)
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler of fp16 training, or None."""
-        return self.precision.scaler
-
-    @property
-    def native_amp(self) -> bool:
-        return self.precision.native_amp
-
-    @property
-    def deepspeed_engine_wrapped(self) -> Any:
-        """What drives the DeepSpeed engine (`DeepSpeedEngineWrapper`); None without DeepSpeed and before `prepare`."""
-        return getattr(self.strategy, "engine", None)
-
-    @property
-    def split_batches(self) -> bool:
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, value: bool) -> None:
-        self.dataloader_config.even_batches = value
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        return self.dataloader_config.use_stateful_dataloader
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
-        from .config.training import check_accumulation_steps
-
-        self.gradient_state.plugin_kwargs["num_steps"] = check_accumulation_steps(steps, "gradient_accumulation_steps")
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the present batch ends an accumulation window."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, value: bool) -> None:
-        self.gradient_state.sync_gradients = value
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """Whether some optimizer left its last step out because gradients were not finite."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    # -- the layout
-
-    @property
-    def parallelism_config(self) -> ParallelismConfig | None:
-        return self.state.parallelism_config
-
-    @property
-    def torch_device_mesh(self) -> Any:
-        return self.state.device_mesh
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        return self.is_fsdp2
-
-    @property
-    def should_save_model(self) -> bool:
-        return True
-
-    @property
-    def data_parallel_rank(self) -> int:
-        return self._mesh_rank("dp_replicate", "Data parallelism")
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        return self._mesh_rank("dp_shard", "Shard-based data parallelism")
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        return self._mesh_rank("tp", "Tensor parallelism")
-
-    @property
-    def context_parallel_rank(self) -> int:
-        return self._mesh_rank("cp", "Context parallelism")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        return self._mesh_rank("pp", "Pipeline parallelism")
-
-    def _mesh_rank(self, dimension: str, meaning: str) -> int:
-        mesh = self.torch_device_mesh
-        if mesh is None or dimension not in (mesh.mesh_dim_names or ()):
-            raise RuntimeError(f"{meaning} is not configured. Set `parallelism_config` first.")
-        return int(mesh[dimension].get_local_rank())
 
     # -- prepare
 

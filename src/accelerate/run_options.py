@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facade's part that says what the run was set to: options and layout, under the API's names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .config.training import DataLoaderConfiguration, check_accumulation_steps
+from .core.enums import FP8BackendType
+from .optimizer import AcceleratedOptimizer
+from .parallel.base import Strategy
+from .precision.base import Precision
+from .resolve import Plan
+from .state import AcceleratorState, GradientState
+
+if TYPE_CHECKING:
+    from .parallelism_config import ParallelismConfig
+
+
+class RunOptions:
+    """Properties that read what `resolve` decided, and the few that may be set again."""
+
+    plan: Plan
+    state: AcceleratorState
+    gradient_state: GradientState
+    precision: Precision
+    strategy: Strategy
+    dataloader_config: DataLoaderConfiguration
+    _optimizers: list[AcceleratedOptimizer]
+
+    # -- options by the API's names
+
+    @property
+    def ddp_handler(self) -> Any:
+        return self.plan.handlers.ddp
+
+    @property
+    def scaler_handler(self) -> Any:
+        return self.plan.handlers.scaler
+
+    @property
+    def init_handler(self) -> Any:
+        return self.plan.handlers.init
+
+    @property
+    def autocast_handler(self) -> Any:
+        return self.plan.handlers.autocast
+
+    @property
+    def profile_handler(self) -> Any:
+        return self.plan.handlers.profile
+
+    @property
+    def fp8_recipe_handler(self) -> Any:
+        handlers = self.plan.handlers
+        return handlers.fp8 or handlers.ao or handlers.te or handlers.msamp
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """Which library computes in fp8; NO where none does."""
+        return getattr(self.precision, "backend", FP8BackendType.NO)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of fp16 training, or None."""
+        return self.precision.scaler
+
+    @property
+    def native_amp(self) -> bool:
+        return self.precision.native_amp
+
+    @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """What drives the DeepSpeed engine (`DeepSpeedEngineWrapper`); None without DeepSpeed and before `prepare`."""
+        return getattr(self.strategy, "engine", None)
+
+    @property
+    def split_batches(self) -> bool:
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.gradient_state.plugin_kwargs["num_steps"] = check_accumulation_steps(steps, "gradient_accumulation_steps")
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the present batch ends an accumulation window."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = value
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether some optimizer left its last step out because gradients were not finite."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    # -- the layout
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        return self.state.device_mesh
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        return self.state.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        return True
+
+    @property
+    def data_parallel_rank(self) -> int:
+        return self._mesh_rank("dp_replicate", "Data parallelism")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        return self._mesh_rank("dp_shard", "Shard-based data parallelism")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        return self._mesh_rank("tp", "Tensor parallelism")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        return self._mesh_rank("cp", "Context parallelism")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        return self._mesh_rank("pp", "Pipeline parallelism")
+
+    def _mesh_rank(self, dimension: str, meaning: str) -> int:
+        mesh = self.torch_device_mesh
+        if mesh is None or dimension not in (mesh.mesh_dim_names or ()):
+            raise RuntimeError(f"{meaning} is not configured. Set `parallelism_config` first.")
+        return int(mesh[dimension].get_local_rank())
