@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from .base import Launcher
 from .ports import HeldPort
 from .spec import LaunchSpec, ProcessSpec
 from .static import DEFAULT_PORT
+from .watched import watched
 
 # Variables that other machines need although this launch did not set them.
 CARRIED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "GLOO_SOCKET_IFNAME")
@@ -101,8 +101,7 @@ class MpiLauncher(Launcher):
         carried = {name: env.get(name) for name in CARRIED} if spec.hostfile else {}
         per_host = spec.local_processes if spec.num_machines > 1 else None
         command = mpirun_command(spec.num_processes, spec.hostfile, {**carried, **variables}, per_host)
-        watched = [sys.executable, "-m", "accelerate.launchers.watched"]
-        return [ProcessSpec(0, 0, (*command, *watched, *spec.program.argv()), {}, starter="mpirun")]
+        return [ProcessSpec(0, 0, (*command, *watched(spec.program.argv())), {}, starter="mpirun")]
 
     def run(self) -> int:
         from .supervisor import Supervisor, with_restarts

@@ -19,6 +19,7 @@ from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
 from .base import Launcher
 from .spec import LaunchSpec, ProcessSpec
+from .watched import watched
 
 # States of a job that has not ended.
 ALIVE = frozenset(
@@ -77,7 +78,7 @@ class SlurmLauncher(Launcher):
         """Each task is a rank, and knows which from Slurm's own variables: no shell stands in between."""
         spec = self.spec
         sizes = [f"--nodes={spec.num_machines}", f"--ntasks={spec.num_processes}"]
-        return ["srun", *sizes, "--kill-on-bad-exit=1", "--label", *spec.program.argv()]
+        return ["srun", *sizes, "--kill-on-bad-exit=1", "--label", *watched(spec.program.argv())]
 
     def _variables(self) -> dict[str, str | None]:
         variables = dict(self.spec.variables)
