@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import by_hand
 import torch
 import torch.distributed as dist
 from timing import alternate, emit
@@ -97,50 +98,8 @@ def tensor_by_torch() -> Callable[[], None]:
     return step
 
 
-class SumBack(torch.autograd.Function):
-    """What enters a split: the same on every rank; its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient
-
-
-class Sum(torch.autograd.Function):
-    """What leaves a split: the sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def split(part: nn.Module, columns: tuple[str, ...], row: str) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for name, dimension in (*((name, 0) for name in columns), (row, 1)):
-        linear = getattr(part, name)
-        linear.weight = nn.Parameter(linear.weight.detach().chunk(size, dimension)[rank].clone())
-    part.register_forward_pre_hook(lambda module, args: (SumBack.apply(args[0]), *args[1:]))
-    getattr(part, row).register_forward_hook(lambda module, args, output: Sum.apply(output))
-
-
 def tensor_by_hand() -> Callable[[], None]:
-    model, _ = make()
-    for layer in model.layers:
-        layer.attention.num_heads //= dist.get_world_size()
-        layer.attention.num_kv_heads //= dist.get_world_size()
-        split(layer.attention, ("q_proj", "k_proj", "v_proj"), "o_proj")
-        split(layer.mlp, ("gate_proj", "up_proj"), "down_proj")
+    model = by_hand.split(make()[0])
     parts = [p for name, p in model.named_parameters() if name.endswith("_proj.weight")]
     rest = [p for name, p in model.named_parameters() if not name.endswith("_proj.weight")]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -162,8 +121,13 @@ def tensor_by_hand() -> Callable[[], None]:
 def prepared_step(shared: bool, **options: object) -> Callable[[], None] | None:
     """None where the model comes back without a part of it in another layout than a copy."""
     from accelerate import Accelerator
+    from accelerate.utils import DistributedType
 
     accelerator = Accelerator(cpu=True, **options)
+    if "fsdp_plugin" in options and accelerator.distributed_type is not DistributedType.FSDP:
+        # The peer leaves FSDP aside on a CPU group; told that this is FSDP, it runs it there as well.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = options["fsdp_plugin"]
     model, optimizer = accelerator.prepare(*make())
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return None

@@ -2,7 +2,8 @@
 """Steps of a small llama in a pipeline behind an unchanged loop, beside the same stages by hand in plain PyTorch.
 
 By hand: two or four modules that hold a stage each, torch's `PipelineStage` and `ScheduleGPipe` or `Schedule1F1B`, a
-loss function. The same micro-batches, the same cut. Each rank of a gloo group runs both, in turn.
+loss function. The same micro-batches, the same cut. Each rank of a gloo group runs both, in turn. Under
+a package without pipelines for training nothing is printed.
 """
 
 from __future__ import annotations
@@ -114,7 +115,16 @@ def ranks() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def offered() -> bool:
+    """Whether the interpreter's package has pipelines for training."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    return "pp_size" in ParallelismConfig.__dataclass_fields__
+
+
 def main() -> None:
+    if not offered():
+        return
     torch.set_num_threads(1)
     for word, schedule in (("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")):
         own, cut = ours(word)

@@ -18,6 +18,8 @@ from accelerate.precision.base import Precision
 from accelerate.state import PartialState
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "parallel"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+import by_hand
 from llama import Llama, LlamaConfig
 
 CPU, BATCHES = torch.device("cpu"), 3
@@ -31,57 +33,8 @@ def make():
     return Llama(LlamaConfig(vocabulary=12, width=16, hidden=24, layers=2))
 
 
-class SumBack(torch.autograd.Function):
-    """What enters a split: the same on every rank; its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient
-
-
-class Sum(torch.autograd.Function):
-    """What leaves a split: the sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def split_by_hand(model):
-    rank, size = dist.get_rank(), dist.get_world_size()
-
-    def keep(linear, dimension):
-        linear.weight = nn.Parameter(linear.weight.detach().chunk(size, dimension)[rank].clone())
-
-    for layer in model.layers:
-        layer.attention.num_heads //= size
-        layer.attention.num_kv_heads //= size
-        for part, columns, row in (
-            (layer.attention, ("q_proj", "k_proj", "v_proj"), "o_proj"),
-            (layer.mlp, ("gate_proj", "up_proj"), "down_proj"),
-        ):
-            for name in columns:
-                keep(getattr(part, name), 0)
-            keep(getattr(part, row), 1)
-            part.register_forward_pre_hook(lambda module, args: (SumBack.apply(args[0]), *args[1:]))
-            getattr(part, row).register_forward_hook(lambda module, args, output: Sum.apply(output))
-    return model
-
-
 def tensor_by_hand():
-    model = split_by_hand(make())
+    model = by_hand.split(make())
 
     def window(tokens):
         for _ in range(BATCHES):
