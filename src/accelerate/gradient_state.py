@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GradientState: where an accumulation window stands, and which prepared loader is being read."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from .config.training import GradientAccumulationPlugin
+
+
+class GradientState:
+    """Whether this batch ends an accumulation window, and which loader is being read. Shared by all instances."""
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    sync_gradients: bool
+    plugin_kwargs: dict[str, Any]
+    _is_xla_gradients_synced: bool
+    _references: list[weakref.ref[Any] | None]
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            self.__dict__.update(
+                sync_gradients=True, _references=[None], plugin_kwargs={}, _is_xla_gradients_synced=False
+            )
+        # A second Accelerator's options replace the first one's, as the API has it.
+        if gradient_accumulation_plugin is not None:
+            kwargs = gradient_accumulation_plugin.to_kwargs()
+            if self.plugin_kwargs != kwargs:
+                self.plugin_kwargs = kwargs
+
+    @property
+    def initialized(self) -> bool:
+        return "sync_gradients" in self.__dict__
+
+    @property
+    def num_steps(self) -> int:
+        """Batches a step of the optimizer is made of."""
+        steps: int = self.plugin_kwargs.get("num_steps", 1)
+        return steps
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def sync_each_batch(self) -> bool:
+        return bool(self.plugin_kwargs.get("sync_each_batch", False))
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The prepared loader that is being read (the innermost one), or None."""
+        reference = self._references[-1]
+        return None if reference is None else reference()
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The prepared loaders that are being read, outermost first, after a leading None."""
+        return [None if reference is None else reference() for reference in self._references]
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the active loader's present batch is its last."""
+        reference = self._references[-1]
+        if reference is None:
+            return False
+        loader = reference()
+        return False if loader is None else bool(loader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the active loader's last global batch that are no repetitions; -1 where that is not known."""
+        loader = self.active_dataloader
+        return -1 if loader is None else int(loader.remainder)
+
+    @property
+    def in_dataloader(self) -> bool:
+        return self.active_dataloader is not None
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        return self._is_xla_gradients_synced
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, value: bool) -> None:
+        self._is_xla_gradients_synced = value
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        self._references.append(weakref.ref(dataloader))
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        self._references = [
+            reference for reference in self._references if reference is None or reference() not in (dataloader, None)
+        ]
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the shared state."""
+        GradientState._shared_state.clear()
