@@ -3,41 +3,10 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
-from .base import ClientTracker, checked, on_main_process
-from .values import plain
+from .runs import ImageRunTracker
 
 
-class SwanLabTracker(ClientTracker):
+class SwanLabTracker(ImageRunTracker):
     """Logs to the project `run_name`; `kwargs` go to `swanlab.init`."""
 
     name = "swanlab"
-    main_process_only = False
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__(run_name, **kwargs)
-
-    @property
-    def run(self) -> Any:
-        return self.tracker
-
-    def _open(self) -> Any:
-        return importlib.import_module("swanlab").init(**{"project": self.run_name, **self.init_kwargs})
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.tracker.config.update(plain(checked(values, "store_init_configuration")))
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers and SwanLab's own media objects; `kwargs` go to `run.log`."""
-        self.tracker.log(plain(checked(values, "log")), step=step, **kwargs)
-
-    @on_main_process
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record lists of images (arrays, PIL images, paths); `kwargs` go to `run.log`."""
-        swanlab = importlib.import_module("swanlab")
-        for key, images in checked(values, "log_images").items():
-            self.tracker.log({key: [swanlab.Image(image) for image in images]}, step=step, **kwargs)
