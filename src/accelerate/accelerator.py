@@ -224,6 +224,8 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         for model in bundle.models:
             self.precision.convert(model, functools.partial(_repoint, bundle.optimizers))
         fresh = iter(self.strategy.prepare(bundle).models)
+        if bundle.models and not evaluation:
+            self.strategy.draw_alike()
         result = [next(fresh) if twin is None else twin for twin in known]
         for model, twin in zip(result, known, strict=True):
             if twin is None:

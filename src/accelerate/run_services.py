@@ -240,6 +240,8 @@ class RunServices:
         raise SystemExit(0)
 
     def _take_up(self, report: LoadReport) -> None:
+        # Of another layout each rank has taken a state that its neighbours need not share.
+        self.strategy.draw_alike()
         self.step = int(report.progress.get("accumulation_step", 0))
         self._steps_before = report.step
         for optimizer in self._optimizers:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of FSDP2 and tensor parallelism behind one loop, on 4 ranks, and a state that goes from one to another."""
+"""Layouts behind one loop, on 4 ranks, and a run that goes from one to another."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-WORKER = Path(__file__).parent / "workers" / "layouts.py"
+WORKERS = Path(__file__).parent / "workers"
 
 
 def test_one_loop_in_every_layout(tmp_path):
-    results = run_ranks(WORKER, 4, tmp_path, "train", timeout=400)
+    results = run_ranks(WORKERS / "layouts.py", 4, tmp_path, timeout=400)
     assert all("all equal" in result.stdout for result in results)
-    run_ranks(WORKER, 1, tmp_path, "load", timeout=60)
+
+
+def test_one_run_through_seven_layouts(tmp_path):
+    for ranks in (4, 1):
+        results = run_ranks(WORKERS / "chain.py", ranks, tmp_path, timeout=400)
+        assert all("all equal" in result.stdout for result in results)
 
 
 @pytest.mark.parametrize("layout", ["--tp 4", "--tp 2 --copies 4"])

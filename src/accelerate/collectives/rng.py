@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ..core import devices
 from ..core.enums import RNGType
@@ -56,6 +57,14 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
     tensors.broadcast_nested(states)
     for rng_type, state in zip(wanted, states, strict=True):
         _write(rng_type, generator, state)
+
+
+def draw_alike(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give the ranks of one group the states of its first rank's generators, of the CPU and of `device`."""
+    for module in (torch,) if device.type == "cpu" else (torch, devices.module_of(device.type)):
+        state = module.get_rng_state().to(device)
+        dist.broadcast(state, group=group, group_src=0)
+        module.set_rng_state(state.cpu())
 
 
 def _type_of(rng_type: str | RNGType) -> RNGType:

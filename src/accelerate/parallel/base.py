@@ -81,6 +81,9 @@ class Strategy:
         """The objects of one `prepare`, those replaced that can only be made together; each is prepared after this."""
         return objects
 
+    def draw_alike(self) -> None:
+        """Ranks that hold the same activations are given the same random streams; by default none share any."""
+
     def prepare(self, bundle: Bundle) -> Bundle:
         """Template: place, lower, wrap, transform each model. The optimizers' parameters stay the same objects."""
         for position, model in enumerate(bundle.models):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..collectives import rng
 from ..core.devices import kind_of
 from ..core.errors import PrepareError
 from ..parallelism_config import ParallelismConfig
@@ -62,6 +63,12 @@ class ShardedStrategy(Strategy):
     def gradient_ranks(self) -> int:
         sizes = self.layout.sizes
         return self.layout.data_parallel_size * sizes["cp"] * sizes["sp"]
+
+    def draw_alike(self) -> None:
+        """Dropout over what tensor-parallel ranks hold whole has to drop the same on each of them."""
+        ranks = mesh.group_of(self.mesh, "tp")
+        if ranks is not None:
+            rng.draw_alike(ranks, self.device)
 
     def prepare(self, bundle: Bundle) -> Bundle:
         """Lay out each model and re-point the optimizers. Models for evaluation are only placed."""
