@@ -9,11 +9,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from accelerate.collectives import transport
+from accelerate.core.errors import ConfigurationError
+from accelerate.parallel.context import exchange as exchange_room
 from accelerate.parallel.context import gather as gather_room
 from accelerate.parallel.context.attention import Call, ContextAttention, SequenceAttention
 from accelerate.parallel.context.blocks import Block
-from accelerate.parallel.context.gather import GatherAttention
-from accelerate.parallel.context.ring import Exchange, RingAttention
+from accelerate.parallel.context.exchange import Exchange, ExchangedAttention
+from accelerate.parallel.context.gather import Gather
+from accelerate.parallel.context.ring import Ring
 from accelerate.parallel.context.shard import SequenceLayout
 from accelerate.parallel.context.ulysses import split_rows, spread_inputs
 from accelerate.state import PartialState
@@ -28,9 +31,8 @@ def whole_inputs(heads, shared, dtype, width=WIDTH):
     return tensors
 
 
-def expected(inputs, causal, keep=None):
+def expected(inputs, causal, keep=None, mask=None):
     query, key, value = (tensor.double().clone().requires_grad_() for tensor in inputs[:3])
-    mask = None
     if keep is not None:
         mask = keep[:, None, None] & (torch.ones(ROWS, ROWS, dtype=torch.bool).tril() if causal else True)
     out = F.scaled_dot_product_attention(
@@ -60,12 +62,12 @@ def check_exchanges(group, world, rank):
     own_keep = torch.stack([
         SequenceLayout("cp_size", world, r, balanced=True).take(keep, 1) for r in range(world)
     ])  # fmt: skip
-    cases = itertools.product((RingAttention, GatherAttention), (True, False), ((4, 4), (4, 2)), (None, keep))
-    for kind, causal, heads, seen in cases:
-        what = f"{kind.__name__} causal={causal} heads={heads} keep={seen is not None}"
-        exchange = Exchange(group, world, rank, Block(SCALE, causal), None if seen is None else own_keep)
+    cases = itertools.product((Ring, Gather), (True, False), ((4, 4), (4, 2)), (None, keep))
+    for way, causal, heads, seen in cases:
+        what = f"{way.__name__} causal={causal} heads={heads} keep={seen is not None}"
+        exchange = Exchange(way, group, layout, Block(SCALE, causal), None if seen is None else own_keep)
         inputs = whole_inputs(*heads, torch.float64)
-        attention = lambda *qkv: kind.apply(*qkv, exchange)  # noqa: B023, E731
+        attention = lambda *qkv: ExchangedAttention.apply(*qkv, exchange)  # noqa: B023, E731
         compare(what, layout, attention, inputs, expected(inputs, causal, seen), 1e-10)
         if seen is not None or heads != (4, 2):
             continue
@@ -88,6 +90,95 @@ def check_all_to_all(group, world, rank):
         inputs = whole_inputs(*heads, torch.float64, width)
         what = f"all to all causal={causal} heads={heads} width={width}"
         compare(what, layout, attention, inputs, expected(inputs, causal), 1e-10)
+
+
+def masks():
+    """Over the whole sequence: (what, mask, the mask of torch's own call where that needs another)."""
+    generator = torch.Generator().manual_seed(8)
+    i, j = torch.arange(ROWS)[:, None], torch.arange(ROWS)
+    causal = j <= i
+    yield "window", causal & (j > i - 5), None
+    documents = torch.tensor([0] * 7 + [1] * 11 + [2] * (ROWS - 18))
+    packed = causal & (documents[:, None] == documents)
+    yield "documents", torch.stack([packed, causal])[:, None], None
+    slopes = (i - j).abs() * -torch.tensor([0.5, 0.25, 0.125, 0.0625])[:, None, None]
+    bias = slopes.double().masked_fill(~causal, float("-inf"))
+    yield "bias of heads", bias, None
+    anything = torch.rand(BATCH, 4, ROWS, ROWS, generator=generator) > 0.6
+    anything[0, 1, 3], anything[1, :, -1] = False, False  # rows that see nothing
+    yield "anything", anything, None
+    yield "keys", torch.rand(1, ROWS, generator=generator) > 0.4, None
+    yield "rows", i % 3 > 0, (i % 3 > 0).expand(ROWS, ROWS)
+    finite = torch.zeros(BATCH, 1, ROWS, ROWS, dtype=torch.float64).masked_fill(
+        ~causal, torch.finfo(torch.float32).min
+    )
+    yield "causal by large numbers", finite, causal
+    hidden = torch.randn(1, 1, ROWS, ROWS, generator=generator, dtype=torch.float64)
+    plain = hidden.clone()
+    hidden[:, :, 4] -= 1e6  # a row from which as much is taken everywhere
+    yield "large numbers", hidden, plain
+    yield "everything", torch.ones(1, ROWS, ROWS, dtype=torch.bool), None
+
+
+def check_masks(group, world, rank):
+    """Every mask over all rows, and over this rank's rows; with what is padding beside it."""
+    rings = SequenceLayout("cp_size", world, rank, balanced=True)
+    heads = SequenceLayout("sp_size", world, rank, balanced=False)
+    methods = [
+        ContextAttention(group, rings, rotate=True),
+        ContextAttention(group, rings, rotate=False),
+        SequenceAttention(group, heads),
+    ]
+    keep = torch.rand(BATCH, ROWS, generator=torch.Generator().manual_seed(5)) > 0.2
+    inputs = whole_inputs(4, 4, torch.float64)
+    for method, (what, mask, plain), own in itertools.product(methods, masks(), (False, True)):
+        layout = method.layout
+        plain = mask if plain is None else plain
+        reference = expected(inputs, False, mask=plain)
+        given = layout.take(mask, -2) if own and mask.shape[-2] == ROWS else mask
+        call = Call(given, 0.0, False, SCALE)
+        compare(f"{what} {own} {method}", layout, lambda *qkv: method(*qkv, call), inputs, reference, 1e-10)  # noqa: B023
+        if own and plain.dtype == torch.bool:
+            padded = plain & keep[:, None, None]
+            call.keep = torch.stack(
+                [SequenceLayout(layout.size, world, r, layout.balanced).take(keep, 1) for r in range(world)]
+            )
+            reference = expected(inputs, False, mask=padded)
+            compare(f"{what} padded {method}", layout, lambda *qkv: method(*qkv, call), inputs, reference, 1e-10)  # noqa: B023
+        method.masks.forget()
+    half = [tensor.to(torch.bfloat16) for tensor in whole_inputs(4, 2, torch.float64)]
+    (_, window, _), _, (_, bias, _), *_ = masks()
+    for method, mask in itertools.product(methods, (window, bias.to(torch.bfloat16))):
+        call = Call(mask, 0.0, False, SCALE)
+        reference = expected(half, False, mask=mask if mask is window else mask.double())
+        compare(f"bfloat16 {method}", method.layout, lambda *qkv: method(*qkv, call), half, reference, 6e-2)  # noqa: B023
+    check_unseen(methods[:2], world, window)
+
+
+def check_unseen(methods, world, window):
+    """Chunks of the sequence that a window hides are not computed on."""
+    for method in methods:
+        own = [method.layout.take(tensor, 2) for tensor in whole_inputs(4, 4, torch.float64)[:3]]
+        with mock.patch.object(exchange_room, "attend", side_effect=exchange_room.attend) as attend:
+            method(*own, Call(window, 0.0, False, None))
+        computed = sum(call.args[0].shape[2] * call.args[1].shape[2] for call in attend.call_args_list)
+        chunk = ROWS // (2 * world)
+        # Of its own two chunks and of the one before each; of five keys more before the second where chunks are short.
+        assert computed <= 2 * chunk * chunk * (2 + (chunk < 4)), (computed, chunk)
+    method = methods[0]
+    wrong = torch.ones(ROWS, ROWS - 1, dtype=torch.bool)
+    for mask, why in (
+        (wrong, f"the sequence has {ROWS} rows"),
+        (window.to(torch.int64), "torch.int64"),
+        (window.expand(3, 1, ROWS, ROWS), "does not broadcast"),
+        (torch.zeros(ROWS, ROWS, requires_grad=True), "requires a gradient"),
+    ):
+        try:
+            method(*own, Call(mask, 0.0, False, None))
+        except ConfigurationError as error:
+            assert why in str(error) and "cp_size" in str(error), error
+        else:
+            raise AssertionError(f"accepted: {why}")
 
 
 def check_messages(group, world, rank):
@@ -137,6 +228,7 @@ def main():
     check_exchanges(group, state.num_processes, state.process_index)
     check_messages(group, state.num_processes, state.process_index)
     check_all_to_all(group, state.num_processes, state.process_index)
+    check_masks(group, state.num_processes, state.process_index)
     print("all equal")
 
 

@@ -6,23 +6,24 @@ import torch
 import torch.nn.functional as F
 
 from accelerate.parallel.context import blocks
-from accelerate.parallel.context.blocks import Block, Merger, attend, attend_backward
+from accelerate.parallel.context.blocks import Attended, Block, Merger, attend, attend_backward
 
 ROWS, SCALE = 32, 0.4
 
 
-def whole(query, key, value, gradient, causal, keep=None):
+def whole(query, key, value, gradient, causal, keep=None, shown=None):
     query, key, value = (tensor.double().clone().requires_grad_() for tensor in (query, key, value))
     mask = torch.ones(ROWS, ROWS, dtype=torch.bool, device=query.device)
     mask = (
         (mask.tril() if causal else mask) if keep is None else (mask.tril() if causal else mask) & keep[:, None, None]
     )
+    mask = mask if shown is None else shown.double() if shown.is_floating_point() else shown
     out = F.scaled_dot_product_attention(query, key, value, mask, scale=SCALE, enable_gqa=True)
     out.backward(gradient.double())
     return out.detach(), query.grad, key.grad, value.grad
 
 
-def in_parts(query, key, value, gradient, causal, keep=None):
+def in_parts(query, key, value, gradient, causal, keep=None, shown=None):
     """The first half of the rows sees the first half of the keys, the second both."""
     half, merger = ROWS // 2, Merger(query, value.shape[-1])
     first, second = slice(0, half), slice(half, ROWS)
@@ -30,21 +31,25 @@ def in_parts(query, key, value, gradient, causal, keep=None):
     if not causal:
         pairs.append((first, second, False))
     parts = [
-        (rows, keys, Block(SCALE, square, None if keep is None else keep[:, keys])) for rows, keys, square in pairs
+        (
+            rows,
+            keys,
+            Block(
+                SCALE,
+                square,
+                None if keep is None else keep[:, keys],
+                None if shown is None else shown[:, :, rows, keys],
+            ),
+        )
+        for rows, keys, square in pairs
     ]
     for rows, keys, block in parts:
         merger.add(rows, attend(query[:, :, rows], key[:, :, keys], value[:, :, keys], block))
     out, lse = merger.result()
     found = [torch.zeros_like(tensor, dtype=torch.float64) for tensor in (query, key, value)]
+    of = Attended(query, key, value, out, lse, gradient)
     for rows, keys, block in parts:
-        d_parts = attend_backward(
-            gradient[:, :, rows],
-            query[:, :, rows],
-            key[:, :, keys],
-            value[:, :, keys],
-            (out[:, :, rows], lse[:, :, rows]),
-            block,
-        )
+        d_parts = attend_backward(of.part(rows, key[:, :, keys], value[:, :, keys]), block)
         for total, part, place in zip(found, d_parts, (rows, keys, keys), strict=True):
             total[:, :, place] += part
     return out, *found
@@ -63,6 +68,15 @@ def some_keys(device="cpu"):
     return keep.to(device)
 
 
+def some_pairs(dtype, device="cpu"):
+    """A boolean mask with rows that see nothing, and a bias of each head with keys that are hidden."""
+    generator = torch.Generator().manual_seed(5)
+    seen = torch.rand(2, 1, ROWS, ROWS, generator=generator) > 0.5
+    seen[0, :, 3], seen[1, :, 17] = False, False
+    bias = torch.randn(1, 4, ROWS, ROWS, generator=generator).masked_fill(~seen[:1], float("-inf"))
+    return seen.to(device), bias.to(device, dtype)
+
+
 def compare(found, expected, tolerance):
     for name, one, other in zip(("output", "query", "key", "value"), found, expected, strict=True):
         difference = (one.double() - other).abs().max().item()
@@ -78,6 +92,8 @@ def test_parts_merge_to_the_whole(causal, math, monkeypatch):
     assert (blocks._kernel(*given[:3], Block(1.0)) is blocks._Math) is math
     compare(in_parts(*given, causal), whole(*given, causal), 1e-12)
     compare(in_parts(*given, causal, some_keys()), whole(*given, causal, some_keys()), 1e-12)
+    for shown in some_pairs(torch.float64) if not causal else ():
+        compare(in_parts(*given, False, shown=shown), whole(*given, False, shown=shown), 1e-12)
     narrow = inputs(torch.float64, width=5)
     compare(in_parts(*narrow, causal), whole(*narrow, causal), 1e-12)
 
@@ -101,3 +117,5 @@ def test_kernels_of_a_gpu(dtype, kernel, tolerance, causal):
     compare(in_parts(*given, causal), whole(*given, causal), tolerance)
     keep = some_keys("cuda")
     compare(in_parts(*given, causal, keep), whole(*given, causal, keep), tolerance)
+    for shown in some_pairs(dtype, "cuda") if not causal else ():
+        compare(in_parts(*given, False, shown=shown), whole(*given, False, shown=shown), tolerance)

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +11,10 @@ import torch.nn.functional as F
 
 from ...core.errors import ConfigurationError
 from .blocks import Block, accumulator
-from .gather import GatherAttention
-from .ring import Exchange, RingAttention
+from .exchange import Exchange, ExchangedAttention
+from .gather import Gather
+from .masks import MaskReader, Sight
+from .ring import Ring
 from .shard import SequenceLayout
 from .ulysses import copies_of_heads, split_rows, spread_inputs
 
@@ -37,54 +37,11 @@ class Call:
     keep: torch.Tensor | None = None
     # Padding that comes after everything that counts: under a causal mask nothing that counts sees it.
     padded_behind: bool = False
+    # Whether queries were (batch, rows, width): of a mask then the first of three dimensions is the batch.
+    flat: bool = False
 
     def padding(self, causal: bool) -> torch.Tensor | None:
         return None if causal and self.padded_behind else self.keep
-
-
-class MaskReader:
-    """What a mask over a rank's own rows says about the whole sequence: everything, or causal; nothing else can be.
-
-    All layers of a model share a mask, so the last verdict is kept.
-    """
-
-    def __init__(self, layout: SequenceLayout) -> None:
-        self.layout = layout
-        self._last: Any = lambda: None
-        self._version, self._verdict = -1, False
-
-    def is_causal(self, mask: torch.Tensor, rows: int) -> bool:
-        version = 0 if mask.is_inference() else mask._version
-        if self._last() is not mask or self._version != version:
-            self._verdict = self._read(mask, rows)
-            self._last, self._version = weakref.ref(mask), version
-        return self._verdict
-
-    def _read(self, mask: torch.Tensor, rows: int) -> bool:
-        seen = mask
-        if mask.dtype != torch.bool:
-            seen = mask == 0
-            hidden = mask <= torch.finfo(torch.float16).min
-            if not bool((seen | hidden).all()):
-                raise self._refuse(mask, "it adds a bias to the scores")
-        if bool(seen.all()):
-            return False
-        if mask.shape[-2:] == (rows, rows):
-            lower = torch.ones(rows, rows, dtype=torch.bool, device=mask.device).tril()
-            if bool((seen == lower).all()):
-                return True
-        raise self._refuse(mask, "it is neither causal nor all true")
-
-    def _refuse(self, mask: torch.Tensor, why: str) -> ConfigurationError:
-        size = f"{self.layout.size}={self.layout.ranks}"
-        remedy = "use is_causal=True or no mask"
-        if self.layout.size == "sp_size":
-            remedy += ", or give one over the whole sequence"
-        return ConfigurationError(
-            f"attn_mask of shape {tuple(mask.shape)} under {size}: {why}, and its rows and columns are this rank's "
-            f"part of the sequence only: {remedy}. A padding mask goes to a transformers model as attention_mask, and "
-            "is not needed at all where padding comes behind and attention is causal."
-        )
 
 
 class ContextAttention:
@@ -92,8 +49,8 @@ class ContextAttention:
 
     def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout, rotate: bool) -> None:
         self.group, self.layout = group, layout
-        self.kind: Any = RingAttention if rotate else GatherAttention
-        self.masks = MaskReader(layout)
+        self.way = Ring if rotate else Gather
+        self.masks = MaskReader(layout, group)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
         layout = self.layout
@@ -103,12 +60,13 @@ class ContextAttention:
                 "ranks would have to agree on what is dropped. Set the attention's dropout to 0 (attention_dropout of "
                 "transformers' configurations), or split with sp_size, which computes whole rows."
             )
-        causal = call.causal or (call.mask is not None and self.masks.is_causal(call.mask, query.shape[2]))
+        sight = Sight(call.causal) if call.mask is None else self.masks.sight(call.mask, query, call.flat)
         scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-        exchange = Exchange(self.group, layout.ranks, layout.rank, Block(scale, causal), call.padding(causal))
+        keep = call.padding(sight.causal)
+        exchange = Exchange(self.way, self.group, layout, Block(scale, sight.causal), keep, sight.of(query.dtype))
         # The kernels read rows; keys and values travel as dense messages anyway.
         query = query if query.stride(-1) == 1 else query.contiguous()
-        out: torch.Tensor = self.kind.apply(query, key, value, exchange)
+        out: torch.Tensor = ExchangedAttention.apply(query, key, value, exchange)
         return out
 
     def sent(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sent:
@@ -116,7 +74,7 @@ class ContextAttention:
         others, held = self.layout.ranks - 1, key.nbytes + value.nbytes
         gradients = (key.numel() + value.numel()) * accumulator(key.dtype).itemsize
         keys = "keys and values over cp"
-        if self.kind is RingAttention:
+        if self.way is Ring:
             back = (others + 1, (others + 1) * gradients)
             return {f"{keys}, round, twice": (2 * others, 2 * others * held), f"{keys}, gradients round": back}
         return {f"{keys}, gathered, twice": (2, 2 * others * held), f"{keys}, gradients": (1, others * gradients)}
@@ -127,12 +85,16 @@ class SequenceAttention:
 
     def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout) -> None:
         self.group, self.layout = group, layout
-        self.masks = MaskReader(layout)
+        self.masks = MaskReader(layout, group)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
-        ranks, rows, heads = self.layout.ranks, query.shape[2], query.shape[1]
-        mask, causal = self._mask(call, rows, heads)
+        ranks = self.layout.ranks
+        mask, causal = self._mask(call, query)
         query, key, value = spread_inputs(query, key, value, self.group, ranks)
+        groups = query.shape[1] // key.shape[1]
+        if mask is not None and groups > 1:
+            # With a mask torch's lean kernels take as many key heads as query heads.
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         out = plain_attention(
             query,
             key,
@@ -145,25 +107,19 @@ class SequenceAttention:
         )
         return split_rows(out, self.group, ranks)
 
-    def _mask(self, call: Call, rows: int, heads: int) -> tuple[torch.Tensor | None, bool]:
+    def _mask(self, call: Call, query: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
         """(mask over the whole sequence for this rank's heads, whether attention is causal instead of it)."""
-        mask, causal, layout = call.mask, call.causal, self.layout
-        length = rows * layout.ranks
-        if mask is not None and mask.shape[-1] == length:
-            if mask.dim() >= 3 and mask.shape[-3] == heads:
-                mask = mask.unflatten(-3, (layout.ranks, -1)).select(-4, layout.rank)
-            if call.keep is not None:
-                raise ConfigurationError("an attn_mask and a padding mask are given both: put the padding in the mask")
-            return mask, causal
-        if mask is not None:
-            causal = self.masks.is_causal(mask, rows)
-        keep = call.padding(causal)
+        sight = Sight(call.causal) if call.mask is None else self.masks.whole(call.mask, query, call.flat)
+        mask, causal, keep = sight.mask, sight.causal, call.padding(sight.causal)
         if keep is None:
-            return None, causal
-        seen = layout.join(list(keep), 1)[:, None, None]
+            return mask, causal
+        seen = self.layout.join(list(keep), 1)[:, None, None]
         if causal:
+            length = query.shape[2] * self.layout.ranks
             seen = seen & torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
-        return seen, False
+        elif mask is not None and mask.dtype != torch.bool:
+            return mask.masked_fill(~seen, float("-inf")), False
+        return seen if mask is None else seen & mask, False
 
     def sent(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sent:
         """What a rank sends for one attention of these sizes and its backward."""

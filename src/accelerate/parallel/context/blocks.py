@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,40 @@ _BIAS_ALIGNMENT = 8
 class Block:
     """What stays the same for each pair of queries and keys: scale, and whether row i sees keys 0..i only.
 
-    A causal block is square. `keep` (batch, keys), where given, says which keys are seen at all.
+    A causal block is square. `keep` (batch, keys), where given, says which keys are seen at all; `mask`, which
+    broadcasts to (batch, heads, rows, keys), which keys each row sees (boolean), or what is added to the scores (in
+    the dtype of queries).
     """
 
     scale: float
     causal: bool = False
     keep: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+    @property
+    def selects(self) -> bool:
+        """Whether there may be rows that see none of the keys."""
+        return self.keep is not None or self.mask is not None
+
+
+@dataclass(frozen=True)
+class Attended:
+    """An attention whose gradient is asked for: its inputs; output, log-sum-exp and the output's gradient.
+
+    `out` and `lse` are those of the whole attention, also where `key` and `value` are a part of what was seen.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    gradient: torch.Tensor
+
+    def part(self, rows: slice, key: torch.Tensor, value: torch.Tensor) -> Attended:
+        """The same attention of some rows, to these keys."""
+        query, out, gradient = (tensor[:, :, rows] for tensor in (self.query, self.out, self.gradient))
+        return Attended(query, key, value, out, self.lse[:, :, rows], gradient)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -43,27 +71,18 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: B
     groups = query.shape[1] // key.shape[1]
     key, value = _repeat(key, groups), _repeat(value, groups)
     out, lse = _kernel(query, key, value, block).forward(query, key, value, block)
-    if block.keep is not None:
-        lse = lse.masked_fill(~_sees_any(block, query.shape[2])[:, None], float("-inf"))
+    if block.selects:
+        lse = lse.masked_fill(~_sees_any(block, query.shape[2]), float("-inf"))
     return out, lse
 
 
-def attend_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    merged: Partial,
-    block: Block,
-) -> Gradients:
+def attend_backward(of: Attended, block: Block) -> Gradients:
     """Gradients of one block's query, key and value, from the *whole* attention's output and log-sum-exp."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = _repeat(key, groups), _repeat(value, groups)
-    out, lse = merged
+    groups = of.query.shape[1] // of.key.shape[1]
     # A row that sees nothing anywhere has no weights: exp(-inf - 0), where exp(-inf - -inf) would be nan.
-    lse = lse.masked_fill(lse == float("-inf"), 0.0) if block.keep is not None else lse
-    kernel = _kernel(query, key, value, block)
-    d_query, d_key, d_value = kernel.backward(gradient, query, key, value, out, lse, block)
+    lse = of.lse.masked_fill(of.lse == float("-inf"), 0.0) if block.selects else of.lse
+    of = replace(of, key=_repeat(of.key, groups), value=_repeat(of.value, groups), lse=lse)
+    d_query, d_key, d_value = _kernel(of.query, of.key, of.value, block).backward(of, block)
     return d_query, _sum_groups(d_key, groups), _sum_groups(d_value, groups)
 
 
@@ -105,11 +124,19 @@ def _sum_groups(heads: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _sees_any(block: Block, rows: int) -> torch.Tensor:
-    """(batch, rows): whether a row sees any key."""
+    """Whether a row sees any key; broadcasts to (batch, heads, rows)."""
+    if block.mask is not None:
+        return _seen(block.mask, block.keep).any(-1)
     assert block.keep is not None
     if block.causal:
-        return block.keep.cumsum(-1) > 0
-    return block.keep.any(-1, keepdim=True).expand(-1, rows)
+        return (block.keep.cumsum(-1) > 0)[:, None]
+    return block.keep.any(-1, keepdim=True).expand(-1, rows)[:, None]
+
+
+def _seen(mask: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+    """Which keys each row sees, of a mask of either kind."""
+    seen = mask if mask.dtype == torch.bool else mask > float("-inf")
+    return seen if keep is None else seen & keep[:, None, None]
 
 
 def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> type[_Math]:
@@ -122,7 +149,7 @@ def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: 
         return _CpuFlash
     if query.device.type == "cuda" and query.dtype != torch.float64 and width % 8 == 0:
         half = query.dtype in (torch.float16, torch.bfloat16)
-        if half and width <= _FLASH_WIDTH and block.keep is None and torch.backends.cuda.flash_sdp_enabled():
+        if half and width <= _FLASH_WIDTH and not block.selects and torch.backends.cuda.flash_sdp_enabled():
             return _CudaFlash
         if torch.backends.cuda.mem_efficient_sdp_enabled():
             return _CudaEfficient
@@ -130,14 +157,23 @@ def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: 
 
 
 def _bias(block: Block, query: torch.Tensor, keys: int) -> torch.Tensor | None:
-    """0 and -inf for keys that are seen or not, (batch, heads, rows, keys), in the memory of (batch, keys)."""
-    if block.keep is None:
+    """What is added to the scores, (batch, heads, rows, keys), in the memory of what differs: -inf for unseen keys."""
+    if not block.selects:
         return None
-    batch, heads, rows, _ = query.shape
+    mask, keep = block.mask, block.keep
+    batch, heads, rows = (1, 1, 1) if mask is None else mask.shape[:3]
+    if keep is not None:
+        batch = keep.shape[0]
     padded = -(-keys // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
-    bias = query.new_zeros((batch, 1, 1, padded))
-    bias[:, 0, 0, :keys].masked_fill_(~block.keep, float("-inf"))
-    return bias[..., :keys].expand(batch, heads, rows, keys)
+    bias = query.new_zeros((batch, heads, rows, padded))
+    inner = bias[..., :keys]
+    if mask is not None and mask.dtype != torch.bool:
+        inner += mask
+    elif mask is not None:
+        inner.masked_fill_(~mask, float("-inf"))
+    if keep is not None:
+        inner.masked_fill_(~keep[:, None, None], float("-inf"))
+    return inner.expand(*query.shape[:3], keys)
 
 
 class _Math:
@@ -150,6 +186,10 @@ class _Math:
         if block.causal:
             unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores.masked_fill_(unseen, float("-inf"))
+        if block.mask is not None and block.mask.dtype == torch.bool:
+            scores.masked_fill_(~block.mask, float("-inf"))
+        elif block.mask is not None:
+            scores += block.mask
         if block.keep is not None:
             scores.masked_fill_(~block.keep[:, None, None], float("-inf"))
         return scores
@@ -163,24 +203,16 @@ class _Math:
             return weights @ value.to(weights.dtype), lse
 
     @staticmethod
-    def backward(
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        block: Block,
-    ) -> Gradients:
-        with torch.autocast(query.device.type, enabled=False):
-            weights = torch.exp(_Math._scores(query, key, block) - lse.unsqueeze(-1))
-            gradient, key, value = (tensor.to(weights.dtype) for tensor in (gradient, key, value))
+    def backward(of: Attended, block: Block) -> Gradients:
+        with torch.autocast(of.query.device.type, enabled=False):
+            weights = torch.exp(_Math._scores(of.query, of.key, block) - of.lse.unsqueeze(-1))
+            gradient, key, value = (tensor.to(weights.dtype) for tensor in (of.gradient, of.key, of.value))
             d_weights = gradient @ value.transpose(-1, -2)
-            along = (gradient * out.to(weights.dtype)).sum(-1, keepdim=True)
+            along = (gradient * of.out.to(weights.dtype)).sum(-1, keepdim=True)
             d_scores = weights * (d_weights - along) * block.scale
             return (
                 d_scores @ key,
-                d_scores.transpose(-1, -2) @ query.to(weights.dtype),
+                d_scores.transpose(-1, -2) @ of.query.to(weights.dtype),
                 weights.transpose(-1, -2) @ gradient,
             )
 
@@ -196,26 +228,18 @@ class _CpuFlash(_Math):
         return out, lse
 
     @staticmethod
-    def backward(
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        block: Block,
-    ) -> Gradients:
+    def backward(of: Attended, block: Block) -> Gradients:
         found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient.contiguous(),
-            query,
-            key,
-            value,
-            out,
+            of.gradient.contiguous(),
+            of.query,
+            of.key,
+            of.value,
+            of.out,
             # The kernel reads its own layout, in which the heads of a row are neighbours.
-            lse.transpose(1, 2).contiguous().transpose(1, 2),
+            of.lse.transpose(1, 2).contiguous().transpose(1, 2),
             0.0,
             block.causal,
-            attn_mask=_bias(block, query, key.shape[2]),
+            attn_mask=_bias(block, of.query, of.key.shape[2]),
             scale=block.scale,
         )
         return found
@@ -232,33 +256,25 @@ class _CudaFlash(_Math):
         return out, lse
 
     @staticmethod
-    def backward(
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        block: Block,
-    ) -> Gradients:
+    def backward(of: Attended, block: Block) -> Gradients:
         # Without dropout the generator's state is not read, and dense inputs have no cumulated lengths.
         shape, dtype = ((), torch.int64) if torch.version.hip else ((2,), torch.uint64)
-        state = torch.empty(shape, dtype=dtype, device=query.device)
+        state = torch.empty(shape, dtype=dtype, device=of.query.device)
         found: Gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient,
-            query,
-            key,
-            value,
-            out,
-            lse.contiguous(),
+            of.gradient,
+            of.query,
+            of.key,
+            of.value,
+            of.out,
+            of.lse.contiguous(),
             None,
             None,
-            query.shape[2],
-            key.shape[2],
+            of.query.shape[2],
+            of.key.shape[2],
             0.0,
             block.causal,
             state,
-            torch.empty((), dtype=dtype, device=query.device),
+            torch.empty((), dtype=dtype, device=of.query.device),
             scale=block.scale,
         )
         return found
@@ -275,26 +291,18 @@ class _CudaEfficient(_Math):
         return out, lse[..., : query.shape[2]]
 
     @staticmethod
-    def backward(
-        gradient: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        block: Block,
-    ) -> Gradients:
-        missing = -lse.shape[-1] % _LSE_ALIGNMENT
+    def backward(of: Attended, block: Block) -> Gradients:
+        missing = -of.lse.shape[-1] % _LSE_ALIGNMENT
         # Rows that only fill up have infinite sums: their weights are 0.
-        lse = F.pad(lse, (0, missing), value=float("inf")).contiguous()
-        state = torch.zeros((), dtype=torch.int64, device=query.device)
+        lse = F.pad(of.lse, (0, missing), value=float("inf")).contiguous()
+        state = torch.zeros((), dtype=torch.int64, device=of.query.device)
         d_query, d_key, d_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            gradient,
-            query,
-            key,
-            value,
-            _bias(block, query, key.shape[2]),
-            out,
+            of.gradient,
+            of.query,
+            of.key,
+            of.value,
+            _bias(block, of.query, of.key.shape[2]),
+            of.out,
             lse,
             state,
             state,

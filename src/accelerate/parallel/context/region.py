@@ -152,6 +152,7 @@ class ContextParallel:
         if self._block is not None:
             self._last = replace(self._block, strict=False, whole={})
         self._block = None
+        self.attention.masks.forget()
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -183,6 +184,7 @@ class ContextParallel:
             yield
         finally:
             self._batch = None
+            self.attention.masks.forget()
             self.route.close()
 
     def split_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,6 +202,7 @@ class ContextParallel:
             found["shift_labels"] = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
         split = {name: value for name, value in found.items() if _is_sequence(value, length)}
         parts = {name: self.layout.take(value, 1) for name, value in split.items()}
+        self.attention.masks.forget()
         self._batch = self._region(length, parts.values(), split.values(), strict=False)
         return {**found, **parts}
 
@@ -279,13 +282,14 @@ class ContextParallel:
         if attn_mask is not None and is_causal:
             raise ConfigurationError("scaled_dot_product_attention has an attn_mask and is_causal=True: give one")
         region.calls += 1
-        call = Call(attn_mask, dropout_p, is_causal, scale, region.keep, region.padded_behind)
+        flat = query.dim() == 3
+        call = Call(attn_mask, dropout_p, is_causal, scale, region.keep, region.padded_behind, flat)
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
             # As torch's own function under autocast: rotated queries may be float32 beside values of low precision.
             dtype = torch.get_autocast_dtype(kind)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if query.dim() == 3:
+        if flat:
             return self._compute(region, query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), call).squeeze(1)
         return self._compute(region, query, key, value, call)
 
