@@ -116,3 +116,18 @@ def test_tokens_count_alike(by_hand):
     assert model.weight.flatten().tolist() == pytest.approx([0.0953, 0.4337], abs=1e-4)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def test_a_window_without_items_has_no_gradient():
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 2, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.08))
+    before = model.weight.detach().clone()
+    loss = torch.nn.functional.cross_entropy(model(torch.ones(3, 1)), torch.full((3,), -100))
+    assert loss.isnan()  # a mean over nothing
+    accelerator.backward(loss, num_items=0)
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

@@ -368,11 +368,6 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
             kwargs: handed to `loss.backward`.
         """
         if num_items is not None:
-            if self.strategy.steps_in_backward:
-                raise ConfigurationError(
-                    f"backward(loss, num_items=...): {self.strategy.name} steps in its backward, before the items of "
-                    "a window are known. Divide the loss by the number of the window's items, and leave num_items out"
-                )
             models = self._accumulated or self._models
             self._items.backward(loss, num_items, self.gradient_state.sync_gradients, models, **kwargs)
             for optimizer in self._optimizers:

@@ -15,8 +15,9 @@ pytestmark = [
 ]
 
 
-def test_zero_stages_train_like_the_plain_loop():
-    results = run_ranks(WORKERS / "deepspeed_parity.py", 2, env={"DS_ACCELERATOR": "cpu"}, timeout=170)
+@pytest.mark.parametrize("worker", ["deepspeed_parity.py", "deepspeed_items.py"])
+def test_zero_stages_train_like_the_plain_loop(worker):
+    results = run_ranks(WORKERS / worker, 2, env={"DS_ACCELERATOR": "cpu"}, timeout=170)
     assert all("all equal" in result.stdout for result in results)
 
 

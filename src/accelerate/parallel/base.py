@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..precision.base import Precision
+from .gradients import gradients_of, multiply
 
 
 @dataclass
@@ -47,8 +48,6 @@ class Strategy:
     holds_parts = False
     # Whether a loss is divided by the steps of its window before `backward`; an engine may do that by itself.
     divides_loss = True
-    # Whether the optimizer steps in the backward that ends a window: gradients can then not be changed before.
-    steps_in_backward = False
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
         self.device = device
@@ -113,6 +112,23 @@ class Strategy:
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
         """A context in which backwards accumulate without communicating."""
         return contextlib.nullcontext()
+
+    def backward_items(
+        self,
+        loss: torch.Tensor,
+        factor: Callable[[], torch.Tensor] | None = None,
+        models: Iterable[torch.nn.Module] = (),
+        **kwargs: Any,
+    ) -> None:
+        """Backward of a loss that is weighed by its items, not divided by the steps of its window.
+
+        Where the window ends, the gradients of `models` are then multiplied by `factor()`, which waits for all ranks.
+        """
+        self.backward(loss, **kwargs)
+        if factor is not None:
+            # Asked for only now: during the backward a sharded model shows other parameters.
+            parameters = {id(p): p for model in models for p in model.parameters()}.values()
+            multiply(gradients_of(parameters), factor())
 
     def join(
         self, joinables: list[Any], loaders: list[Any], even_batches: bool | None

@@ -14,6 +14,7 @@ from ..core.errors import ConfigurationError, PrepareError
 from ..core.imports import required
 from ..optimizer import AcceleratedOptimizer
 from ..scheduler import AcceleratedScheduler
+from .deepspeed_items import check_multiplies, multiplied
 
 __all__ = [
     "DeepSpeedEngineWrapper",
@@ -67,6 +68,16 @@ class DeepSpeedEngineWrapper:
         self.engine.backward(loss, **kwargs)
         if sync_gradients:
             self.engine.step()
+
+    def backward_items(self, loss: torch.Tensor, factor: Callable[[], torch.Tensor] | None, **kwargs: Any) -> None:
+        """One backward of a loss that is not divided by the steps; where a window ends, the engine steps with its
+        gradients times `factor()`. Raises ConfigurationError for an engine whose gradients cannot be multiplied."""
+        check_multiplies(self.engine)
+        self.engine.set_gradient_accumulation_boundary(is_boundary=factor is not None)
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        if factor is not None:
+            with multiplied(self.engine, factor()):
+                self.engine.step()
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; None before the first step, and without ZeRO."""

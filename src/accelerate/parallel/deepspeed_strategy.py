@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,7 +41,6 @@ class DeepSpeedZero(Strategy):
     name = "DeepSpeed"
     holds_parts = True
     divides_loss = False
-    steps_in_backward = True
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
         super().__init__(device, precision)
@@ -147,9 +146,24 @@ class DeepSpeedZero(Strategy):
         return bundle
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self._driven().backward(loss, sync_gradients=GradientState().sync_gradients, **kwargs)
+
+    def backward_items(
+        self,
+        loss: torch.Tensor,
+        factor: Callable[[], torch.Tensor] | None = None,
+        models: Iterable[nn.Module] = (),
+        **kwargs: Any,
+    ) -> None:
+        self._driven().backward_items(loss, factor, **kwargs)
+
+    def _driven(self) -> DeepSpeedEngineWrapper:
         if self.engine is None:
             raise PrepareError("backward() before prepare(): DeepSpeed has no engine yet")
-        self.engine.backward(loss, sync_gradients=GradientState().sync_gradients, **kwargs)
+        return self.engine
+
+    def reduce_items(self, count: torch.Tensor) -> Any:
+        return dist.all_reduce(count, async_op=True)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

@@ -50,17 +50,18 @@ class ItemWindow:
         self.count = items if self.count is None else self.count + items
         weighted = loss * (items / self.reference).to(loss.dtype)
         if not sync:
-            self.strategy.backward(weighted, **kwargs)
+            self.strategy.backward_items(weighted, **kwargs)
             return
-        total = self.count.clone()
+        total, reference = self.count.clone(), self.reference
         pending = self.strategy.reduce_items(total)
-        self.strategy.backward(weighted, **kwargs)
-        if pending is not None:
-            pending.wait()
-        ranks = self.strategy.gradient_ranks
-        # Asked for only now: during the backward a sharded model shows other parameters.
-        parameters = {id(p): p for model in models for p in model.parameters()}.values()
-        _multiply(parameters, self.reference * ranks / total.clamp_(min=torch.finfo(total.dtype).tiny))
+
+        def factor() -> torch.Tensor:
+            if pending is not None:
+                pending.wait()
+            # A window without items has no gradient; what it accumulated is zero.
+            return torch.where(total > 0, reference * self.strategy.gradient_ranks / total, 0.0)
+
+        self.strategy.backward_items(weighted, factor, models, **kwargs)
         self.count, self.spent = None, True
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -94,17 +95,3 @@ class ItemWindow:
         if num_items < 0:
             raise ValueError(f"num_items={num_items} must not be negative")
         return torch.tensor(float(num_items), device=device, dtype=dtype)
-
-
-def _multiply(parameters: Iterable[torch.nn.Parameter], factor: torch.Tensor) -> None:
-    """Multiply all gradients by a number, in one fused call for each kind of tensor."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        # A sharded gradient is scaled where it lies.
-        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-        groups.setdefault((local.device, local.dtype), []).append(local)
-    for (device, dtype), gradients in groups.items():
-        torch._foreach_mul_(gradients, factor.to(device=device, dtype=dtype))

@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
+from .gradients import by_kind, gradients_of, multiply
 
+
+@torch.no_grad()
 def clip_grad_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -26,12 +29,13 @@ def clip_grad_norm(
     `device`. `twins` are ids of parameters that another rank of these groups counts.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    counted = _gradients(parameter for parameter in listed if id(parameter) not in twins)
+    counted = gradients_of(parameter for parameter in listed if id(parameter) not in twins)
     norm = total_norm(counted, norm_type, across, device)
-    _scale(_gradients(listed), norm, max_norm)
+    _scale(gradients_of(listed), norm, max_norm)
     return norm
 
 
+@torch.no_grad()
 def clip_parts_grad_norm(
     parts: Iterable[torch.Tensor],
     whole: Iterable[torch.Tensor],
@@ -46,7 +50,7 @@ def clip_parts_grad_norm(
     """
     norm_type = float(norm_type)
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    gradients, rest = _gradients(parts), _gradients(whole)
+    gradients, rest = gradients_of(parts), gradients_of(whole)
     norm = _reduce(total_norm(gradients, norm_type).to(device=device, dtype=dtype), norm_type, group)
     if rest:
         norm = _together(torch.stack([norm, total_norm(rest, norm_type).to(norm)]), norm_type)
@@ -55,18 +59,18 @@ def clip_parts_grad_norm(
 
 
 def _scale(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for (device, dtype), tensors in _by_kind(gradients).items():
-        torch._foreach_mul_(tensors, coefficient.to(device=device, dtype=dtype))
+    multiply(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
+@torch.no_grad()
 def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
     """Clamp every element of every gradient to [-clip_value, clip_value], wherever it lies."""
-    for tensors in _by_kind(_gradients(parameters)).values():
+    for tensors in by_kind(gradients_of(parameters)).values():
         torch._foreach_clamp_min_(tensors, -clip_value)
         torch._foreach_clamp_max_(tensors, clip_value)
 
 
+@torch.no_grad()
 def total_norm(
     gradients: Sequence[torch.Tensor],
     norm_type: float = 2.0,
@@ -136,16 +140,3 @@ def _reduce(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> t
     powers = norm**norm_type
     dist.all_reduce(powers, group=group)
     return powers ** (1.0 / norm_type)
-
-
-def _gradients(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    return [parameter.grad for parameter in listed if parameter.grad is not None]
-
-
-def _by_kind(gradients: Sequence[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        found.setdefault((local.device, local.dtype), []).append(local)
-    return found

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of any layout, each where it lies on this rank: in groups for fused calls, and multiplied by a number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+
+def gradients_of(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of those parameters that have one."""
+    listed = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return [parameter.grad for parameter in listed if parameter.grad is not None]
+
+
+def by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """This rank's part of each tensor, in groups that one fused call takes."""
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        found.setdefault((local.device, local.dtype), []).append(local)
+    return found
+
+
+@torch.no_grad()
+def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors in place by a number (a tensor of one element), in one fused call for each kind of them."""
+    for (device, dtype), found in by_kind(tensors).items():
+        torch._foreach_mul_(found, factor.to(device=device, dtype=dtype))
