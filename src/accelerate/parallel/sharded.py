@@ -22,6 +22,7 @@ from . import fsdp_state, norms, traffic
 from .base import Bundle, Strategy, Traffic
 from .context.loader import SequenceLoader
 from .context.region import ContextParallel
+from .local_step import step_locally
 from .remap import ParameterPlaces, Replacements
 
 # torch warns that DTensors which two dimensions split the same way are gathered in two messages: that is the layout.
@@ -86,6 +87,7 @@ class ShardedStrategy(Strategy):
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
             _check_trains(optimizer, bundle.models)
+            step_locally(optimizer)
         return self._watched(bundle)
 
     def _watched(self, bundle: Bundle) -> Bundle:

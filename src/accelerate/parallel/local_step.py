@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers of DTensors that step on each rank's own parts, where the step of an element needs no other element.
+
+DTensor would ask at each of a dozen operations on each parameter what becomes of its layout, and torch has its foreach
+and fused kernels for plain tensors only. What anybody sees between two steps are DTensors, parameters and state.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as base
+
+# By their exact class, since a subclass may do anything. Adafactor, Muon and LBFGS look at whole tensors.
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+
+# State that is about a parameter, and not of its shape.
+_NUMBERS = frozenset({"eta", "mu", "mu_product", "step"})
+
+_MARK = "_steps_locally"
+
+
+def step_locally(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer step on local parts from now on; one that needs more than an element stays as it is."""
+    if type(optimizer) not in ELEMENTWISE or _MARK in optimizer.__dict__:
+        return
+    former: Any = optimizer.step
+    # A function that somebody put there, a scheduler's count of steps, is bound already.
+    function = getattr(former, "__func__", None) or (lambda _, *args: former(*args))
+    reference, parts = weakref.ref(optimizer), _Parts()
+
+    @functools.wraps(function if hasattr(former, "__func__") else former)
+    def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
+        known: Any = reference()
+        if closure is not None:
+            return function(known, closure)
+        if _is_watched(known):
+            return function(known)
+        with parts.in_place_of(known):
+            return function(known)
+
+    # Bound to a proxy: the state of an optimizer that nobody holds any more is freed at once.
+    optimizer.__dict__.update({"step": MethodType(step, weakref.proxy(optimizer)), _MARK: True})
+
+
+def _is_watched(optimizer: Any) -> bool:
+    """Whether hooks look at the step: they are to see the parameters that they know."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or base._global_optimizer_pre_hooks
+        or base._global_optimizer_post_hooks
+        or optimizer.defaults.get("differentiable")
+    )
+
+
+class _Parts:
+    """This rank's parts of an optimizer's parameters: plain tensors on the same storage."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Part] = {}
+
+    @contextmanager
+    def in_place_of(self, optimizer: Any) -> Iterator[None]:
+        """A block in which the optimizer holds the parts, with their gradients and their state."""
+        state, groups = optimizer.state, [(group, group["params"]) for group in optimizer.param_groups]
+        present: dict[int, _Part] = {}
+        for group, parameters in groups:
+            group["params"] = listed = list(parameters)
+            for position, parameter in enumerate(parameters):
+                if isinstance(parameter, DTensor) and parameter.grad is not None:
+                    key = id(parameter)
+                    part = self._known.get(key)
+                    if part is None or part.storage is not parameter._local_tensor:
+                        part = _Part(parameter)
+                    present[key] = part
+                    listed[position] = part.leaf
+        self._known = present
+        try:
+            for part in present.values():
+                part.take(state)
+            yield
+        finally:
+            for group, parameters in groups:
+                group["params"] = parameters
+            for part in present.values():
+                part.give_back(state)
+
+
+class _Part:
+    """The part of one parameter. Its state's tensors are the same ones that are inside of the parameter's."""
+
+    __slots__ = ("inner", "leaf", "outer", "parameter", "storage")
+
+    def __init__(self, parameter: DTensor) -> None:
+        self.parameter = parameter
+        self.storage = parameter._local_tensor
+        self.leaf = self.storage.detach()
+        # The values of the parameter's state when it was last looked at, and what they were for the part.
+        self.outer: list[Any] = []
+        self.inner: dict[str, Any] = {}
+
+    def take(self, state: Any) -> None:
+        self.leaf.grad = self._local(self.parameter.grad)
+        known = state.get(self.parameter)
+        if known is None:
+            return
+        # Another state may have been loaded.
+        if len(known) != len(self.outer) or not all(map(operator.is_, known.values(), self.outer)):
+            self.inner = {name: self._local(value) for name, value in known.items()}
+            self.outer = list(known.values())
+        state[self.leaf] = self.inner
+
+    def give_back(self, state: Any) -> None:
+        self.leaf.grad = None
+        present = state.pop(self.leaf, None)
+        if present is None:
+            return
+        known, self.inner = state[self.parameter], present
+        for name, value in present.items():
+            before = known.get(name)
+            if before is not value and not (isinstance(before, DTensor) and before._local_tensor is value):
+                known[name] = value if name in _NUMBERS else self._whole(value)
+                # A view of the same values: the object by which it is recognised after the next step.
+                present[name] = self._local(known[name])
+        self.outer = list(known.values())
+
+    def _local(self, value: Any) -> Any:
+        """The local part of what lies as the parameter does; numbers and plain tensors as they are."""
+        if not isinstance(value, DTensor):
+            return value
+        placements = self.parameter._spec.placements
+        if value._spec.placements != placements:
+            value = value.redistribute(placements=placements)
+        return value._local_tensor
+
+    def _whole(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape != self.leaf.shape:
+            return value
+        like = self.parameter
+        return DTensor.from_local(
+            value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers of DTensors that step on local parts: the values of plain torch, and DTensors for whoever looks."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from accelerate.parallel.local_step import ELEMENTWISE, step_locally
+
+SHAPES = [(6, 4), (5,), ()]
+KINDS = sorted(ELEMENTWISE, key=lambda kind: kind.__name__)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def make(mesh: DeviceMesh | None) -> list[nn.Parameter]:
+    """A split one, a whole one, a number; and a plain one beside them."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    plain = nn.Parameter(torch.randn(3, generator=generator, dtype=torch.float64))
+    if mesh is None:
+        return [*(nn.Parameter(value) for value in values), plain]
+    places = [(Shard(0),), (Replicate(),), (Replicate(),)]
+    laid_out = (DTensor.from_local(v, mesh, place, run_check=False) for v, place in zip(values, places, strict=True))
+    return [*(nn.Parameter(tensor) for tensor in laid_out), plain]
+
+
+def give_gradients(parameters: list[nn.Parameter], number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for parameter in parameters:
+        value = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        if isinstance(parameter, DTensor):
+            value = DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False)
+        parameter.grad = value
+
+
+def whole(value: object) -> object:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_same(own: torch.optim.Optimizer, plain: torch.optim.Optimizer) -> None:
+    for mine, theirs in zip(own.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(whole(mine), theirs, rtol=0, atol=0)
+        assert own.state[mine].keys() == plain.state[theirs].keys()
+        for name, value in own.state[mine].items():
+            if isinstance(value, torch.Tensor):
+                is_number = name in ("step", "mu", "eta", "mu_product")
+                assert isinstance(value, DTensor) is (isinstance(mine, DTensor) and not is_number), name
+                torch.testing.assert_close(whole(value), plain.state[theirs][name], rtol=0, atol=0)
+    assert len(own.state) == len(plain.state)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_values_are_those_of_plain_torch(kind: type, mesh: DeviceMesh) -> None:
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    own, plain = (kind(make(where), lr=0.01, **options) for where in (mesh, None))
+    before = torch.optim.lr_scheduler.StepLR(own, 2)
+    step_locally(own)
+    step_locally(own)
+    after = torch.optim.lr_scheduler.StepLR(own, 3)
+    for number in range(5):
+        for optimizer in (own, plain):
+            give_gradients(optimizer.param_groups[0]["params"], number)
+            optimizer.step()
+        assert_same(own, plain)
+        if number == 2:
+            # A state that is loaded takes the place of the one before.
+            for optimizer in (own, plain):
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert own._opt_called  # what schedulers look at
+    before.step(), after.step()
+
+
+def test_hooks_and_closures_see_the_parameters_that_they_know(mesh: DeviceMesh) -> None:
+    own = torch.optim.AdamW(make(mesh))
+    step_locally(own)
+    parameters, seen = own.param_groups[0]["params"], []
+    give_gradients(parameters, 0)
+
+    def closure() -> float:
+        seen.append([id(parameter) for parameter in own.param_groups[0]["params"]])
+        return 2.0
+
+    assert own.step(closure) == 2.0
+    hook = own.register_step_pre_hook(lambda *_: closure() and None)
+    own.step()
+    hook.remove()
+    own.step()
+    assert seen == [[id(parameter) for parameter in parameters]] * 2
+
+
+def test_a_step_that_raises_leaves_everything_in_its_place(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = torch.optim.AdamW(make(mesh))
+    step_locally(own)
+    parameters = list(own.param_groups[0]["params"])
+    give_gradients(parameters, 0)
+    own.step()
+    held = [list(map(id, own.state[parameter].values())) for parameter in parameters]
+    own.param_groups[0]["betas"] = None
+    with pytest.raises(TypeError):
+        own.step()
+    assert all(a is b for a, b in zip(own.param_groups[0]["params"], parameters, strict=True))
+    assert len(own.state) == len(parameters)
+    assert [list(map(id, own.state[parameter].values())) for parameter in parameters] == held
+
+
+def test_what_looks_at_more_than_an_element_is_left_alone_and_nothing_is_kept(mesh: DeviceMesh) -> None:
+    class Own(torch.optim.AdamW):
+        pass
+
+    for kind in (Own, torch.optim.Adafactor, torch.optim.LBFGS):
+        optimizer = kind(make(mesh))
+        step_locally(optimizer)
+        assert "step" not in optimizer.__dict__
+    optimizer = torch.optim.AdamW(make(mesh))
+    step_locally(optimizer)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    assert gone() is None
