@@ -24,6 +24,7 @@ from .context.loader import SequenceLoader
 from .context.region import ContextParallel
 from .local_step import step_locally
 from .remap import ParameterPlaces, Replacements
+from .scaling import AgreeingScaler
 
 # torch warns that DTensors which two dimensions split the same way are gathered in two messages: that is the layout.
 logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
@@ -44,6 +45,8 @@ class ShardedStrategy(Strategy):
         self.layout = layout or mesh.all_sharded(world)
         self.mesh = mesh.build_mesh(self.layout, world, device.type)
         self.replacements = Replacements()
+        if precision.scaler is not None:
+            precision.scaler = AgreeingScaler(precision.scaler, device)
         self.sequence = ContextParallel.of_layout(self.layout, self.mesh)
 
     @property

@@ -194,17 +194,38 @@ def compiled():
 
 
 def low_precision():
-    """bf16 computes near what fp32 does."""
+    """bf16 and fp16 compute near what fp32 does."""
     torch.set_default_dtype(torch.float32)
     _, losses = plain(steps=5)
-    for what in ("fsdp x tp, sequence", "tp, sequence and loss"):
-        accelerator = start(LAYOUTS[what], "bf16")
-        parts = prepared(accelerator, seed=accelerator.process_index)
-        found = train(accelerator, parts, steps=5)
-        assert all(p.dtype == torch.float32 for p in parts[0].parameters()), what
-        off = max(abs(a.item() - b) for a, b in zip(found, losses, strict=False))
-        assert 0 < off < 0.05, f"{what} in bf16: losses are off by {off}"
+    for precision, names in (
+        ("bf16", ("fsdp x tp, sequence", "tp, sequence and loss")),
+        ("fp16", ("tp", "fsdp x tp", "hsdp")),
+    ):
+        for what in names:
+            accelerator = start(LAYOUTS[what], precision)
+            parts = prepared(accelerator, seed=accelerator.process_index)
+            found = train(accelerator, parts, steps=5)
+            assert all(p.dtype == torch.float32 for p in parts[0].parameters()), what
+            off = max(abs(a.item() - b) for a, b in zip(found, losses, strict=False))
+            assert 0 < off < 0.05, f"{what} in {precision}: losses are off by {off}"
+            if precision == "fp16":
+                check_overflow(what, accelerator, *parts[:2])
     torch.set_default_dtype(torch.float64)
+
+
+def check_overflow(what, accelerator, model, optimizer):
+    """A gradient that is not finite in one rank's part leaves the step out on all of them."""
+    before = [local(parameter).clone() for parameter in model.parameters()]
+    accelerator.backward(model(Sequences().tokens[:4, :-1]).square().mean())
+    if accelerator.process_index == 3:
+        local(next(p for p in reversed(list(model.parameters())) if local(p).numel()).grad).fill_(float("inf"))
+    optimizer.step()
+    assert accelerator.optimizer_step_was_skipped, what
+    assert all(torch.equal(local(p), former) for p, former in zip(model.parameters(), before, strict=True)), what
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def load(layout, what, folder):

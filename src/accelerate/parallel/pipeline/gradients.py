@@ -143,24 +143,3 @@ def reshard(stages: Iterable[nn.Module]) -> None:
         for module in stage.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-class AgreeingScaler(torch.amp.GradScaler):
-    """A gradient scaler for which an overflow on one stage is an overflow on all."""
-
-    def __init__(self, scaler: torch.amp.GradScaler, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.__dict__.update(scaler.__dict__)
-        self._group, self._home = group, device
-
-    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(*args, **kwargs)
-        # A stage without gradients of this optimizer takes part all the same.
-        none = torch.zeros((), dtype=torch.float32, device=self._home)
-        flag = sum((value.to(self._home) for value in found.values()), none)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        return {device: flag.to(device).reshape(value.shape) for device, value in found.items()} or {self._home: flag}
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = super().__getstate__()
-        kept.pop("_group", None)
-        return kept

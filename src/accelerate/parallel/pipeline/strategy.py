@@ -36,7 +36,7 @@ from ..traffic import shard_traffic, split_traffic
 from ..units import find_modules
 from . import state, weights
 from .batch import Stage
-from .gradients import AgreeingScaler, Ties, average, hold_shards, local, reduce_shards, reshard
+from .gradients import Ties, average, hold_shards, local, reduce_shards, reshard
 from .inputs import Divider
 from .random import StageRandom
 from .run import Runner
@@ -82,8 +82,6 @@ class PipelineParallel(ShardedStrategy):
             plugin.set_mixed_precision(precision.name)
         self.wire = Wire(self.mesh["pp"].get_group(), device)
         self.copies = mesh.group_of(self.mesh, "dp") if parallelism.data_parallel_size > 1 else None
-        if precision.scaler is not None:
-            precision.scaler = AgreeingScaler(precision.scaler, self.wire.group, device)
         self._stage_mates: Any = None
         self.ranks = _ranks_of_stages(self.options, self.wire.size)
         # Held by the models, so that both go together.

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient scaler of fp16 where ranks hold different parts of a model: they skip a step together."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+class AgreeingScaler(torch.amp.GradScaler):
+    """Unscales this rank's parts of gradients, plain tensors and DTensors; an overflow on one rank is one on all.
+
+    torch's own refuses a mixture of the two, and asks only those ranks that the first gradient is spread over.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
+        self.__dict__.update(scaler.__dict__)
+        self._home = device
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            part = _values(parameter.grad)
+            if part.dtype is torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")
+            parts.setdefault((part.device, part.dtype), []).append(part)
+        flag = torch.zeros((), dtype=torch.float32, device=self._home)
+        for (device, _), listed in parts.items():
+            found = torch.zeros((), dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(listed, found, inv_scale.to(device))
+            flag += found.to(self._home)
+        # A rank without gradients of this optimizer takes part all the same.
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return {self._home: flag}
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a gradient, to be changed in place."""
+    if isinstance(gradient, DTensor):
+        return gradient.to_local()
+    return gradient._values() if gradient.is_sparse else gradient
