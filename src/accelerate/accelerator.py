@@ -261,6 +261,7 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
         prepared = AcceleratedOptimizer(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
+        self.precision.drive(optimizer)
         prepared._before_first_step = functools.partial(self._look_before_first_step, prepared)
         prepared._after_step.extend(self.strategy.after_step)
         self._optimizers.append(prepared)
@@ -474,7 +475,7 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         from .parallel.explain import Row, explain, held_bytes
 
         optimizers = [optimizer.optimizer for optimizer in self._optimizers]
-        memory = gather_object([held_bytes(self._models, optimizers)]) if all_ranks else None
+        memory = gather_object([held_bytes(self._models, optimizers, self.precision)]) if all_ranks else None
         asked = [Row(name, str(got), origin) for name, (got, origin) in self.plan.values().items()]
         steps = self.gradient_accumulation_steps
         report = explain(asked, self.strategy, self._models, optimizers, steps, memory)
@@ -493,9 +494,8 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         """The full state of a prepared model, on every process that can hold it, under the plain model's names."""
         if any(has_offloaded_params(module) for module in model.modules()):
             return get_state_dict_offloaded_model(model)
-        if unwrap:
-            return self.strategy.state_dict(model)
-        return model.state_dict()
+        with self.precision.shown([model], [], self.strategy.settle):
+            return self.strategy.state_dict(model) if unwrap else model.state_dict()
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Whether some part of the model is spread over several devices."""

@@ -59,8 +59,9 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
-        self.accelerator.wait_for_everyone()
-        with torch.no_grad():
+        accelerator = self.accelerator
+        accelerator.wait_for_everyone()
+        with torch.no_grad(), accelerator.precision.shown([self.model], [], accelerator.strategy.settle):
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             for parameter, mean in zip(
                 parameters, collectives.reduce([p.data for p in parameters], "mean"), strict=True

@@ -11,7 +11,7 @@ import torch
 
 from .config.base import KwargsHandler
 from .config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from .config.precision import AutocastKwargs, GradScalerKwargs
+from .config.precision import AutocastKwargs, GradScalerKwargs, MasterWeightsKwargs
 from .config.training import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
@@ -32,6 +32,7 @@ from .precision.amp import MixedPrecision, ScaledPrecision
 from .precision.base import Precision
 from .precision.contexts import get_grad_scaler
 from .precision.fp8 import make_fp8
+from .precision.master import MasterPrecision
 from .state import AcceleratorState, PartialState
 
 
@@ -48,6 +49,7 @@ class Handlers:
     ao: AORecipeKwargs | None = None
     te: TERecipeKwargs | None = None
     msamp: MSAMPRecipeKwargs | None = None
+    master: MasterWeightsKwargs | None = None
 
 
 # The deprecated FP8RecipeKwargs is a TERecipeKwargs as well: it comes first.
@@ -61,6 +63,7 @@ _HANDLER_FIELDS: tuple[tuple[type[KwargsHandler], str], ...] = (
     (AORecipeKwargs, "ao"),
     (TERecipeKwargs, "te"),
     (MSAMPRecipeKwargs, "msamp"),
+    (MasterWeightsKwargs, "master"),
 )
 
 
@@ -145,6 +148,8 @@ def resolve(request: Request) -> Resolved:
     if megatron is not None:
         state.__dict__["megatron_lm_plugin"] = megatron
     name, arguments = _own_strategy(request, plugins, origins) or _choose(state, plugins)
+    if handlers.master is not None:
+        check_master(name, state.mixed_precision, origins)
     precision = _precision(state, handlers, origins, gathers=name == "fsdp2")
     strategy = _strategy(name, state, precision, handlers, arguments)
     strategy.transforms = (*_own_transforms(request, origins), *strategy.transforms)
@@ -319,7 +324,8 @@ def _precision(
                 f"mixed_precision='bf16' ({origins['mixed_precision']}): this {device} device does not compute in "
                 "bfloat16; use fp16 or no"
             )
-        return MixedPrecision("bf16", torch.bfloat16, device, handlers.autocast)
+        kind = MixedPrecision if handlers.master is None else MasterPrecision
+        return kind("bf16", torch.bfloat16, device, handlers.autocast)
     if name == "fp16":
         scaler = None
         if state.distributed_type is DistributedType.FSDP and not state.is_fsdp2:
@@ -331,6 +337,36 @@ def _precision(
         return extensions.load("precision", name)(state.device)
     backend, recipe = _fp8_backend(handlers)
     return make_fp8(device, handlers.autocast, backend, recipe, gathers)
+
+
+# Why a strategy has no place for masters of ours.
+_NO_MASTERS = {
+    "deepspeed": "DeepSpeed keeps fp32 masters of bf16 parameters by itself: leave it out",
+    "fsdp1": "FSDP1 keeps flat fp32 shards of its own. Use fsdp_version=2, or leave it out",
+    "xla": "torch_xla steps on graphs that are traced from the parameters. Leave it out",
+}
+
+
+def check_master(strategy: Any, mixed_precision: str, origins: dict[str, str]) -> None:
+    """Raise ConfigurationError where MasterWeightsKwargs cannot be had."""
+    if strategy in _NO_MASTERS:
+        raise ConfigurationError(f"kwargs_handlers holds MasterWeightsKwargs: {_NO_MASTERS[strategy]}")
+    if "strategy" in origins:
+        raise ConfigurationError(
+            f"kwargs_handlers holds MasterWeightsKwargs, and strategy ({origins['strategy']}) lays models out by "
+            "itself: nobody knows when its parameters may be lowered. Leave one out"
+        )
+    reasons = {
+        "no": "without mixed precision the parameters are their own masters",
+        "fp16": "it keeps fp32 parameters, which are their own masters",
+        "fp8": "fp8 layers cast their own fp32 weights",
+    }
+    if mixed_precision != PrecisionType.BF16.value:
+        reason = reasons.get(mixed_precision, "this precision lowers what it lowers by itself")
+        raise ConfigurationError(
+            f"kwargs_handlers holds MasterWeightsKwargs, which needs mixed_precision='bf16'; it is "
+            f"{mixed_precision!r} ({origins['mixed_precision']}): {reason}"
+        )
 
 
 def _fp8_backend(handlers: Handlers) -> tuple[FP8BackendType, Any]:

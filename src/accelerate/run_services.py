@@ -8,7 +8,7 @@ import functools
 import os
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .checkpointing.sharded import FullyShardedState
     from .optimizer import AcceleratedOptimizer
     from .parallel.base import Strategy
+    from .precision.base import Precision
     from .resolve import Plan
 
 logger = get_logger(__name__)
@@ -56,6 +57,7 @@ class RunServices:
 
     state: AcceleratorState
     strategy: Strategy
+    precision: Precision
     plan: Plan
     step: int
     _models: list[torch.nn.Module]
@@ -145,7 +147,8 @@ class RunServices:
         writer = None if blocking else self._background_writer()
         if writer is None and self._writer is not None:
             self._writer.wait()
-        saved = save_run(self._run_state(), folder, process=PartialState(), options=options, writer=writer)
+        with self._run_shown() as run:
+            saved = save_run(run, folder, process=PartialState(), options=options, writer=writer)
         project.iteration += 1
         return str(saved)
 
@@ -166,14 +169,14 @@ class RunServices:
         if self._writer is not None:
             self._writer.wait()
         options = {**_load_options(load_kwargs), **load_model_func_kwargs}
-        run = self._run_state()
-        if input_dir is None:
-            report = load_newest(run, self._checkpoints_dir("load_state()"), process=PartialState(), **options)
-        else:
-            folder = Path(input_dir).expanduser()
-            if not folder.is_dir():
-                raise CheckpointError(f"load_state: there is no folder {folder}")
-            report = load_run(run, folder, process=PartialState(), **options)
+        with self._run_shown() as run:
+            if input_dir is None:
+                report = load_newest(run, self._checkpoints_dir("load_state()"), process=PartialState(), **options)
+            else:
+                folder = Path(input_dir).expanduser()
+                if not folder.is_dir():
+                    raise CheckpointError(f"load_state: there is no folder {folder}")
+                report = load_run(run, folder, process=PartialState(), **options)
         self._take_up(report)
         return report
 
@@ -227,7 +230,8 @@ class RunServices:
     def _load_newest_if_any(self) -> LoadReport | None:
         if self._writer is not None:
             self._writer.wait()
-        report = resume_run(self._run_state(), self._checkpoints_dir("resume()"), process=PartialState())
+        with self._run_shown() as run:
+            report = resume_run(run, self._checkpoints_dir("resume()"), process=PartialState())
         if report is not None:
             self._take_up(report)
             self._former_trackers = report.trackers
@@ -273,7 +277,15 @@ class RunServices:
             self._writer = Writer()
         return self._writer
 
-    def _run_state(self) -> RunState:
+    @contextlib.contextmanager
+    def _run_shown(self) -> Iterator[RunState]:
+        """The run as a checkpoint has it: masters in the place of lowered parameters."""
+        own = self._open_window()
+        optimizers = [optimizer.optimizer for optimizer in self._optimizers]
+        with self.precision.shown(self._models, optimizers, self.strategy.settle):
+            yield self._run_state(own)
+
+    def _run_state(self, own: OpenWindow | None) -> RunState:
         """References to all that a checkpoint holds."""
         return RunState(
             models=[self._model_part(model) for model in self._models],
@@ -284,7 +296,7 @@ class RunServices:
             custom=list(self._custom_objects),
             progress=self._progress(),
             mesh=self._mesh_sizes(),
-            rank_state=self._open_window(),
+            rank_state=own,
             save_hooks=list(self._save_hooks.values()),
             load_hooks=list(self._load_hooks.values()),
             sharded=self._sharded_state(),

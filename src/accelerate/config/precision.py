@@ -35,3 +35,14 @@ class GradScalerKwargs(KwargsHandler):
             raise ConfigurationError(f"GradScalerKwargs.growth_factor={self.growth_factor} must be over 1")
         if not 0.0 < self.backoff_factor < 1.0:
             raise ConfigurationError(f"GradScalerKwargs.backoff_factor={self.backoff_factor} must be between 0 and 1")
+
+
+@dataclass
+class MasterWeightsKwargs(KwargsHandler):
+    """bf16 parameters and gradients, fp32 masters of the parameters in the optimizers (with mixed_precision="bf16").
+
+    Half the memory of fp32 parameters and gradients, and half the bytes that layouts send of them, while an update
+    that bf16 would round away still counts. Saved weights are the fp32 masters. Example:
+
+        accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[MasterWeightsKwargs()])
+    """

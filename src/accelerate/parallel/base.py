@@ -104,7 +104,11 @@ class Strategy:
         return model
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.precision.lower(model)
         return model
+
+    def settle(self, model: torch.nn.Module) -> None:
+        """Have a prepared model hold its own parameters, as between two steps, where a forward shows others."""
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self.precision.backward(loss, **kwargs)

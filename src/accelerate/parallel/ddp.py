@@ -38,11 +38,15 @@ class DataParallel(Strategy):
         return dist.get_rank(), dist.get_world_size()
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        self.precision.lower(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             # DDP refuses a model without anything to train; there is nothing to average either.
             return model
         wrapped = DistributedDataParallel(model, **self.arguments())
         self.options.register_comm_hook(wrapped)
+        for master in self.precision.masters(model):
+            # DDP gives every rank the first one's parameters, and knows nothing of these.
+            dist.broadcast(master.data, src=0)
         return wrapped
 
     def arguments(self) -> dict[str, Any]:

@@ -15,9 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ..precision.base import Precision
 from .base import Strategy, Traffic
 from .traffic import shard_groups
 
+_OFTEN_NONE = ("buffers", "masters")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -70,14 +72,16 @@ def explain(
         title = f"model {number}: {kind}" if len(models) > 1 else f"model: {kind}"
         sections[title] = [*_modules(model), *_parameters(inner), *_dtypes(strategy, model)]
         sections[f"messages of {title}, of this rank in an optimizer step"] = _traffic(strategy, model, steps)
-    held = [held_bytes(models, optimizers)] if memory is None else memory
+    held = [held_bytes(models, optimizers, strategy.precision)] if memory is None else memory
     place = ["this rank"] if memory is None else [f"rank {rank}" for rank in range(len(held))]
     sections["memory"] = [Row(name, _memory(found)) for name, found in zip(place, held, strict=True)]
     return Report(sections)
 
 
-def held_bytes(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
-    """Bytes that this rank holds: of parameters, buffers, gradients as large as they get, and optimizer state."""
+def held_bytes(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], precision: Precision
+) -> dict[str, int]:
+    """Bytes that this rank holds: of parameters, buffers, gradients as large as they get, masters, optimizer state."""
     parameters = {id(p): p for model in models for p in model.parameters()}.values()
     buffers = {id(b): b for model in models for b in model.buffers()}.values()
     state = [
@@ -91,6 +95,7 @@ def held_bytes(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Opt
         "parameters": _bytes(parameters),
         "buffers": _bytes(buffers),
         "gradients": _bytes(p for p in parameters if p.requires_grad),
+        "masters": _bytes({id(m): m for model in models for m in precision.masters(model)}.values()),
         "optimizer state": _bytes(state),
     }
 
@@ -104,7 +109,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _memory(found: dict[str, int]) -> str:
-    text = ", ".join(f"{name} {size_of(count)}" for name, count in found.items() if count or name != "buffers")
+    text = ", ".join(f"{name} {size_of(count)}" for name, count in found.items() if count or name not in _OFTEN_NONE)
     return f"{text}: {size_of(sum(found.values()))}" + ("" if found["optimizer state"] else " (before the first step)")
 
 
@@ -174,15 +179,22 @@ def _parameters(model: nn.Module) -> list[Row]:
 
 
 def _dtypes(strategy: Strategy, model: nn.Module) -> list[Row]:
-    kept = Counter[str]()
-    for parameter in model.parameters():
-        kept[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    masters = strategy.precision.masters(model)
     compute, reduction = strategy.dtypes(model)
     return [
-        Row("parameters", ", ".join(f"{count:,} in {name}" for name, count in kept.items())),
+        Row("parameters", _counted(model.parameters())),
+        *([Row("masters of parameters", _counted(masters))] if masters else []),
         Row("computes in", compute),
         Row("gradients are averaged in", reduction),
     ]
+
+
+def _counted(tensors: Iterable[torch.Tensor]) -> str:
+    """How many numbers there are of each dtype."""
+    kept = Counter[str]()
+    for tensor in tensors:
+        kept[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return ", ".join(f"{count:,} in {name}" for name, count in kept.items())
 
 
 def _traffic(strategy: Strategy, model: nn.Module, steps: int) -> list[Row]:

@@ -65,11 +65,13 @@ class FullyShardedDataParallel(ShardedStrategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         if isinstance(model, FSDPModule):
+            self.lower(model)
             return model
         split = None
         if self.layout.tp_enabled and self.mesh is not None:
             split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler)
         shard_model(model, self.plugin, self.shards, self.device, split=split, full_outputs=self.full_outputs)
+        self.lower(model)
         self.whole.add(model, [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)])
         return model
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..collectives import rng
 from ..core.devices import kind_of
@@ -146,6 +147,24 @@ class ShardedStrategy(Strategy):
     ) -> None:
         """Take a plain run's optimizer state, which rank 0 alone needs to hold. Every rank calls it."""
         fsdp_state.load_full_optimizer_state(self.unwrap(model), optimizer, state)
+
+    def lower(self, model: nn.Module, units: Iterable[nn.Module] | None = None) -> None:
+        """Lower the parameters where the precision does; FSDP2 is told. `units`: where it has the model in parts."""
+        if not self.precision.lower(model):
+            return
+        found = [held for unit in units or [model] for _, held, _ in traffic.shard_groups(unit)]
+        for shard in [shard for held in found for shard in held.fsdp_params]:
+            if hasattr(shard, "_unsharded_param"):
+                raise PrepareError(
+                    f"MasterWeightsKwargs: {type(model).__name__} was sharded by hand and has run: its parameters "
+                    "cannot be lowered any more. Prepare it before its first forward"
+                )
+            shard.reset_sharded_param()
+
+    def settle(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         inner = getattr(model, "_orig_mod", model)

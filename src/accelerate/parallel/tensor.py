@@ -48,6 +48,7 @@ class TensorParallel(ShardedStrategy):
             split_model(model, ranks, self.layout.tp_handler)
 
         materialize.lay_out(model, self.device, split)
+        self.lower(model)
         self._sums.add(model)
         return model
 

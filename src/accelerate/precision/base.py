@@ -37,5 +37,29 @@ class Precision:
         """The model, computing its forward in this precision."""
         return model
 
+    def lower(self, model: torch.nn.Module) -> bool:
+        """Lower the parameters of a model that is laid out, before its first forward; whether some were."""
+        return False
+
+    def masters(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """The full-precision masters of a model's parameters, where these are lowered."""
+        return []
+
+    def drive(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer step the masters of its parameters, where there are any."""
+
+    def shown(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        settle: Callable[[torch.nn.Module], None],
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which models and optimizers hold masters in the place of parameters; with `settle` a model
+        holds its own parameters (`Strategy.settle`).
+
+        What is written to the masters counts: the parameters follow at the end. Gradients stay at the parameters.
+        """
+        return contextlib.nullcontext()
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         loss.backward(**kwargs)

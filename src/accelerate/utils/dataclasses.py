@@ -17,7 +17,7 @@ EXPORTS = {
         "TorchTensorParallelConfig",
         "TorchTensorParallelPlugin",
     ],
-    "config.precision": ["AutocastKwargs", "GradScalerKwargs"],
+    "config.precision": ["AutocastKwargs", "GradScalerKwargs", "MasterWeightsKwargs"],
     "config.quantization": ["BnbQuantizationConfig"],
     "config.training": [
         "DataLoaderConfiguration",

@@ -177,6 +177,7 @@ class PipelineParallel(ShardedStrategy):
             for stage in mine
         }
         self._lay_out(model, stages, filled)
+        self.lower(model, stages.values())
         runner = Runner(staged, cut, stages, self.ranks, self.wire, divider, options.gather_output)
         piped = Pipelined(Scheduled(runner, options, self.precision), ties, shapes, whole)
         sharded = {id(p) for stage in stages.values() if isinstance(stage, FSDPModule) for p in stage.parameters()}
@@ -187,6 +188,10 @@ class PipelineParallel(ShardedStrategy):
         model.__dict__["_pipelined"] = piped
         self._models.add(model)
         return model
+
+    def settle(self, model: nn.Module) -> None:
+        if self.unwrap(model) in self._models:
+            reshard(self._pipelined(model).runner.stages.values())
 
     def _pipelined(self, model: nn.Module) -> Pipelined:
         inner = self.unwrap(model)

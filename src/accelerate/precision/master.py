@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bf16 parameters with fp32 masters: the model computes with the ones, its optimizers step the others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..core.errors import PrepareError
+from . import master_step
+from .amp import MixedPrecision
+
+_LOWERED_FROM = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class MasterPrecision(MixedPrecision):
+    """bf16 autocast over bf16 parameters. Each that trains has an fp32 master, in the same layout.
+
+    Everywhere but in its step an optimizer shows the model's parameters. In the step its groups and its state hold the
+    masters (`master_step.Driver`). What saves and loads sees the masters in both places, under `shown`: to it this is
+    a plain fp32 run.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # parameter -> its master; None for one that has been frozen so far.
+        self._master_of: Any = WeakTensorKeyDictionary()
+        self._is_shown = False
+        self.changes = 0  # grows with each entry
+
+    @torch.no_grad()
+    def lower(self, model: nn.Module) -> bool:
+        _refuse_sparse(model)
+        before = self.changes
+        for parameter, owners in _places(model):
+            if parameter in self._master_of or not _can_be_lowered(parameter):
+                continue
+            # Not detached: that would share the count of changes with the parameter.
+            full = parameter.data
+            lowered = full.to(self.dtype)
+            if hasattr(parameter, "device_mesh"):
+                # A DTensor's dtype cannot be set; who laid it out reads it again before the first forward.
+                present = nn.Parameter(lowered, requires_grad=parameter.requires_grad)
+                present.__dict__.update(parameter.__dict__)
+                for module, name in owners:
+                    module._parameters[name] = present
+                parameter = present
+            else:
+                parameter.data = lowered
+            self._note(parameter, full if parameter.requires_grad else None)
+        return self.changes != before
+
+    def _note(self, parameter: nn.Parameter, full: torch.Tensor | None) -> None:
+        self._master_of[parameter] = None if full is None else nn.Parameter(full.to(torch.float32))
+        self.changes += 1
+
+    def masters(self, model: nn.Module) -> list[torch.Tensor]:
+        found = [self._master_of.get(parameter) for parameter in model.parameters()]
+        return [master for master in found if master is not None]
+
+    def find(self, parameter: nn.Parameter) -> tuple[bool, nn.Parameter | None]:
+        """(whether a parameter was lowered, its master); one that has been frozen so far has none."""
+        return parameter in self._master_of, self._master_of.get(parameter)
+
+    @torch.no_grad()
+    def add_master(self, parameter: nn.Parameter) -> None:
+        """A parameter that was frozen trains from now on."""
+        self._note(parameter, parameter.data)
+
+    def drive(self, optimizer: torch.optim.Optimizer) -> None:
+        if master_step.driver_of(optimizer) is None:
+            master_step.drive(optimizer, self)
+
+    @contextlib.contextmanager
+    def shown(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        settle: Callable[[nn.Module], None],
+    ) -> Iterator[None]:
+        if self._is_shown:
+            yield
+            return
+        for model in models:
+            settle(model)
+        places = [
+            (module, name, parameter, master)
+            for model in models
+            for parameter, owners in _places(model)
+            if (master := self._master_of.get(parameter)) is not None
+            for module, name in owners
+        ]
+        pairs = list({id(parameter): (parameter, master) for _, _, parameter, master in places}.values())
+        master_step.refresh(pairs)
+        drivers = [(driver, one) for one in optimizers if (driver := master_step.driver_of(one)) is not None]
+        for driver, optimizer in drivers:
+            driver.enter(optimizer)
+        for module, name, _, master in places:
+            module._parameters[name] = master
+        self._is_shown = True
+        try:
+            yield
+        finally:
+            self._is_shown = False
+            for module, name, parameter, _ in places:
+                module._parameters[name] = parameter
+            master_step.copy_back(pairs)
+            for driver, optimizer in drivers:
+                driver.leave(optimizer)
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Each parameter of a model, and the modules and names under which it stands."""
+    found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
+    return list(found.values())
+
+
+def _can_be_lowered(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is plain numbers: no placeholder of another stage's, nothing quantised."""
+    is_plain = type(parameter.data) is torch.Tensor or hasattr(parameter, "device_mesh")
+    return is_plain and not parameter.is_meta and parameter.dtype in _LOWERED_FROM
+
+
+def _refuse_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise PrepareError(
+                f"MasterWeightsKwargs: {name} ({type(module).__name__}) gives sparse gradients, which are not handed "
+                "to fp32 masters. Build it with sparse=False, or leave MasterWeightsKwargs out"
+            )

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The step of an optimizer whose groups show bf16 parameters and which trains their fp32 masters."""
+
+from __future__ import annotations
+
+import collections
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..core.errors import PrepareError
+
+if TYPE_CHECKING:
+    from .master import MasterPrecision
+
+Pairs = Sequence[tuple[nn.Parameter, nn.Parameter]]
+
+# The entry of an optimizer's own `state_dict()` that holds the masters, by the numbers of their parameters.
+STATE_KEY = "master_weights"
+
+
+class Driver:
+    """What one optimizer shows, and what it holds in its step. It is handed in each time, so that nothing holds it."""
+
+    def __init__(self, precision: MasterPrecision) -> None:
+        self.precision = precision
+        self.inside = False
+        self._changes = -1
+        self._is_proven = False  # that this optimizer steps what its groups hold
+        self._shown: list[list[nn.Parameter]] = []
+        self._held: list[list[nn.Parameter]] = []
+        self._frozen: list[nn.Parameter] = []
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._to_held: dict[int, nn.Parameter] = {}
+        self._to_shown: dict[int, nn.Parameter] = {}
+        self._versions: list[int] = []
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """Find the masters of the groups again, where groups or masters have changed."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        if self._changes == self.precision.changes and _is_same(groups, self._shown):
+            return
+        self._changes = self.precision.changes
+        self._shown = [list(group) for group in groups]
+        found = {id(p): (p, *self.precision.find(p)) for group in groups for p in group}
+        self._pairs = [(p, master) for p, _, master in found.values() if master is not None]
+        self._frozen = [p for p, lowered, master in found.values() if lowered and master is None]
+        self._to_held = {id(p): master for p, master in self._pairs}
+        self._to_shown = {id(master): p for p, master in self._pairs}
+        self._held = [[self._to_held.get(id(p), p) for p in group] for group in groups]
+        refresh(self._pairs)
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter, _ in self._pairs]
+
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
+        """From here on groups and state are the masters'."""
+        self.look(optimizer)
+        if self._frozen and (trained := [p for p in self._frozen if p.grad is not None]):
+            for parameter in trained:
+                self.precision.add_master(parameter)
+            self.look(optimizer)
+        if self._versions_now() != self._versions:
+            # Somebody has written parameters since the last step: a loaded state, an average.
+            refresh(self._pairs)
+        for group, held in zip(optimizer.param_groups, self._held, strict=True):
+            group["params"][:] = held
+        optimizer.state = _keyed(optimizer.state, self._to_held)
+        self.inside = True
+
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """The parameters are the masters, rounded, and groups and state show them again."""
+        copy_back(self._pairs)
+        for _, master in self._pairs:
+            master.grad = None
+        for group, shown in zip(optimizer.param_groups, self._shown, strict=False):
+            group["params"][:] = shown
+        optimizer.state = _keyed(optimizer.state, self._to_shown)
+        self._versions = self._versions_now()
+        self.inside = False
+
+    def step(self, optimizer: torch.optim.Optimizer, call: Callable[[Any], Any], closure: Any = None) -> Any:
+        """`call(closure)` steps the masters; a closure is evaluated with the parameters as they are then."""
+
+        def evaluate() -> Any:
+            self.leave(optimizer)
+            try:
+                return closure()
+            finally:
+                self.enter(optimizer)
+                hand_over(self._pairs)
+
+        self.enter(optimizer)
+        try:
+            hand_over(self._pairs)
+            if closure is not None:
+                return call(evaluate)
+            before = None if self._is_proven else self._versions_now()
+            result = call(None)
+            if before is not None:
+                self._prove(before, optimizer)
+            return result
+        finally:
+            self.leave(optimizer)
+
+    def _prove(self, before: list[int], optimizer: torch.optim.Optimizer) -> None:
+        if self._versions_now() != before:
+            raise PrepareError(
+                f"MasterWeightsKwargs: {type(optimizer).__name__} steps the bf16 parameters themselves: it keeps them "
+                "elsewhere than in its param_groups. Use another optimizer, or leave MasterWeightsKwargs out"
+            )
+        self._is_proven = True
+
+    def saved(self) -> dict[int, torch.Tensor]:
+        """The masters by the numbers that a state dict of the optimizer gives their parameters."""
+        shown = [parameter for group in self._shown for parameter in group]
+        numbered = ((number, self._to_held.get(id(parameter))) for number, parameter in enumerate(shown))
+        return {number: master.detach() for number, master in numbered if master is not None}
+
+    @torch.no_grad()
+    def take(self, saved: Mapping[int, torch.Tensor]) -> None:
+        for number, master in self.saved().items():
+            if number in saved:
+                master.copy_(saved[number])
+
+
+def driver_of(optimizer: torch.optim.Optimizer) -> Driver | None:
+    """What drives an optimizer; None where nothing does."""
+    driver: Driver | None = optimizer.__dict__.get("_master_driver")
+    return driver
+
+
+def drive(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None:
+    """Have an optimizer step masters: around its step, and around its state for those who save that by themselves.
+
+    Not through torch's hooks, none of which runs after a step that raised. Nothing here holds the optimizer.
+    Raises PrepareError for an optimizer that steps in the backward.
+    """
+    kind, reference = type(optimizer), weakref.ref(optimizer)
+    if hasattr(optimizer, "fused_backward"):
+        raise PrepareError(
+            f"MasterWeightsKwargs: {kind.__name__} updates the parameters in the backward, where no master can take "
+            "part. Use another optimizer, or leave MasterWeightsKwargs out"
+        )
+    driver = Driver(precision)
+    driver.look(optimizer)
+    # What a scheduler has put there, which was made before.
+    given = optimizer.__dict__.get("step")
+
+    def step(closure: Any = None) -> Any:
+        own: Any = reference()
+        own._opt_called = True
+
+        def call(closure: Any) -> Any:
+            arguments = () if closure is None else (closure,)
+            return kind.step(own, *arguments) if given is None else given(*arguments)
+
+        return call(closure) if driver.inside else driver.step(own, call, closure)
+
+    def state_dict() -> dict[str, Any]:
+        own: Any = reference()
+        state: dict[str, Any] = kind.state_dict(own)
+        if not driver.inside:
+            driver.look(own)
+            state[STATE_KEY] = driver.saved()
+        return state
+
+    def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+        own: Any = reference()
+        rest = dict(state_dict)
+        saved = rest.pop(STATE_KEY, {})
+        if driver.inside:
+            kind.load_state_dict(own, rest)
+            return
+        driver.enter(own)
+        try:
+            kind.load_state_dict(own, rest)
+            driver.take(saved)
+        finally:
+            driver.leave(own)
+
+    # By this mark torch's schedulers know that steps are noted (in `_opt_called`).
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.__dict__.update(_master_driver=driver, step=step, state_dict=state_dict, load_state_dict=load_state_dict)
+    _around_modes(optimizer, driver, kind)
+
+
+def _around_modes(optimizer: torch.optim.Optimizer, driver: Driver, kind: type) -> None:
+    """Schedule-free optimizers change the weights when they go from training to evaluation, and back."""
+    reference = weakref.ref(optimizer)
+
+    def around(name: str) -> Callable[[], Any]:
+        def change() -> Any:
+            own: Any = reference()
+            driver.enter(own)
+            try:
+                return getattr(kind, name)(own)
+            finally:
+                driver.leave(own)
+
+        return change
+
+    for name in ("train", "eval"):
+        if callable(getattr(kind, name, None)):
+            optimizer.__dict__[name] = around(name)
+
+
+@torch.no_grad()
+def refresh(pairs: Pairs) -> None:
+    """Where a parameter is not its master, rounded, it was written by somebody: the master takes that."""
+    for parameter, master in pairs:
+        here, full = _local(parameter), _local(master)
+        full.copy_(torch.where(full.to(here.dtype) == here, full, here.to(full.dtype)))
+
+
+@torch.no_grad()
+def hand_over(pairs: Pairs) -> None:
+    """The masters' gradients are the parameters', in fp32."""
+    rows = [(master, parameter.grad) for parameter, master in pairs if parameter.grad is not None]
+    gradients = [_local(_placed_as(gradient, master)) for master, gradient in rows]
+    wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+    if wide:
+        torch._foreach_copy_(wide, gradients)
+    for (master, _), gradient in zip(rows, wide, strict=True):
+        master.grad = _laid_out(gradient, master)
+
+
+@torch.no_grad()
+def copy_back(pairs: Pairs) -> None:
+    """The parameters are the masters, rounded."""
+    if pairs:
+        torch._foreach_copy_([_local(parameter) for parameter, _ in pairs], [_local(master) for _, master in pairs])
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a DTensor; a plain tensor itself."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def _placed_as(gradient: Any, master: Any) -> Any:
+    if hasattr(gradient, "placements") and gradient.placements != master.placements:
+        return gradient.redistribute(placements=master.placements)
+    return gradient
+
+
+def _laid_out(part: torch.Tensor, master: Any) -> torch.Tensor:
+    """A gradient of a master, from this rank's part."""
+    if not hasattr(master, "device_mesh"):
+        return part
+    made: torch.Tensor = type(master.data).from_local(
+        part, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+    )
+    return made
+
+
+def _is_same(groups: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
+    return len(groups) == len(others) and all(
+        len(group) == len(other) and all(map(operator.is_, group, other))
+        for group, other in zip(groups, others, strict=True)
+    )
+
+
+def _keyed(state: Mapping[Any, Any], keys: Mapping[int, nn.Parameter]) -> collections.defaultdict[Any, Any]:
+    """The same entries of an optimizer's state, under the others of the pairs."""
+    return collections.defaultdict(dict, {keys.get(id(key), key): entry for key, entry in state.items()})
