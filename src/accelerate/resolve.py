@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -149,6 +150,9 @@ def resolve(request: Request) -> Resolved:
         state.__dict__["megatron_lm_plugin"] = megatron
     name, arguments = _own_strategy(request, plugins, origins) or _choose(state, plugins)
     if handlers.master is not None:
+    if "fsdp_plugin" in plugins and hasattr(state, "fsdp_plugin"):
+        # Of the Accelerator made last, whose strategy follows what is changed in it before `prepare`.
+        state.__dict__["fsdp_plugin"] = plugins["fsdp_plugin"]
         check_master(name, state.mixed_precision, origins)
     precision = _precision(state, handlers, origins, gathers=name == "fsdp2")
     strategy = _strategy(name, state, precision, handlers, arguments)
@@ -234,7 +238,10 @@ def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, An
         elif given is not None:
             origins[name] = "argument"
         if given is not None:
-            found[name] = given
+            found[name] = _of_kind(name, given)
+    if "fsdp_plugin" in found:
+        # Each Accelerator fills in what its own precision decides.
+        found["fsdp_plugin"] = copy.copy(found["fsdp_plugin"])
     if request.torch_tp_plugin is not None:
         found["parallelism_config"] = _with_tensor_plugin(request.torch_tp_plugin, found.get("parallelism_config"))
         origins["parallelism_config"] = "argument"

@@ -15,6 +15,11 @@ def test_parity_loading_and_resume(ranks, tmp_path):
     assert all("all equal" in result.stdout for result in results)
 
 
+def test_adapters_an_overflow_on_one_rank_and_a_plugin_of_two_runs():
+    results = run_ranks(WORKERS / "fsdp2_cases.py", 2, timeout=120)
+    assert all("all equal" in result.stdout for result in results)
+
+
 def test_messages_are_those_of_the_hand_written_step():
     run_ranks(WORKERS / "fsdp2_messages.py", 2, timeout=60)
 

@@ -27,11 +27,11 @@ from ..runtime.mesh import describe
 from ..runtime.topology import Topology
 from . import fsdp1_state, materialize, norms
 from .activation import checkpoint_activations
-from .base import Bundle, Strategy
+from .base import Bundle
 from .fsdp1_state import PlainModel
 from .fsdp2 import upcast
+from .fully_sharded import FullySharded
 from .units import find_modules
-from .whole import WholeParameters
 
 try:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -44,33 +44,25 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class FullyShardedDataParallel1(Strategy):
+class FullyShardedDataParallel1(FullySharded):
     """Each rank keeps a slice of units' flattened parameters, and gathers a unit when it computes."""
 
     name = "FSDP1"
+    version = 1
     holds_parts = True
 
-    def __init__(
-        self,
-        device: torch.device,
-        precision: Precision,
-        plugin: FullyShardedDataParallelPlugin,
-        parallelism: ParallelismConfig | None = None,
-    ) -> None:
-        super().__init__(device, precision)
-        if plugin.cpu_offload.offload_params and device.type == "cpu":  # type: ignore[union-attr]
+    def spread(self, device: torch.device, precision: Precision, parallelism: ParallelismConfig | None) -> None:
+        if self.plugin.cpu_offload.offload_params and device.type == "cpu":  # type: ignore[union-attr]
             raise ConfigurationError(
                 "cpu_offload: the shards are in host memory on the CPU anyway, and torch's FSDP1 fails when it copies "
                 "them there. Leave it out, or set fsdp_version=2."
             )
         if not dist.is_initialized():
             group.start_alone(kind_of(device).backend)
-        if precision.native_amp:
-            plugin.set_mixed_precision(precision.name)
-        self.plugin = plugin
-        self.sharding: Any = plugin.sharding_strategy if dist.get_world_size() > 1 else ShardingStrategy.NO_SHARD
+        super().spread(device, precision, parallelism)
+        asked = self.plugin.sharding_strategy
+        self.sharding: Any = asked if dist.get_world_size() > 1 else ShardingStrategy.NO_SHARD
         self.shards = _shard_mesh(self.sharding, parallelism, device)
-        self.whole = WholeParameters(None)
         self._plain: dict[int, PlainModel] = {}
         # Of which parameters a rank holds its own part.
         self._split: set[int] = set()
@@ -122,10 +114,6 @@ class FullyShardedDataParallel1(Strategy):
     def _plain_of(self, model: nn.Module) -> PlainModel:
         return self._plain[id(self.unwrap(model))]
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        super().backward(loss, **kwargs)
-        self.whole.average()
-
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         sharded = self.unwrap(model)
@@ -134,9 +122,6 @@ class FullyShardedDataParallel1(Strategy):
             return
         with sharded.no_sync(), self.whole.deferred(sharded):
             yield
-
-    def reduce_items(self, count: torch.Tensor) -> Any:
-        return dist.all_reduce(count, async_op=True)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

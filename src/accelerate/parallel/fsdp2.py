@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from ..config.fsdp import EFFICIENT_LOADING, FullyShardedDataParallelPlugin
 from ..core import env
-from ..core.errors import ConfigurationError
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime import mesh
 from . import fsdp_state, materialize, tensor
 from .activation import checkpoint_activations
+from .fully_sharded import FullySharded
 from .remap import ParameterPlaces, switch_parameters
 from .sharded import ShardedStrategy
 from .units import find_modules, select_units
@@ -33,28 +33,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class FullyShardedDataParallel(ShardedStrategy):
+class FullyShardedDataParallel(FullySharded, ShardedStrategy):
     """Each rank keeps a part of every parameter, gradient and optimizer state, and gathers a unit when it computes."""
 
     name = "FSDP2"
 
-    def __init__(
-        self,
-        device: torch.device,
-        precision: Precision,
-        plugin: FullyShardedDataParallelPlugin,
-        parallelism: ParallelismConfig | None = None,
-    ) -> None:
-        if plugin.fsdp_version != 2:
-            raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP2")
-        super().__init__(device, precision, parallelism)
-        self.plugin = plugin
-        # The whole model's output, as under the other strategies, is fp32 unless the user's own policy says else.
-        self.full_outputs = precision.native_amp and plugin.mixed_precision_policy is None
-        if precision.native_amp:
-            plugin.set_mixed_precision(precision.name)
+    def spread(self, device: torch.device, precision: Precision, parallelism: ParallelismConfig | None) -> None:
+        ShardedStrategy.__init__(self, device, precision, parallelism)
         self.shards = mesh.fsdp_mesh(self.layout, self.mesh, device)
-        # The ranks that average gradients with each other.
         self.copies = mesh.group_of(self.mesh, "dp_cp")
         self.whole = WholeParameters(self.copies)
 
@@ -75,10 +61,6 @@ class FullyShardedDataParallel(ShardedStrategy):
         self.whole.add(model, [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)])
         return model
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        super().backward(loss, **kwargs)
-        self.whole.average()
-
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         sharded = _sharded_module(model)
@@ -91,9 +73,6 @@ class FullyShardedDataParallel(ShardedStrategy):
                 yield
         finally:
             sharded.set_requires_gradient_sync(True)
-
-    def reduce_items(self, count: torch.Tensor) -> Any:
-        return dist.all_reduce(count, group=self.copies, async_op=True)
 
 
 def shard_model(
