@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpointing import layout
 from .checkpointing.going_on import GoingOn
-from .checkpointing.gradients import OpenWindow, PendingGradients
+from .checkpointing.gradients import OpenWindow, PendingGradients, RankState
 from .checkpointing.loading import LoadReport, load_newest, load_run
 from .checkpointing.loading import resume as resume_run
 from .checkpointing.preemption import DEFAULT_SIGNALS
@@ -280,12 +280,12 @@ class RunServices:
     @contextlib.contextmanager
     def _run_shown(self) -> Iterator[RunState]:
         """The run as a checkpoint has it: masters in the place of lowered parameters."""
-        own = self._open_window()
+        own = self._rank_state()
         optimizers = [optimizer.optimizer for optimizer in self._optimizers]
         with self.precision.shown(self._models, optimizers, self.strategy.settle):
             yield self._run_state(own)
 
-    def _run_state(self, own: OpenWindow | None) -> RunState:
+    def _run_state(self, own: RankState) -> RunState:
         """References to all that a checkpoint holds."""
         return RunState(
             models=[self._model_part(model) for model in self._models],
@@ -322,11 +322,19 @@ class RunServices:
         names = getattr(mesh, "mesh_dim_names", None)
         return dict(zip(names, mesh.shape, strict=True)) if names else {}
 
+    def _rank_state(self) -> RankState:
+        """What is this process's alone: its unfinished accumulation window, and what its layout keeps beside."""
+        return RankState(self.strategy, self._models, self._mesh_sizes(), self._open_window())
+
     def _open_window(self) -> OpenWindow | None:
-        """The unfinished accumulation window of this process; none where no process holds whole gradients."""
-        if self.strategy.holds_parts:
+        """The unfinished accumulation window of this process; none where its gradients cannot be had."""
+        held = [self.strategy.open_gradients(model) for model in self._models]
+        if self.strategy.holds_parts and None in held:
             return None
-        models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]  # type: ignore[attr-defined]
+        models = [
+            gradients or self.unwrap_model(model, keep_torch_compile=False)  # type: ignore[attr-defined]
+            for gradients, model in zip(held, self._models, strict=True)
+        ]
         open_now = not self.gradient_state.sync_gradients  # type: ignore[attr-defined]
         return OpenWindow(PendingGradients(models, lambda: open_now), self._items)  # type: ignore[attr-defined]
 

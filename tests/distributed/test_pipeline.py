@@ -21,6 +21,11 @@ def test_precision_weights_losses_order_and_refusals():
     assert all("all well" in result.stdout for result in results)
 
 
+def test_a_window_with_dropout_goes_on_bit_by_bit(tmp_path):
+    results = run_ranks(WORKERS / "pipeline_resume.py", 4, tmp_path, timeout=240)
+    assert all("all went on" in result.stdout for result in results)
+
+
 def test_a_checkpoint_goes_on_in_other_layouts():
     """Two stages, one process, then two stages of two copies: each goes on from the state of the one before."""
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of an accumulation window that is not complete: each rank's own, so that a resumed window adds up."""
+"""What each rank has for itself: gradients of a window that is not complete, and what its layout keeps beside."""
 
 from __future__ import annotations
 
@@ -9,6 +9,43 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError
+
+
+class RankState:
+    """The `rank_state` of a `RunState`: an open window, and what a strategy keeps for each process.
+
+    It comes back in the layout that saved it; in another one of as many processes it has no place, and is dropped.
+    """
+
+    def __init__(self, strategy: Any, models: Sequence[torch.nn.Module], mesh: dict[str, int], window: Any) -> None:
+        self.strategy, self.models, self.mesh, self.window = strategy, list(models), dict(mesh), window
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "layout": {"strategy": self.strategy.name, **self.mesh},
+            "window": None if self.window is None else self.window.state_dict(),
+            "strategy": self.strategy.rank_state(self.models),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Take the state back; a note for what has no place here."""
+        window, own = state["window"], state["strategy"]
+        here = {"strategy": self.strategy.name, **self.mesh}
+        if state["layout"] != here:
+            lost = "unfinished gradients, " if window is not None and window["gradients"] else ""
+            return [
+                f"saved under {_told(state['layout'])}, loaded under {_told(here)}: {lost}places in streams of random "
+                "numbers of single processes are dropped"
+            ]
+        if window is not None and self.window is not None:
+            self.window.load_state_dict(window)
+        self.strategy.load_rank_state(self.models, own)
+        return []
+
+
+def _told(layout: Mapping[str, Any]) -> str:
+    sizes = ", ".join(f"{name}={size}" for name, size in layout.items() if name != "strategy" and size != 1)
+    return f"{layout['strategy']} ({sizes})" if sizes else str(layout["strategy"])
 
 
 class OpenWindow:
@@ -27,33 +64,50 @@ class OpenWindow:
 
 
 class PendingGradients:
-    """The gradients of models in the middle of a window: the `rank_state` of a `RunState`.
+    """The gradients of models in the middle of a window.
 
-    `pending` says whether there is such a window now; at the end of one nothing is saved. Not for sharded models.
+    `pending` says whether there is such a window now; at the end of one nothing is saved. `models` are plain modules,
+    with the gradients at their parameters, or whatever else has the gradients of one as its state.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module], pending: Callable[[], bool]) -> None:
-        self.models = list(models)
+    def __init__(self, models: Sequence[Any], pending: Callable[[], bool]) -> None:
+        self.models = [PlainGradients(model) if isinstance(model, torch.nn.Module) else model for model in models]
         self.pending = pending
 
     def state_dict(self) -> dict[str, Any]:
         if not self.pending():
             return {}
         return {
-            f"{index}.{name}": parameter.grad
+            f"{index}.{name}": gradient
             for index, model in enumerate(self.models)
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
+            for name, gradient in model.state_dict().items()
         }
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put the gradients back; parameters that had none lose theirs. Raises CheckpointError for another shape."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put the gradients back; parameters that had none lose theirs. Raises CheckpointError for other shapes."""
         for index, model in enumerate(self.models):
-            for name, parameter in model.named_parameters():
-                saved = state.get(f"{index}.{name}")
-                if saved is not None and saved.shape != parameter.shape:
-                    raise CheckpointError(
-                        f"the saved gradient of {name} has shape {list(saved.shape)}, the parameter "
-                        f"{list(parameter.shape)}"
-                    )
-                parameter.grad = None if saved is None else saved.to(parameter.device, parameter.dtype)
+            mark = f"{index}."
+            model.load_state_dict(
+                {name.removeprefix(mark): value for name, value in state.items() if name.startswith(mark)}
+            )
+
+
+class PlainGradients:
+    """The gradients of a plain module as a state."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # Those of now: while a state is taken the model may show others in their places.
+        self.parameters = dict(model.named_parameters())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            saved = state.get(name)
+            if saved is not None and saved.shape != parameter.shape:
+                raise CheckpointError(
+                    f"the saved gradient of {name} has shape {list(saved.shape)}, the parameter "
+                    f"{list(parameter.shape)}"
+                )
+            parameter.grad = None if saved is None else saved.to(parameter.device, parameter.dtype)

@@ -213,7 +213,7 @@ def _load_ours(run: RunState, plan: _Plan) -> None:
     if run.scaler is not None and plan.shared.get("scaler") is not None:
         run.scaler.load_state_dict(plan.shared["scaler"])
     if run.rank_state is not None and plan.rank.get("rank_state") is not None:
-        run.rank_state.load_state_dict(plan.rank["rank_state"])
+        plan.notes.extend(run.rank_state.load_state_dict(plan.rank["rank_state"]) or ())
     for item, state in zip(run.custom, plan.shared["custom"], strict=True):
         item.load_state_dict(state)
     # Last, so that nothing loaded above draws from the generators afterwards.

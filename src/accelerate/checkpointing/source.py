@@ -172,7 +172,8 @@ class NativeSource(Source):
                 return state
             notes.append(
                 f"saved by {self.manifest.world_size} processes, loaded by {world_size}: each of the first ranks "
-                "takes its former random states, and unfinished gradients are dropped"
+                "takes its former random states; unfinished gradients, and places in streams of random numbers that "
+                "stages of a pipeline have for themselves, are dropped"
             )
             if rank == 0:
                 return {**state, "rank_state": None}

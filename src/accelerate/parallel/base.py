@@ -113,10 +113,6 @@ class Strategy:
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self.precision.backward(loss, **kwargs)
 
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A context in which backwards accumulate without communicating."""
-        return contextlib.nullcontext()
-
     def backward_items(
         self,
         loss: torch.Tensor,
@@ -133,6 +129,10 @@ class Strategy:
             # Asked for only now: during the backward a sharded model shows other parameters.
             parameters = {id(p): p for model in models for p in model.parameters()}.values()
             multiply(gradients_of(parameters), factor())
+
+    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """A context in which backwards accumulate without communicating."""
+        return contextlib.nullcontext()
 
     def join(
         self, joinables: list[Any], loaders: list[Any], even_batches: bool | None
@@ -188,6 +188,21 @@ class Strategy:
     ) -> list[dict[str, list[int]]] | None:
         """{plain name: shape} of the parameters in each group; None where the optimizer's own have these shapes."""
         return None
+
+    def open_gradients(self, model: torch.nn.Module) -> Any | None:
+        """What a window has accumulated so far on this process, with `state_dict` and `load_state_dict`.
+
+        None where the gradients are whole, in `.grad` of the unwrapped model's parameters, or where `holds_parts` and
+        they cannot be had.
+        """
+        return None
+
+    def rank_state(self, models: list[torch.nn.Module]) -> dict[str, Any]:
+        """What this process has for itself beside the states of its prepared models: plain data for a checkpoint."""
+        return {}
+
+    def load_rank_state(self, models: list[torch.nn.Module], state: dict[str, Any]) -> None:
+        """Take what `rank_state` gave on this process of a run of the same layout."""
 
     def trained_by(self, optimizer: Any, models: list[torch.nn.Module]) -> torch.nn.Module | None:
         """The prepared model of an optimizer that does not hold its parameters; None where it does."""

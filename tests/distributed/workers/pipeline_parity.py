@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each rank: an unchanged loop over a pipelined model, against the plain loop in float64, to 1e-8."""
 
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from fsdp2_messages import Messages
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
@@ -172,14 +175,32 @@ def four():
     plugin = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"])
     check_run("pp x fsdp", own, half, plugin=plugin, pp_size=2, dp_shard_size=2)
     check_run("pp x fsdp, tied", tied, half, steps=4, plugin=plugin, pp_size=2, dp_shard_size=2)
-    early = Options(schedule="1f1b", num_microbatches=2)
-    check_run("pp x fsdp, 1f1b", own, early, 4, inside=True, plugin=plugin, pp_size=2, dp_shard_size=2)
+    for schedule in ("1f1b", "looped_bfs", "interleaved", "zero_bubble", "zbv"):
+        early = Options(schedule=schedule, num_microbatches=4 if schedule == "zbv" else 2)
+        what, sizes = f"pp x fsdp, {schedule}", {"pp_size": 2, "dp_shard_size": 2}
+        run, model, *_ = check_run(what, own, early, 3, inside=True, plugin=plugin, **sizes)
+        runs_in_schedule(model)
+        check_messages(what, run, model)
     check_run("pp x tp", own, half, pp_size=2, tp_size=2)
     recomputed = dataclasses.replace(plugin, activation_checkpointing=True)
     check_run("pp x fsdp, recomputed", own, half, steps=2, plugin=recomputed, pp_size=2, dp_shard_size=2)
     check_items()
     for sizes in ({"dp_shard_size": 2}, {"tp_size": 2}, {"dp_replicate_size": 2}):
         check_lowered(half, dataclasses.replace(plugin) if "dp_shard_size" in sizes else None, **sizes)
+
+
+def check_messages(what, run, model):
+    """A window gathers and reduces each unit of FSDP once, however many batches it has."""
+    units = [unit for stage in model._pipelined.runner.stages.values() for unit in stage.modules()]
+    sharded = [unit._get_fsdp_state() for unit in units if isinstance(unit, FSDPModule)]
+    groups = sum(len(state._fsdp_param_groups) for state in sharded)
+    with Messages() as sent:
+        for number, (tokens, labels) in enumerate(batches(2, False)):
+            with contextlib.nullcontext() if number == 3 else run.no_sync(model):
+                run.backward(loss_of(model, tokens[:4], labels[:4], True))
+    for kind in ("reduce_scatter", "allgather"):
+        found = sum(number for name, (number, _) in sent.counts.items() if kind in name)
+        assert found == groups > 0, f"{what}: {found} of {kind} in a window, for {groups} units: {sent.counts}"
 
 
 def check_items():

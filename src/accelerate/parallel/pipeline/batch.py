@@ -89,4 +89,6 @@ class Batch:
     error: Exception | None = None
     # What the last stage found out beside, told to all with the output of a new batch.
     notes: Any = None
+    # Whether it was learned from this batch that outputs of its structure may be computed by parts.
+    parts_agreed: bool = False
     backward: Callable[[Batch, list[torch.Tensor | None]], None] | None = None

@@ -12,23 +12,26 @@ from collections.abc import Iterator
 
 import torch
 
-_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
 
 
 class StageRandom:
-    """The stream of one stage. It follows from the run's seed, the stage, the part of the data, and the call."""
+    """The stream of one stage. It follows from the run's seed, the model, the stage, the part of the data, the call.
 
-    def __init__(self, device: torch.device, stage: int, shard: int) -> None:
+    `calls` is the stream's place: how often the model was called for training.
+    """
+
+    def __init__(self, device: torch.device, model: int, stage: int, shard: int) -> None:
         self.device = device
-        self.place = stage * _MIX[1] + shard * _MIX[2]
+        self.place = model * _MIX[3] + stage * _MIX[1] + shard * _MIX[2]
         self.calls = 0
 
     @contextlib.contextmanager
     def own(self) -> Iterator[None]:
+        """The stream of this call, from its beginning; `calls` is for the caller to count."""
         generator = torch.default_generator
         before = generator.get_state()
         seed = (generator.initial_seed() + self.place + self.calls * _MIX[0]) % (1 << 63)
-        self.calls += 1
         generator.manual_seed(seed)
         module = torch.get_device_module(self.device) if self.device.type != "cpu" else None
         kept = module.get_rng_state(self.device) if module is not None else None

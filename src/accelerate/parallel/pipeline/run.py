@@ -11,12 +11,14 @@ was seen to give the same by parts: so an output is the plain model's, whatever 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
@@ -48,8 +50,8 @@ class Runner:
         self.known: dict[Any, Known] = {}
         # By structure of the inputs: whether the output may be computed by parts.
         self.parts_agree: dict[Any, bool] = {}
-        # What the last stage learns from a new batch beside the output; called with the batch and the trial's outputs.
-        self.examine: Callable[[Batch, list[Any]], Any] | None = None
+        # What the last stage learns from a new batch beside; called with the batch, its output and the parts'.
+        self.examine: Callable[[Batch, Any, list[Any]], Any] | None = None
         self.trained = False
         self.anchor = torch.zeros((), device=wire.device, requires_grad=True)
         # Called before and after a backward goes through.
@@ -268,9 +270,7 @@ class Runner:
         if batch.grad:
             for tensor, spec in zip(tensors, whole.specs, strict=True):
                 tensor.requires_grad_(spec.requires_grad)
-        assert batch.known.tail is not None
-        seen = merge.widen(batch.known.tail[1], batch.known.tail[0], batch.inputs.batch)
-        part = Part(self.cut.tail, len(self.cut.units), seen=seen)
+        part = self._tail_part(batch, batch.inputs.batch)
         batch.output = self._run(self.last, part, whole, tensors, batch.inputs.args, batch.inputs.kwargs)
         if batch.new and self.last:
             given = (batch.inputs.args, batch.inputs.kwargs)
@@ -281,21 +281,39 @@ class Runner:
 
     def _try_parts(self, batch: Batch, whole: Boundary) -> None:
         """See, once for a structure of inputs, whether the tail gives the same by parts."""
-        rows = batch.inputs.rows
-        assert batch.known.tail is not None
-        outputs = []
-        with torch.no_grad():
-            for micro, given in enumerate(batch.given):
-                seen = merge.widen(batch.known.tail[1], batch.known.tail[0], rows[micro])
-                part = Part(self.cut.tail, len(self.cut.units), seen=seen)
-                leaves = [tensor.detach() for tensor in trees.leaves(given)]
-                outputs.append(self._run(self.last, part, whole, leaves, *batch.inputs.part(micro)))
-        merged = merge.merge(outputs, rows)
+        outputs = self._tail_by_parts(batch, whole)
+        merged = merge.merge(outputs, batch.inputs.rows)
         inputs = (batch.inputs.args, batch.inputs.kwargs)
         key = (key_of(inputs, shapes=False), *batch.key[1:])
         self.parts_agree[key] = merged is not None and merge.is_same(merged, batch.output)
-        if self.examine is not None:
-            batch.notes = self.examine(batch, outputs)
+        batch.parts_agreed = self.parts_agree[key] and not batch.by_parts
+        if self.examine is None or not batch.grad or not self.staged.model.training:
+            return
+        batch.notes = self.examine(batch, batch.output, outputs)
+        if batch.notes == []:
+            # Dropout behind the blocks draws other numbers by parts: it is judged without.
+            with _evaluating(self.staged.model), torch.no_grad():
+                part = self._tail_part(batch, batch.inputs.batch)
+                inputs = (batch.inputs.args, batch.inputs.kwargs)
+                leaves = [tensor.detach() for tensor in batch.tail.leaves]  # type: ignore[union-attr]
+                output = self._run(self.last, part, whole, leaves, *inputs)
+            with _evaluating(self.staged.model):
+                batch.notes = self.examine(batch, output, self._tail_by_parts(batch, whole))
+
+    def _tail_part(self, batch: Batch, rows: int) -> Part:
+        """What follows on the blocks of the last stage, for so many rows."""
+        assert batch.known.tail is not None
+        seen = merge.widen(batch.known.tail[1], batch.known.tail[0], rows)
+        return Part(self.cut.tail, len(self.cut.units), seen=seen)
+
+    @torch.no_grad()
+    def _tail_by_parts(self, batch: Batch, whole: Boundary) -> list[Any]:
+        outputs = []
+        for micro, given in enumerate(batch.given):
+            part = self._tail_part(batch, batch.inputs.rows[micro])
+            leaves = [tensor.detach() for tensor in trees.leaves(given)]
+            outputs.append(self._run(self.last, part, whole, leaves, *batch.inputs.part(micro)))
+        return outputs
 
     def hand_out(self, batch: Batch) -> Any:
         """Give every rank the output of the last stage, with the graph behind it."""
@@ -321,14 +339,14 @@ class Runner:
             tensors = list(_Handed.apply(self.anchor, self, batch, specs, tensors))
         return fill(batch.known.output, tensors)
 
-    def _describe_output(self, batch: Batch) -> tuple[Any, Any]:
+    def _describe_output(self, batch: Batch) -> tuple[Any, Any, bool]:
         described = describe(self._kept(batch.output), "the model's output")
         if batch.by_parts:
             # What is put together has no graph; its parts have.
             specs = zip(trees.leaves(described, is_spec), trees.leaves(batch.given[0]), strict=True)
             flagged = [replace(spec, requires_grad=tensor.requires_grad) for spec, tensor in specs]
             described = trees.replace_leaves(described, flagged, is_spec)
-        return described, batch.notes
+        return described, batch.notes, batch.parts_agreed
 
     def _kept(self, output: Any) -> Any:
         """The output, or its loss alone."""
@@ -345,7 +363,7 @@ class Runner:
             if batch.error is not None:
                 raise batch.error
             raise PrepareError(f"stage {told.stage} of the pipeline could not compute: {told.text}")
-        batch.known.output, batch.notes = told
+        batch.known.output, batch.notes, batch.parts_agreed = told
         self.known[batch.key] = batch.known
 
     # -- backward
@@ -427,6 +445,18 @@ class Runner:
             batch.local[number - 1, micro] = grads
         else:
             self.wire.send(grads, peer)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def backward_through(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:

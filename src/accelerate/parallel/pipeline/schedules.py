@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from ...config.parallel import PipelineParallelConfig
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from ...precision.base import Precision
+from ..held import Gradients, HeldGradients
 from . import losses, merge
 from .batch import Batch, Boundary, Known
 from .gradients import local
@@ -35,6 +34,9 @@ _CLASSES = {
     "zbv": "ScheduleZBVZeroBubble",
 }
 _KEPT_SCHEDULES = 4
+# So many stages of a rank torch keeps gathered at a time (2.13, `_add_unshard_reshard`); it gives them back only at
+# the end of a batch.
+_KEPT_WHOLE = 3
 
 
 @dataclass
@@ -45,14 +47,16 @@ class Step:
     weights: list[float]
     seed: torch.Tensor
     outputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    gradients: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
+    gradients: Gradients = field(default_factory=dict)
 
 
 class Scheduled:
     """Runs those batches of a pipelined model that its schedule can take. Of GPipe's own it takes none."""
 
-    def __init__(self, runner: Runner, options: PipelineParallelConfig, precision: Precision) -> None:
-        self.runner, self.options, self.precision = runner, options, precision
+    def __init__(
+        self, runner: Runner, options: PipelineParallelConfig, precision: Precision, held: HeldGradients
+    ) -> None:
+        self.runner, self.options, self.precision, self.held = runner, options, precision, held
         self.rules: tuple[str, ...] = losses.RULES
         self.started = False
         self._step: Step | None = None
@@ -95,9 +99,9 @@ class Scheduled:
         batch.new, batch.known = True, Known()
         return False
 
-    def learned(self, batch: Batch) -> None:
-        """Keep those rules that held for a batch. Raises PrepareError, on all ranks, where none does."""
-        if self.kind is None or not batch.new or batch.notes is None:
+    def learn(self, batch: Batch) -> None:
+        """Keep those rules that held for a new batch. Raises PrepareError, on all ranks, where none does."""
+        if self.kind is None or batch.notes is None:
             return
         batch.known.notes = batch.notes
         self.rules = tuple(rule for rule in self.rules if rule in batch.notes)
@@ -107,10 +111,10 @@ class Scheduled:
                 "tried): use schedule='gpipe', which takes any loss"
             )
 
-    def _examine(self, batch: Batch, outputs: list[Any]) -> list[str] | None:
-        """On the last stage, with a new batch: the rules by which the losses of parts make the loss."""
-        whole = merge.loss_of(batch.output)
-        if whole is None or not whole.requires_grad or not self.runner.staged.model.training:
+    def _examine(self, batch: Batch, output: Any, outputs: list[Any]) -> list[str] | None:
+        """On the last stage, with a new batch: the rules by which losses of parts make the loss, if there is one."""
+        whole, trained = merge.loss_of(output), merge.loss_of(batch.output)
+        if whole is None or trained is None or not trained.requires_grad:
             return None
         parts = [merge.loss_of(output) for output in outputs]
         if self.runner.gather:
@@ -139,23 +143,14 @@ class Scheduled:
         one = torch.ones((), device=runner.wire.device)
         seed = one if self.precision.scaler is None else self.precision.scaler.scale(one)
         step = self._step = Step(batch, weights, seed)
-        parameters = [
-            parameter
-            for stage in runner.stages.values()
-            for parameter in stage.parameters()
-            if parameter.requires_grad
-        ] + [p for p in runner.staged.model.parameters() if p.requires_grad]
-        parameters = list({id(parameter): parameter for parameter in parameters}.values())
-        former = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
+        # What this batch gives takes its factor by itself; the window's other gradients have theirs.
+        former = self.held.take()
         try:
             self._run(batch)
         finally:
             self._step = None
-            step.gradients = [(p, p.grad) for p in parameters if p.grad is not None]
-            for parameter, gradient in zip(parameters, former, strict=True):
-                parameter.grad = gradient
+            step.gradients = self.held.take()
+            self.held.add(former)
         if runner.wire.rank == runner.source:
             batch.output = self._output(step)
         batch.backward = lambda _, grads: self._apply(step, grads)
@@ -226,17 +221,13 @@ class Scheduled:
             return
         factor = gradient / step.seed
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for _, found in step.gradients:
-            held = local(found)
-            kinds.setdefault((held.device, held.dtype), []).append(held)
-        for (device, dtype), held_ in kinds.items():
-            torch._foreach_mul_(held_, factor.to(device=device, dtype=dtype))
-        for parameter, found in step.gradients:
-            if parameter.grad is None:
-                parameter.grad = found
-            else:
-                parameter.grad.add_(found)
-        step.gradients = []
+        for found in step.gradients.values():
+            part = local(found)
+            kinds.setdefault((part.device, part.dtype), []).append(part)
+        for (device, dtype), parts in kinds.items():
+            torch._foreach_mul_(parts, factor.to(device=device, dtype=dtype))
+        self.held.add(step.gradients)
+        step.gradients = {}
 
     # -- torch's objects
 
@@ -270,6 +261,9 @@ class Scheduled:
             )
             for number, (came, goes) in sorted(shapes.items())
         ]
+        for stage in stages:
+            # Shards are reduced at the end of a window, by the backward of the loop.
+            stage.perform_reduce_grad = _reduce_later  # type: ignore[method-assign]
         kind = getattr(schedules, str(self.kind))
         several = issubclass(kind, schedules.PipelineScheduleMulti)
         # The weights of the micro-batches are in their losses already.
@@ -279,12 +273,18 @@ class Scheduled:
             loss_fn=lambda output, _: output,
             scale_grads=False,
         )
+        if several and len(stages) <= _KEPT_WHOLE:
+            schedule.register_custom_function(schedules.RESHARD, _stay_whole)
         return schedule, stages
 
-    @property
-    def reduces_each_batch(self) -> bool:
-        """Whether sharded gradients are reduced after every batch, accumulating or not."""
-        return self.kind is not None and any(isinstance(stage, FSDPModule) for stage in self.runner.stages.values())
+
+def _reduce_later(grad_scale_factor: int) -> None:
+    """What torch's schedules call at the end of a batch."""
+
+
+def _stay_whole(action: Any, context: Any) -> None:
+    """At the end of a batch: a stage is gathered once a window, and given back where its gradients are reduced."""
+    context.schedule_ref.unsharded_stages.discard(action.stage_index)
 
 
 def _examples(boundary: Boundary | None, otherwise: tuple[Spec, ...]) -> tuple[torch.Tensor, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -29,13 +30,14 @@ from .. import materialize, norms, tensor
 from ..base import Bundle, Traffic
 from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp2 import shard_model
+from ..held import HeldGradients
 from ..remap import ParameterPlaces
 from ..sharded import ShardedStrategy
 from ..skeleton import skeleton, without_storage
 from ..traffic import shard_traffic, split_traffic
 from ..units import find_modules
 from . import state, weights
-from .batch import Stage
+from .batch import Batch, Stage
 from .gradients import Ties, average, hold_shards, local, reduce_shards, reshard
 from .inputs import Divider
 from .random import StageRandom
@@ -52,9 +54,17 @@ logger = logging.getLogger(__name__)
 class Pipelined:
     """What belongs to one pipelined model on this rank."""
 
-    def __init__(self, scheduled: Scheduled, ties: Ties, shapes: dict[str, list[int]], skeleton: nn.Module) -> None:
+    def __init__(
+        self,
+        scheduled: Scheduled,
+        ties: Ties,
+        random: StageRandom,
+        shapes: dict[str, list[int]],
+        skeleton: nn.Module,
+    ) -> None:
         self.scheduled, self.ties = scheduled, ties
-        self.runner = scheduled.runner
+        self.runner, self.held = scheduled.runner, scheduled.held
+        self.random = random
         # The whole model's parameters in its order, name -> shape; and a module with the names of its state.
         self.shapes, self.skeleton = shapes, skeleton
         self.deferred = False
@@ -86,6 +96,7 @@ class PipelineParallel(ShardedStrategy):
         self.ranks = _ranks_of_stages(self.options, self.wire.size)
         # Held by the models, so that both go together.
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._numbers = itertools.count()
         # By parameter as the user had it: its plain name, and whether another rank holds it now.
         self._name_of: Any = WeakTensorKeyDictionary()
         self._foreign: Any = WeakTensorKeyDictionary()
@@ -179,7 +190,9 @@ class PipelineParallel(ShardedStrategy):
         self._lay_out(model, stages, filled)
         self.lower(model, stages.values())
         runner = Runner(staged, cut, stages, self.ranks, self.wire, divider, options.gather_output)
-        piped = Pipelined(Scheduled(runner, options, self.precision), ties, shapes, whole)
+        scheduled = Scheduled(runner, options, self.precision, HeldGradients(model, [model, *stages.values()]))
+        random = StageRandom(self.device, next(self._numbers), self.wire.rank, self.data_shard[0])
+        piped = Pipelined(scheduled, ties, random, shapes, whole)
         sharded = {id(p) for stage in stages.values() if isinstance(stage, FSDPModule) for p in stage.parameters()}
         piped.whole = [p for p in model.parameters() if id(p) not in sharded and p.requires_grad]
         staged.entry = self._entry(piped)
@@ -282,22 +295,34 @@ class PipelineParallel(ShardedStrategy):
         plugin.activation_checkpointing = False
         shards = mesh.fsdp_mesh(self.layout, self.mesh, self.device)
         ignored = find_modules(model, plugin.ignored_modules)
-        for stage in stages.values():
+        for number, stage in stages.items():
             inside = {id(module) for module in stage.modules()}
             plugin.ignored_modules = [module for module in ignored if id(module) in inside] or None
-            shard_model(stage, plugin, shards, self.device, ranks=ranks)
+            # What the model returns is fp32, as under any layout; what stages send is not.
+            full = self.precision.native_amp and number == len(self.ranks) - 1
+            shard_model(stage, plugin, shards, self.device, ranks=ranks, full_outputs=full)
 
     # -- the step
 
     def _entry(self, piped: Pipelined) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        random = StageRandom(self.device, self.wire.rank, self.data_shard[0])
-        runner, scheduled = piped.runner, piped.scheduled
+        runner, scheduled, random = piped.runner, piped.scheduled, piped.random
+
+        def run(batch: Batch) -> Any:
+            with random.own() if runner.staged.model.training else contextlib.nullcontext():
+                return scheduled.forward(batch) if scheduled.fits(batch) else runner.forward(batch)
 
         def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             batch = runner.open(args, kwargs)
-            with random.own() if runner.staged.model.training else contextlib.nullcontext():
-                output = scheduled.forward(batch) if scheduled.fits(batch) else runner.forward(batch)
-            scheduled.learned(batch)
+            output = run(batch)
+            if batch.new and batch.grad:
+                scheduled.learn(batch)
+                again = runner.open(args, kwargs)
+                if batch.parts_agreed or scheduled.fits(again):
+                    # It goes as every later batch of its kind: the same numbers, wherever a run was resumed.
+                    batch, output = again, None
+                    output = run(batch)
+            if runner.staged.model.training:
+                random.calls += 1
             if not batch.grad:
                 reshard(runner.stages.values())
             return output
@@ -305,11 +330,10 @@ class PipelineParallel(ShardedStrategy):
         return call
 
     def _finish(self, piped: Pipelined) -> None:
-        """After a backward: what the ranks owe each other of its gradients."""
-        if not piped.deferred or piped.scheduled.reduces_each_batch:
-            reduce_shards(piped.runner.stages.values())
+        """At the end of a window's last backward: what the ranks owe each other of its gradients."""
         if piped.deferred:
             return
+        reduce_shards(piped.runner.stages.values())
         piped.ties.sum()
         if self.copies is not None:
             average(piped.whole, self.copies)
@@ -362,6 +386,21 @@ class PipelineParallel(ShardedStrategy):
         state.load_full_optimizer_state(
             self.unwrap(model), optimizer, state_, self._names_of(model, optimizer), self.device
         )
+
+    def open_gradients(self, model: nn.Module) -> HeldGradients | None:
+        inner = self.unwrap(model)
+        return self._pipelined(inner).held if inner in self._models else HeldGradients(inner)
+
+    def rank_state(self, models: list[nn.Module]) -> dict[str, Any]:
+        """How far each model's stream of random numbers is."""
+        return {"random calls": [piped.random.calls for piped in self._trained(models)]}
+
+    def load_rank_state(self, models: list[nn.Module], state: dict[str, Any]) -> None:
+        for piped, calls in zip(self._trained(models), state.get("random calls", ()), strict=False):
+            piped.random.calls = calls
+
+    def _trained(self, models: list[nn.Module]) -> list[Pipelined]:
+        return [self._pipelined(model) for model in models if self.unwrap(model) in self._models]
 
     def _names_of(self, model: nn.Module, optimizer: Any) -> list[list[str]]:
         """The plain names in each group of an optimizer, of all stages."""
