@@ -12,6 +12,7 @@ import torch
 
 from .config.base import KwargsHandler
 from .config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from .config.fsdp import FullyShardedDataParallelPlugin
 from .config.precision import AutocastKwargs, GradScalerKwargs, MasterWeightsKwargs
 from .config.training import (
     DistributedDataParallelKwargs,
@@ -29,6 +30,7 @@ from .logging import get_logger
 from .parallel.base import Strategy
 from .parallel.choice import choose_strategy
 from .parallel.registry import strategy_class
+from .parallelism_config import ParallelismConfig
 from .precision.amp import MixedPrecision, ScaledPrecision
 from .precision.base import Precision
 from .precision.contexts import get_grad_scaler
@@ -148,11 +150,11 @@ def resolve(request: Request) -> Resolved:
     )
     if megatron is not None:
         state.__dict__["megatron_lm_plugin"] = megatron
-    name, arguments = _own_strategy(request, plugins, origins) or _choose(state, plugins)
-    if handlers.master is not None:
     if "fsdp_plugin" in plugins and hasattr(state, "fsdp_plugin"):
         # Of the Accelerator made last, whose strategy follows what is changed in it before `prepare`.
         state.__dict__["fsdp_plugin"] = plugins["fsdp_plugin"]
+    name, arguments = _own_strategy(request, plugins, origins) or _choose(state, plugins)
+    if handlers.master is not None:
         check_master(name, state.mixed_precision, origins)
     precision = _precision(state, handlers, origins, gathers=name == "fsdp2")
     strategy = _strategy(name, state, precision, handlers, arguments)
@@ -253,11 +255,17 @@ def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, An
     return found
 
 
+def _of_kind(name: str, given: Any) -> Any:
+    """A plugin, if it is one. Of DeepSpeed's several may be given, and each engine looks at its own."""
+    kind = {"fsdp_plugin": FullyShardedDataParallelPlugin, "parallelism_config": ParallelismConfig}.get(name)
+    if kind is not None and not isinstance(given, kind):
+        raise ConfigurationError(f"{name}={given!r}: it takes a {kind.__name__}, not a {type(given).__name__}")
+    return given
+
+
 def _with_tensor_plugin(plugin: Any, layout: Any) -> Any:
     """The layout that the API's older plugin asks for: every process is a tensor-parallel rank."""
     if layout is None:
-        from .parallelism_config import ParallelismConfig
-
         return ParallelismConfig(tp_size=plugin.tp_size)
     if layout.tp_size != plugin.tp_size:
         raise ConfigurationError(
@@ -273,8 +281,6 @@ def _make_deepspeed_plugin() -> Any:
 
 
 def _make_fsdp_plugin() -> Any:
-    from .config.fsdp import FullyShardedDataParallelPlugin
-
     return FullyShardedDataParallelPlugin()
 
 
@@ -287,7 +293,6 @@ def _make_megatron_plugin() -> Any:
 def _native_layout(plugin: Any, plugins: dict[str, Any], world: int) -> Any:
     """What a run described in Megatron-LM's words is here, with a note of what has no counterpart."""
     from .config.parallel import PipelineParallelConfig, TorchTensorParallelConfig
-    from .parallelism_config import ParallelismConfig
 
     if "parallelism_config" in plugins:
         raise ConfigurationError("megatron_lm_plugin and parallelism_config both give the layout: give one")
@@ -308,8 +313,6 @@ def _native_layout(plugin: Any, plugins: dict[str, Any], world: int) -> Any:
 
 
 def _make_parallelism_config() -> Any:
-    from .parallelism_config import ParallelismConfig
-
     return ParallelismConfig()
 
 
