@@ -28,6 +28,8 @@ def test_variables(monkeypatch):
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
     config = ParallelismConfig(tp_size=2)
     assert config.total_size == 4 and config.cp_handler.cp_comm_strategy == "alltoall"
+    with pytest.raises(ValueError, match=r"cp_size=2 \(PARALLELISM_CONFIG_CP_SIZE\) x tp_size=2 = 4 processes"):
+        config.validate(2)
 
 
 def test_validation_shows_the_product():

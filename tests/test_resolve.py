@@ -38,6 +38,8 @@ def test_argument_before_variable():
     ("options", "message"),
     [
         ({"mixed_precision": "fp17"}, "mixed_precision='fp17' is unknown"),
+        ({"parallelism_config": {"tp_size": 2}}, "parallelism_config={'tp_size': 2}: it takes a ParallelismConfig"),
+        ({"fsdp_plugin": "fsdp2"}, "fsdp_plugin='fsdp2': it takes a FullyShardedDataParallelPlugin, not a str"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
         ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps=2.5"),
         ({"kwargs_handlers": [3]}, "kwargs_handlers holds 3"),

@@ -59,6 +59,8 @@ class ParallelismConfig:
 
     def __post_init__(self) -> None:
         self._device_mesh: DeviceMesh | None = None
+        # Dimension -> the variable that its size was read from.
+        self._variables: dict[str, str] = {}
         for name in _SIZES:
             self._read_size(name)
         for name, choices in _BACKENDS.items():
@@ -89,6 +91,8 @@ class ParallelismConfig:
             origin = f"PARALLELISM_CONFIG_{name.upper()}_SIZE"
             found = env.get_int(origin)
             size = 1 if found is None else found
+            if found is not None:
+                self._variables[name] = origin
         if isinstance(size, bool) or not isinstance(size, int):
             raise ConfigurationError(f"{origin}={size!r} is not a whole number")
         if size < 1:
@@ -196,7 +200,9 @@ class ParallelismConfig:
     def validate(self, world_size: int) -> None:
         """Raises ConfigurationError unless the sizes multiply to the number of processes."""
         if self.total_size != world_size:
-            product = " x ".join(f"{name}_size={size}" for name, size in self.sizes.items() if size > 1) or "1"
+            told = {name: f" ({variable})" for name, variable in self._variables.items()}
+            active = {name: size for name, size in self.sizes.items() if size > 1}
+            product = " x ".join(f"{name}_size={size}{told.get(name, '')}" for name, size in active.items()) or "1"
             raise ConfigurationError(
                 f"ParallelismConfig asks for {product} = {self.total_size} processes, but {world_size} were started. "
                 f"Start {self.total_size}, or change one of the sizes."

@@ -259,6 +259,11 @@ class FullyShardedDataParallelPlugin:
                 if found is None:
                     raise ConfigurationError(f"Could not find the transformer layer class {name} in the model.")
                 classes.add(found)
+            if not classes:
+                warnings.warn(
+                    f"transformer_cls_names_to_wrap names no class, and {type(model).__name__} names none itself "
+                    "(_no_split_modules): all of it is one unit, gathered whole. Name the class of its blocks."
+                )
             self.auto_wrap_policy = functools.partial(self.auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is size_based_auto_wrap_policy:
             self.auto_wrap_policy = (
