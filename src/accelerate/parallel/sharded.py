@@ -23,6 +23,7 @@ from . import fsdp_state, norms, traffic
 from .base import Bundle, Strategy, Traffic
 from .context.loader import SequenceLoader
 from .context.region import ContextParallel
+from .held import HeldGradients
 from .local_step import step_locally
 from .remap import ParameterPlaces, Replacements
 from .scaling import AgreeingScaler
@@ -165,6 +166,10 @@ class ShardedStrategy(Strategy):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def open_gradients(self, model: nn.Module) -> HeldGradients:
+        self.settle(model)
+        return HeldGradients(self.unwrap(model))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         inner = getattr(model, "_orig_mod", model)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: a pipeline with dropout, saved in the middle of a window, goes on bit by bit in the same layout."""
+"""Each rank: a run with dropout, saved in the middle of a window, goes on bit by bit in the same layout.
+
+Pipelines above all: each stage draws from a stream of its own. Shards and split matrices without one, too.
+"""
 
 import logging
 import sys
@@ -22,6 +25,8 @@ LAYOUTS = {
     "pp x fsdp, zbv, bf16": ({"pp_size": 2, "dp_shard_size": 2}, {"schedule": "zbv"}, False),
     "pp x fsdp": ({"pp_size": 2, "dp_shard_size": 2}, {}, False),
     "pp x tp, interleaved": ({"pp_size": 2, "tp_size": 2, "tp_handler": PLAN}, {"schedule": "interleaved"}, False),
+    "fsdp x tp": ({"dp_shard_size": 2, "tp_size": 2, "tp_handler": PLAN}, {}, True),
+    "fsdp, bf16": ({"dp_shard_size": 4}, {}, False),
 }
 
 

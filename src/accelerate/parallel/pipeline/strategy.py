@@ -387,9 +387,8 @@ class PipelineParallel(ShardedStrategy):
             self.unwrap(model), optimizer, state_, self._names_of(model, optimizer), self.device
         )
 
-    def open_gradients(self, model: nn.Module) -> HeldGradients | None:
-        inner = self.unwrap(model)
-        return self._pipelined(inner).held if inner in self._models else HeldGradients(inner)
+    def open_gradients(self, model: nn.Module) -> HeldGradients:
+        return self._pipelined(model).held if self.unwrap(model) in self._models else HeldGradients(self.unwrap(model))
 
     def rank_state(self, models: list[nn.Module]) -> dict[str, Any]:
         """How far each model's stream of random numbers is."""
