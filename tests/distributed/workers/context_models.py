@@ -7,7 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from accelerate import Accelerator
 from accelerate.config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
@@ -83,6 +92,80 @@ def check_llama(accelerator, padding, checkpointing=False, shift=True):
     state = accelerator.get_state_dict(model)
     for name, value in plain.state_dict().items() if accelerator.is_main_process else ():
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-4, msg=f"{what}: {name}")
+
+
+def mistral():
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5, attn_implementation="sdpa")).train()
+
+
+def gemma():
+    """Layers with a window, and one without. Gradients of its norms are computed in float32."""
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(
+        **SIZES, head_dim=4, layer_types=kinds, sliding_window=4, query_pre_attn_scalar=4, attn_implementation="sdpa"
+    )
+    return Gemma3ForCausalLM(config).train()
+
+
+def documents():
+    """Positions that start anew within a row, at other places in each row; of one row nowhere."""
+    starts = ([0, 5, 6], [0, 9], [0])
+    return torch.stack(
+        [
+            torch.cat([torch.arange(end - start) for start, end in zip(s, [*s[1:], LENGTH], strict=True)])
+            for s in starts
+        ]
+    )
+
+
+def loss_of(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def check_masks(build, padding="none", packed=False, mask=None, checkpointing=False, tolerance=1e-8):
+    """In float64, gradients and logits of what a model of transformers masks against itself alone."""
+    torch.set_default_dtype(torch.float64)
+    ids, keep, labels = next(batches(padding))
+    inputs = {"input_ids": ids}
+    options = {"use_cache": not packed}  # beside a cache transformers takes no sequences for packed
+    if packed:
+        inputs["position_ids"] = documents()
+    if padding != "none":
+        inputs["attention_mask"] = keep
+    if mask is not None:
+        inputs["attention_mask"] = mask
+    labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+    plain = build()
+    expected = plain(**inputs, **options).logits
+    loss_of(expected, labels).backward()
+    for kind in ("ring", "gather", "heads"):
+        accelerator = start(sp_size=2) if kind == "heads" else start(
+            cp_size=2, strategy={"ring": "alltoall", "gather": "allgather"}[kind]
+        )  # fmt: skip
+        model = build()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model = accelerator.prepare(model)
+        layout = accelerator.strategy.sequence.layout
+        own = {name: value.clone() for name, value in inputs.items()}
+        own["shift_labels"] = labels.clone()
+        buffers = [value for value in own.values() if value.dim() == 2]
+        with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), no_restore_buffers=set(buffers)):
+            shift_labels = own.pop("shift_labels")
+            if checkpointing:
+                # No longer buffers: positions of other ranks are fetched.
+                own = {name: value.clone() for name, value in own.items()}
+            logits = model(**own, **options).logits
+            # A rank's loss is a part of a sum, and gradients are means over the ranks.
+            accelerator.backward(loss_of(logits, shift_labels) * 2)
+        seen = layout.take(keep, 1).bool()
+        torch.testing.assert_close(logits[seen], layout.take(expected, 1)[seen], rtol=0, atol=1e-10)
+        for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            whole = parameter.grad.full_tensor()
+            torch.testing.assert_close(whole, other.grad, rtol=0, atol=tolerance, msg=lambda m: f"{kind} {name}: {m}")  # noqa: B023
+    torch.set_default_dtype(torch.float32)
 
 
 def check_loader():
@@ -176,8 +259,11 @@ def check_refusals():
             lambda: accelerator.maybe_context_parallel([whole], [1], {whole.clone()}).__enter__(),  # noqa: B023
         )
         refused("'eager' ... sdpa", lambda: accelerator.prepare(llama(attn_implementation="eager")), PrepareError)  # noqa: B023
-        window = MistralConfig(**SIZES, sliding_window=4, attn_implementation="sdpa")
-        refused("sliding_window", lambda: accelerator.prepare(MistralForCausalLM(window)), PrepareError)  # noqa: B023
+        capped = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=4))
+        refused("'eager' ... no such implementation", lambda: accelerator.prepare(capped), PrepareError)  # noqa: B023
+        state = llama()
+        state.config.layer_types = ["full_attention", "linear_attention"]
+        refused("linear_attention", lambda: accelerator.prepare(state), PrepareError)  # noqa: B023
         assert F.scaled_dot_product_attention.__module__ != "accelerate.parallel.context.region"
         if size == "cp_size":
             refused("dropout_p=0.5", lambda: call(Layer(4, dropout_p=0.5)))
@@ -217,6 +303,14 @@ def main():
     check_llama(start(cp_size=2, strategy="allgather"), "before", shift=False)
     check_llama(start(sp_size=2), "behind", checkpointing=True, shift=False)
     check_llama(start(sp_size=2), "before")
+    check_masks(mistral)
+    check_masks(mistral, "before", checkpointing=True)
+    check_masks(gemma, "behind", tolerance=1e-6)
+    check_masks(gemma, packed=True, tolerance=1e-6)
+    check_masks(llama, packed=True, checkpointing=True)
+    own = torch.ones(1, 1, LENGTH, LENGTH).tril().bool() & (torch.arange(LENGTH) != 3)
+    own[..., 3, 3] = True
+    check_masks(llama, mask=own.expand(BATCH, 1, LENGTH, LENGTH))
     check_loader()
     check_refusals()
     check_late_backward()

@@ -100,10 +100,7 @@ class MaskReader:
         known = {length: (1, rows, length), rows: (1, rows)}
         if mask.shape[2] not in known.get(mask.shape[3], ()):
             raise self._refuse(given, f"the sequence has {length} rows, {rows} of them here")
-        for dimension in (0, 1):
-            if mask.stride(dimension) == 0:
-                mask = mask.narrow(dimension, 0, 1)
-        return mask
+        return compact(mask)
 
     def _sight(self, mask: torch.Tensor, query: torch.Tensor) -> Sight:
         rows, length = query.shape[2], query.shape[2] * self.layout.ranks
@@ -159,6 +156,14 @@ class MaskReader:
             "the whole sequence or this rank's part of it; or is_causal=True. A padding mask goes to a transformers "
             "model as attention_mask, and is not needed at all where padding comes behind and attention is causal."
         )
+
+
+def compact(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of four dimensions, without copies for batches and heads that share memory."""
+    for dimension in (0, 1):
+        if mask.stride(dimension) == 0:
+            mask = mask.narrow(dimension, 0, 1)
+    return mask
 
 
 def _plain(mask: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from ...core.errors import ConfigurationError
 from ...logging import get_logger
 from ...parallelism_config import ParallelismConfig
 from ..base import Traffic
-from . import transformers_models
+from . import transformers_masks, transformers_models
 from .attention import Call, ContextAttention, Sent, SequenceAttention, plain_attention
 from .routing import Route, aliases
 from .shard import SequenceLayout, common_length, split_in_place
@@ -45,6 +45,10 @@ class Region:
     calls: int = 0
     keep: torch.Tensor | None = None
     padded_behind: bool = False
+    # Sequences that are packed in rows, (positions, number of the sequence) of all columns; False where there are
+    # none, None where nothing told. And whether the mask that is built next is one of packed sequences.
+    packed: tuple[torch.Tensor, torch.Tensor] | Literal[False] | None = None
+    asks_packing: bool = False
     passes: dict[int, int] = field(default_factory=dict)
     sent: Sent = field(default_factory=dict)
     _positions: torch.Tensor | None = None
@@ -88,8 +92,7 @@ class ContextParallel:
         else:
             self.attention = SequenceAttention(group, self.layout)
         self.route = Route(self._attend)
-        if self.layout.balanced:
-            self.route.others[transformers_models.PACKING] = transformers_models.not_packed(lambda: self.region)
+        self.route.others.update(transformers_masks.hooks(lambda: self.region))
         self._block: Region | None = None
         self._batch: Region | None = None
         self._last: Region | None = None

@@ -13,6 +13,9 @@ from torch import nn
 
 from .attention import plain_attention
 
+# Makes a function from the one in whose place it stands.
+Around = Callable[[Any], Any]
+
 _NAME = "scaled_dot_product_attention"
 
 
@@ -35,7 +38,7 @@ class Route:
         self.attend = attend
         self.places: set[tuple[str, str]] = {(F.__name__, _NAME)}
         # Other functions that have to give way meanwhile: (module, name) -> what takes the function that was there.
-        self.others: dict[tuple[str, str], Callable[[Any], Any]] = {}
+        self.others: dict[tuple[str, str], Around] = {}
         self._holders = 0
         self._former: list[tuple[Any, str, Any]] = []
 

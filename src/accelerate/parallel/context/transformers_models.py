@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transformers model computes from the whole sequence by itself: positions, padding, shifted labels."""
+"""What a transformers model computes from the whole sequence by itself: padding, packing, shifted labels."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +12,14 @@ from torch import nn
 
 from ...collectives import transport
 from ...core.errors import ConfigurationError, PrepareError
+from .transformers_masks import builds_masks
 
 if TYPE_CHECKING:
     from .region import Region
 
-# How transformers finds sequences that are packed in one row: by positions that jump, as a rank's two chunks do.
-PACKING = ("transformers.masking_utils", "find_packed_sequence_indices")
+# Kinds of layers whose masks are functions of places in the sequence.
+_FULL, _CHUNKED = "full_attention", "chunked_attention"
+_KINDS = {_FULL, "sliding_attention", _CHUNKED}
 _IGNORED = -100
 
 
@@ -28,50 +29,61 @@ def is_transformers_model(module: nn.Module) -> bool:
 
 
 def check_supported(model: nn.Module, size: str) -> None:
-    """Raises PrepareError for a model with layers that do not attend to everything through torch's attention."""
+    """Raises PrepareError for a model with layers that do not attend to the sequence through torch's attention."""
     name = type(model).__name__
-    config = getattr(model, "config", None)
-    kind = getattr(config, "_attn_implementation", None)
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind not in (None, "sdpa"):
+        remedy = "Load the model with attn_implementation='sdpa'."
+        if not getattr(model, "_supports_sdpa", True):
+            remedy = "This model has no such implementation."
         raise PrepareError(
-            f"{name} attends through {kind!r}: {size} takes torch's scaled_dot_product_attention. Load the model with "
-            "attn_implementation='sdpa'."
+            f"{name} attends through {kind!r}: {size} takes torch's scaled_dot_product_attention. {remedy}"
         )
-    if not getattr(model, "supports_context_parallel", True):
+    layers = _layers(model)
+    others = sorted(layers - _KINDS)
+    if others or not getattr(model, "_supports_context_parallel", True):
         raise PrepareError(
-            f"{name} has layers that see a window or chunks of the sequence, or carry a state along it: under {size} "
-            "they would see something else. Use a model with full attention (config.sliding_window=None), or train "
-            "it without."
+            f"{name} has layers ({', '.join(others) or 'attention with sinks'}) that carry a state along the sequence "
+            f"or attend in their own way: under {size} they would see something else. Train it without."
+        )
+    sources = {source.__module__ for part in model.modules() for source in type(part).__mro__}
+    if layers > {_FULL} and not any(builds_masks(source) for source in sources):
+        raise PrepareError(
+            f"{name} has layers ({', '.join(sorted(layers - {_FULL}))}) whose masks it builds by itself: under {size} "
+            "they would show a rank's part of the sequence alone. Train it without them (config.sliding_window=None)."
         )
 
 
-def not_packed(region: Callable[[], Region | None]) -> Callable[[Any], Any]:
-    """Around transformers' search for packed sequences: the positions of this rank's rows are one sequence."""
-
-    def around(former: Any) -> Any:
-        def find_packed_sequence_indices(position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            current = region()
-            if current is not None and position_ids.shape[-1] == current.rows:
-                own = current.positions(position_ids.device)
-                if bool((position_ids == own).all()):
-                    return None
-            return former(position_ids, *args, **kwargs)
-
-        return find_packed_sequence_indices
-
-    return around
+def _layers(model: nn.Module) -> set[str]:
+    """The kinds of a model's layers."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = getattr(config, "layer_types", None)
+    if layers is not None:
+        return {_FULL, *layers}
+    named = {"sliding_attention": "sliding_window", _CHUNKED: "attention_chunk_size"}
+    return {_FULL} | {kind for kind, field in named.items() if getattr(config, field, None) is not None}
 
 
 def adapt_inputs(model: nn.Module, given: dict[str, Any], region: Region) -> dict[str, Any]:
     """Arguments to add or replace, from those that are given: the padding mask is taken over, labels are shifted."""
     changed: dict[str, Any] = {}
-    region.keep, region.padded_behind = None, False
+    region.keep, region.padded_behind, region.packed = None, False, None
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] in (region.rows, region.length):
         if mask.shape[1] == region.length:
             mask = region.layout.take(mask, 1)
         region.keep, region.padded_behind = share_padding(mask, region)
+        if region.keep is not None and not region.padded_behind and _CHUNKED in _layers(model):
+            raise ConfigurationError(
+                f"{type(model).__name__} counts its chunks from behind the padding, which under {region.layout.size}="
+                f"{region.layout.ranks} has to come behind the tokens (padding_side='right')"
+            )
         changed["attention_mask"] = None
+        region.packed = False  # as in transformers, which looks for packed sequences where no mask is given
+    positions = given.get("position_ids")
+    if region.packed is None and isinstance(positions, torch.Tensor) and positions.shape[1:] == (region.rows,):
+        region.packed = packed_sequences(positions, region)
     labels = given.get("labels")
     if isinstance(labels, torch.Tensor) and given.get("shift_labels") is None and _shifts_labels(model):
         changed["shift_labels"] = shifted(labels, region)
@@ -90,6 +102,19 @@ def share_padding(mask: torch.Tensor, region: Region) -> tuple[torch.Tensor | No
         return None, False
     whole = layout.join(list(keep), 1).to(torch.int8)
     return keep, not bool((whole.diff(dim=1) > 0).any())
+
+
+def packed_sequences(positions: torch.Tensor, region: Region) -> tuple[torch.Tensor, torch.Tensor] | Literal[False]:
+    """(positions, number of the sequence) of all rows, where positions start anew within a row; else False.
+
+    One message, none where the positions are one of the buffers that were split.
+    """
+    layout, whole = region.layout, region.whole_of(positions)
+    if whole is None:
+        parts = transport.all_gather(positions.flatten(), region.group).view(layout.ranks, *positions.shape)
+        whole = layout.join(list(parts), 1)
+    number = (whole.diff(dim=1, prepend=whole[:, :1] - 1) != 1).cumsum(1)
+    return (whole, number) if bool(number[:, -1].any()) else False
 
 
 def _shifts_labels(model: nn.Module) -> bool:
