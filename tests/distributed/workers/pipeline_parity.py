@@ -184,9 +184,14 @@ def four():
     check_run("pp x tp", own, half, pp_size=2, tp_size=2)
     recomputed = dataclasses.replace(plugin, activation_checkpointing=True)
     check_run("pp x fsdp, recomputed", own, half, steps=2, plugin=recomputed, pp_size=2, dp_shard_size=2)
+    early = Options(schedule="1f1b", num_microbatches=2)
+    check_run("pp x tp, 1f1b", own, early, 3, inside=True, pp_size=2, tp_size=2)
+    check_run("pp x dp, 1f1b, tied", tied, early, 3, inside=True, pp_size=2, dp_replicate_size=2)
     check_items()
-    for sizes in ({"dp_shard_size": 2}, {"tp_size": 2}, {"dp_replicate_size": 2}):
-        check_lowered(half, dataclasses.replace(plugin) if "dp_shard_size" in sizes else None, **sizes)
+    check_lowered(half, dataclasses.replace(plugin), dp_shard_size=2)
+    check_lowered(early, dataclasses.replace(plugin), dp_shard_size=2)
+    check_lowered(early, None, tp_size=2)
+    check_lowered(half, None, dp_replicate_size=2)
 
 
 def check_messages(what, run, model):
@@ -219,7 +224,7 @@ def check_items():
 
 
 def check_lowered(options, plugin, **sizes):
-    """bf16 trains: the loss falls, and is one number on all ranks of a pipeline."""
+    """bf16 trains: the loss falls from where it is in fp32, and is one number on all ranks of a pipeline."""
     run = accelerator(options, plugin, precision="bf16", pp_size=2, **sizes)
     model = own().float()
     model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
@@ -228,6 +233,11 @@ def check_lowered(options, plugin, **sizes):
     dist.all_gather_object(found, (run.strategy.data_shard, losses))
     assert len({str(row) for row in found}) == run.strategy.data_shard[1], found
     assert losses[-1] < losses[0] and all(p.dtype == torch.float32 for p in model.parameters()), losses
+    tokens, labels = next(iter(batches(1, False)))
+    index, count = run.strategy.data_shard
+    part = slice(index * GLOBAL_BATCH // count, (index + 1) * GLOBAL_BATCH // count)
+    exact = loss_of(own().float(), tokens[part], labels[part], True).item()
+    assert 0 < abs(losses[0] - exact) < 0.03, f"{sizes}: a first loss of {losses[0]} in bf16, {exact} in fp32"
 
 
 def main():
