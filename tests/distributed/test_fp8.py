@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 through torchao, emulated on the CPU: one process, DDP, FSDP2 and FSDP2 that gathers in float8."""
+"""fp8 through torchao, emulated on the CPU: one process, DDP, FSDP2 (gathering in float8 too), split, in stages."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 emulated on the CPU, alone, under DDP and under FSDP2: near the plain fp32 loop, the same on all layouts."""
+"""fp8 emulated on the CPU, alone and in layouts: near the plain fp32 loop."""
 
 import sys
 import warnings
@@ -14,9 +14,11 @@ from torchao.float8 import Float8LinearConfig
 from accelerate import Accelerator
 from accelerate.config.fp8 import AORecipeKwargs
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.parallel import PipelineParallelConfig, TorchTensorParallelConfig
 from accelerate.core.enums import FP8BackendType
 from accelerate.core.errors import PrepareError
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 STEPS, ACCUMULATION, GLOBAL_BATCH, WIDTH = 10, 2, 16, 32
 
@@ -49,7 +51,7 @@ def reference():
     return losses
 
 
-def make_accelerator(plugin=None, **options):
+def make_accelerator(plugin=None, layout=None, **options):
     for state in (AcceleratorState, GradientState):
         state._reset_state()
     recipe = AORecipeKwargs(config=Float8LinearConfig(emulate=True, **options))
@@ -58,16 +60,17 @@ def make_accelerator(plugin=None, **options):
         mixed_precision="fp8",
         kwargs_handlers=[recipe],
         fsdp_plugin=plugin,
+        parallelism_config=layout,
         gradient_accumulation_steps=ACCUMULATION,
     )
 
 
-def run(expected, folder, plugin=None, **options):
-    accelerator = make_accelerator(plugin, **options)
+def run(expected, folder, plugin=None, layout=None, **options):
+    accelerator = make_accelerator(plugin, layout, **options)
     assert accelerator.fp8_backend is FP8BackendType.AO
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // accelerator.num_processes)
+    loader = DataLoader(data(), batch_size=GLOBAL_BATCH // accelerator.strategy.data_shard[1])
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     assert accelerator.precision.converted == ["2", "4"] and accelerator.precision.left == ["0", "6"]
     assert "2 of 4 linear layers in float8 (AO)" in str(accelerator.precision.computes_in)
@@ -101,6 +104,11 @@ def main(folder):
     run(expected, folder / "sharded", FullyShardedDataParallelPlugin(fsdp_version=2))
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     run(expected, folder / "gathered", plugin, enable_fsdp_float8_all_gather=True)
+    if PartialState().num_processes == 2:
+        plan = TorchTensorParallelConfig(plan={"2": "colwise", "4": "rowwise"})
+        run(expected, folder / "split", layout=ParallelismConfig(tp_size=2, tp_handler=plan))
+        stages = PipelineParallelConfig(split_points=["4"])
+        run(expected, folder / "staged", layout=ParallelismConfig(pp_size=2, pp_handler=stages))
     accelerator = make_accelerator()
     with pytest.raises(PrepareError, match="none of the 2 linear layers"):
         accelerator.prepare(nn.Sequential(nn.Linear(16, 20), nn.Linear(20, 16)))
