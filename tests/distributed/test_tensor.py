@@ -17,3 +17,7 @@ def test_parity(ranks, tmp_path):
 
 def test_messages_of_data_and_tensor_parallelism_are_those_of_the_hand_written_step():
     run_ranks(WORKERS / "messages.py", 2, timeout=120)
+
+
+def test_losses_of_split_logits():
+    run_ranks(WORKERS / "tensor_loss.py", 2, timeout=120)

@@ -19,7 +19,7 @@ from ..core.errors import ConfigurationError, PrepareError
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime import mesh
-from . import materialize, tensor_plan, tensor_sequence, tensor_styles
+from . import materialize, tensor_loss, tensor_plan, tensor_sequence, tensor_styles
 from .remap import ParameterPlaces
 from .sharded import ShardedStrategy
 
@@ -128,7 +128,7 @@ def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParalle
             setattr(module, key, share)
     _retie(places)
     if options.loss_parallel:
-        tensor_styles.compute_losses_in_parts()
+        tensor_loss.split_losses_while_alive(model)
         model.register_forward_hook(lambda module, args, output: tensor_styles.plain_losses(output))
     return True
 

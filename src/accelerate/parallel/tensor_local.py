@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from . import tensor_loss
+
 # What a residual stream is sharded along: (batch, sequence, features).
 SEQUENCE = 1
 
@@ -150,6 +152,8 @@ class ColumnLinear(nn.Linear):
         if self.gathered or (self.as_dtensor and not torch.is_grad_enabled()):
             return GatherFeatures.apply(part, self.ranks)
         if self.as_dtensor:
+            if not torch.compiler.is_compiling():
+                tensor_loss.ensure()
             return DTensor.from_local(part, self.ranks, (Shard(part.ndim - 1),), run_check=False)
         return part
 

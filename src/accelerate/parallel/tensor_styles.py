@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
-    loss_parallel,
 )
 
 from ..core.errors import PrepareError
@@ -179,22 +177,6 @@ def _mapped(output: Any, change: Any) -> Any:
     if isinstance(output, tuple):
         return tuple(change(value) for value in output)
     return change(output)
-
-
-_stack = contextlib.ExitStack()
-_entered = False
-
-
-def compute_losses_in_parts() -> None:
-    """From here on, `cross_entropy` of logits that are split over their classes sums over ranks, and gathers nothing.
-
-    The loop computes its loss wherever it likes, and torch's context has to hold from there through the backward: it
-    is held to the end of the process. It touches nothing but DTensors that a cross entropy is taken of.
-    """
-    global _entered
-    if not _entered:
-        _stack.enter_context(loss_parallel())
-        _entered = True
 
 
 def plain_losses(output: Any) -> Any:

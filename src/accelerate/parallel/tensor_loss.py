@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cross entropy of logits that are split over the vocabulary: each rank on its own classes, sums over the ranks.
+
+DTensor would gather the logits on every rank, and takes no labels that are plain tensors. torch's `loss_parallel` does
+neither, inside of a context, in which gradients of a log-softmax that feeds anything but a cross entropy are wrong.
+Here each operation is exact by itself, so that it may stand for DTensor's own as long as a model needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+_NONE, _MEAN, _SUM = range(3)  # torch's numbers of reductions
+
+
+def split_losses_while_alive(model: nn.Module) -> None:
+    """Have cross entropies of split logits computed in parts, as long as the model lives."""
+    _models.add(model)
+    ensure()
+    # After the last of them nothing is left behind.
+    weakref.finalize(model, _remove_when_unneeded).atexit = False
+
+
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _table() -> dict[Any, Callable[..., Any]]:
+    table: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+    return table
+
+
+def ensure() -> None:
+    """Put the operations in their place: a `loss_parallel` block of torch's takes them away at its end."""
+    if _models:
+        _table().update(_OPERATIONS)
+
+
+def _remove_when_unneeded() -> None:
+    # Those that live: while one dies the set still counts it.
+    if list(_models):
+        return
+    table = _table()
+    for operation, handler in _OPERATIONS.items():
+        if table.get(operation) is handler:
+            del table[operation]
+
+
+def _handles(logits: Any, dimension: int) -> bool:
+    """Whether a tensor is split over its classes, and over nothing else."""
+    if not isinstance(logits, DTensor) or logits.device_mesh.ndim != 1:
+        return False
+    return logits.placements[0] == Shard(dimension % logits.ndim)
+
+
+def _or_else(split_of: Callable[..., tuple[Any, int]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A handler of what is split; `split_of(arguments)` is (tensor, dimension of classes). DTensor does the rest."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def handler(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            if _handles(*split_of(*args)):
+                return function(*args, **kwargs)
+            table = _table()
+            ours = table.pop(operation)
+            try:
+                return operation(*args, **kwargs)
+            finally:
+                table[operation] = ours
+
+        return handler
+
+    return decorate
+
+
+def _sum(part: torch.Tensor, like: DTensor, how: str = "sum") -> torch.Tensor:
+    group = like.device_mesh.get_group().group_name
+    total: torch.Tensor = collectives.all_reduce(part.contiguous(), how, group)
+    return collectives.wait_tensor(total)
+
+
+def _made(part: torch.Tensor, like: DTensor, placement: Placement) -> DTensor:
+    return DTensor.from_local(part, like.device_mesh, (placement,), run_check=False)
+
+
+def _placed(value: Any, placement: Placement) -> torch.Tensor:
+    """This rank's part of a value in a layout; a plain tensor is whole."""
+    if not isinstance(value, DTensor):
+        return value
+    return value.redistribute(placements=(placement,)).to_local()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums over the classes are taken in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+@_or_else(lambda logits, dimension, *_: (logits, dimension))
+def _log_softmax(logits: DTensor, dimension: int, half_to_float: bool) -> DTensor:
+    part = logits.to_local()
+    wide = part.to(_wide(part.dtype))
+    wide = wide - _sum(wide.amax(dimension, keepdim=True), logits, "max")
+    wide = wide - _sum(wide.exp().sum(dimension, keepdim=True), logits).log()
+    result = wide if half_to_float else wide.to(part.dtype)
+    return _made(result, logits, logits.placements[0])
+
+
+@_or_else(lambda gradient, output, dimension, dtype: (output, dimension))
+def _log_softmax_backward(gradient: Any, output: DTensor, dimension: int, dtype: torch.dtype) -> DTensor:
+    wide = _placed(gradient, output.placements[0]).to(_wide(output.dtype))
+    total = _sum(wide.sum(dimension, keepdim=True), output)
+    part = wide - output.to_local().to(wide.dtype).exp() * total
+    return _made(part.to(dtype), output, output.placements[0])
+
+
+def _classes(scores: DTensor) -> int:
+    return 1 if scores.ndim > 1 else 0
+
+
+def _own(scores: DTensor, labels: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(labels as numbers of own classes, which are own, which count), with a dimension for the classes."""
+    dimension = _classes(scores)
+    labels = labels.unsqueeze(dimension)
+    counts = labels != ignored
+    total, here = scores.shape[dimension], scores.to_local().shape[dimension]
+    inside = (labels >= 0) & (labels < total)
+    torch._assert_async((inside | ~counts).all(), f"cross_entropy: a label is none of the {total} classes")
+    first = scores.device_mesh.get_local_rank() * here
+    numbers = labels - first
+    own = counts & (numbers >= 0) & (numbers < here)
+    return torch.where(own, numbers, 0), own, counts
+
+
+def _weights(weight: Any, labels: torch.Tensor, counts: torch.Tensor, like: torch.Tensor, dimension: int) -> Any:
+    """What each label counts."""
+    if weight is None:
+        return counts.to(like.dtype)
+    of_labels = _placed(weight, Replicate())[torch.where(counts, labels.unsqueeze(dimension), 0)]
+    return torch.where(counts, of_labels, 0)
+
+
+@_or_else(lambda scores, *_: (scores, _classes(scores)))
+def _nll(scores: DTensor, labels: Any, weight: Any, reduction: int, ignored: int) -> tuple[DTensor, DTensor]:
+    part, labels, dimension = scores.to_local(), _placed(labels, Replicate()), _classes(scores)
+    numbers, own, counts = _own(scores, labels, ignored)
+    found = _sum(torch.where(own, part.gather(dimension, numbers), 0), scores)
+    weights = _weights(weight, labels, counts, part, dimension)
+    losses = (-found * weights).squeeze(dimension)
+    total = weights.sum() if reduction != _NONE or scores.ndim == 1 else part.new_zeros(())
+    if reduction == _SUM or (reduction == _NONE and scores.ndim == 1):
+        losses = losses.sum()
+    elif reduction == _MEAN:
+        losses = losses.sum() / total
+    return _made(losses, scores, Replicate()), _made(total, scores, Replicate())
+
+
+@_or_else(lambda gradient, scores, *_: (scores, _classes(scores)))
+def _nll_backward(
+    gradient: Any, scores: DTensor, labels: Any, weight: Any, reduction: int, ignored: int, total: Any
+) -> DTensor:
+    part, labels, dimension = scores.to_local(), _placed(labels, Replicate()), _classes(scores)
+    numbers, own, counts = _own(scores, labels, ignored)
+    each = _placed(gradient, Replicate())
+    if reduction == _MEAN:
+        each = each / _placed(total, Replicate())
+    elif each.ndim:
+        each = each.unsqueeze(dimension)
+    each = torch.where(own, -each * _weights(weight, labels, counts, part, dimension), 0)
+    return _made(torch.zeros_like(part).scatter(dimension, numbers, each), scores, scores.placements[0])
+
+
+_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    aten._log_softmax.default: _log_softmax,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
+    aten.nll_loss_forward.default: _nll,
+    aten.nll_loss_backward.default: _nll_backward,
+    aten.nll_loss2d_forward.default: _nll,
+    aten.nll_loss2d_backward.default: _nll_backward,
+}
