@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each rank: training with split sequences against the plain loop over whole ones, in float64 to 1e-8."""
 
+import itertools
 import sys
 from pathlib import Path
+from unittest import mock
 
 import context_attention
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from accelerate import Accelerator
 from accelerate.config.parallel import TorchContextParallelConfig
+from accelerate.core.errors import ConfigurationError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -124,6 +129,8 @@ def two():
         check(str(sizes), accelerator, model, norms, expected)
         told = str(accelerator.explain())
         assert ("heads for rows over sp" if "sp_size" in sizes else "keys and values over cp") in told, told
+    check_random(cp_size=2)
+    check_random(sp_size=2)
     accelerator = start(cp_size=2, strategy="alltoall")
     model, _, norms = run(accelerator, STEPS, mean_of_batches=True)
     check("means", accelerator, model, norms, means)
@@ -134,6 +141,73 @@ def two():
         model, _, norms = run(accelerator, 4)
         expected = torch.stack(plain_run(4, False)[1])
         torch.testing.assert_close(torch.stack(norms), expected, rtol=0.05, atol=0)
+
+
+class Dropping(nn.Module):
+    """Records what it drops; attention drops too where it is asked to."""
+
+    def __init__(self, attention=0.0):
+        super().__init__()
+        self.inner, self.attention, self.seen = nn.Linear(LENGTH, LENGTH), attention, []
+
+    def layer(self, x):
+        x = F.dropout(x, 0.5)
+        self.seen.append(x != 0)
+        return self.inner(x)
+
+    def forward(self, x, position_ids=None):
+        x = checkpoint(self.layer, x, use_reentrant=False)
+        # Scores are all alike; the values show each weight.
+        shown = torch.eye(LENGTH)[position_ids[0]].expand(len(x), 4, -1, -1)
+        return F.scaled_dot_product_attention(shown * 0, shown, shown, dropout_p=self.attention), x
+
+
+def check_random(**sizes):
+    """Dropout differs along the sequence, is the same when it is computed again, and moves nothing else apart."""
+    accelerator = start(**sizes)
+    model = accelerator.prepare(Dropping(0.5 if "sp_size" in sizes else 0.0))
+    plain = accelerator.unwrap_model(model)
+
+    def forward():
+        x = torch.ones(2, LENGTH, LENGTH)
+        with accelerator.maybe_context_parallel([x], [1], no_restore_buffers={x}):
+            attended, out = model(x)
+        # Outside of the block what was dropped is dropped again.
+        accelerator.backward(out.sum())
+        first, again = plain.seen
+        assert torch.equal(first, again)
+        plain.seen.clear()
+        return first, attended
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    runs = [forward() for _ in range(2)]
+    after = torch.rand(4)
+    for dropped, attended in runs:
+        everyone = accelerator.gather(dropped.to(torch.uint8)).chunk(accelerator.num_processes)
+        assert 0.3 < dropped.double().mean() < 0.7 and not torch.equal(everyone[0], everyone[1])
+        if "sp_size" in sizes:
+            # Two heads of each rank, and no two of four drop the same.
+            kept = [head != 0 for head in attended[0].unbind()]
+            assert not any(torch.equal(one, other) for one, other in itertools.combinations(kept, 2))
+    assert not torch.equal(runs[0][0], runs[1][0])
+    assert all(torch.equal(after, other) for other in accelerator.gather(after).chunk(accelerator.num_processes))
+    torch.set_rng_state(before)
+    again = [forward() for _ in range(2)]
+    assert all(torch.equal(*pair) for run in zip(runs, again, strict=True) for pair in zip(*run, strict=True))
+    # What draws nothing leaves the generators where a plain run has them.
+    before = torch.get_rng_state()
+    x = torch.ones(2, LENGTH, LENGTH)
+    with mock.patch.object(F, "dropout", lambda x, p: x), accelerator.maybe_context_parallel([x], [1]):
+        plain.attention = 0.0
+        model(x)
+        assert torch.equal(before, torch.get_rng_state())
+        try:
+            model(torch.ones(2, 3, LENGTH))
+        except ConfigurationError:
+            assert torch.equal(before, torch.get_rng_state())
+        else:
+            raise AssertionError("accepted a part of a part")
 
 
 def four(folder):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from .blocks import Block, accumulator
 from .exchange import Exchange, ExchangedAttention
 from .gather import Gather
 from .masks import MaskReader, Sight
+from .random import PartRandom
 from .ring import Ring
 from .shard import SequenceLayout
 from .ulysses import copies_of_heads, split_rows, spread_inputs
@@ -83,8 +85,9 @@ class ContextAttention:
 class SequenceAttention:
     """Heads are dealt to the ranks (sp_size): each computes torch's own attention over the whole sequence."""
 
-    def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout) -> None:
+    def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout, random: PartRandom | None = None) -> None:
         self.group, self.layout = group, layout
+        self.random = random or PartRandom(layout.rank, "cpu")
         self.masks = MaskReader(layout, group)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
@@ -95,16 +98,18 @@ class SequenceAttention:
         if mask is not None and groups > 1:
             # With a mask torch's lean kernels take as many key heads as query heads.
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        out = plain_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=call.dropout,
-            is_causal=causal,
-            scale=call.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        # What is dropped of one rank's heads is not what is dropped of another's.
+        with self.random.own() if call.dropout > 0.0 else contextlib.nullcontext():
+            out = plain_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=call.dropout,
+                is_causal=causal,
+                scale=call.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
         return split_rows(out, self.group, ranks)
 
     def _mask(self, call: Call, query: torch.Tensor) -> tuple[torch.Tensor | None, bool]:

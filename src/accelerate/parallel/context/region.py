@@ -21,6 +21,7 @@ from ...parallelism_config import ParallelismConfig
 from ..base import Traffic
 from . import transformers_masks, transformers_models
 from .attention import Call, ContextAttention, Sent, SequenceAttention, plain_attention
+from .random import PartRandom
 from .routing import Route, aliases
 from .shard import SequenceLayout, common_length, split_in_place
 
@@ -76,27 +77,35 @@ class ContextParallel:
     Args:
         group: the ranks that share each sequence. size: the field that asked for it, cp_size or sp_size.
         strategy: how context-parallel ranks reach each other's keys: `allgather`, or `alltoall` (round a ring).
-        length: what every sequence has to have, where that was promised.
+        length: what every sequence has to have, where that was promised. device_type: where models compute.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, size: str, strategy: str | None = None, length: int | None = None
+        self,
+        group: dist.ProcessGroup,
+        size: str,
+        strategy: str | None = None,
+        length: int | None = None,
+        device_type: str = "cpu",
     ) -> None:
         self.group = group
         self.length = length
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.layout = SequenceLayout(size, ranks, rank, balanced=size == "cp_size")
+        self.random = PartRandom(rank, device_type)
         self.attention: ContextAttention | SequenceAttention
         if size == "cp_size":
             self.attention = ContextAttention(group, self.layout, rotate=strategy == "alltoall")
         else:
-            self.attention = SequenceAttention(group, self.layout)
+            self.attention = SequenceAttention(group, self.layout, self.random)
         self.route = Route(self._attend)
         self.route.others.update(transformers_masks.hooks(lambda: self.region))
         self._block: Region | None = None
         self._batch: Region | None = None
         self._last: Region | None = None
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Of each forward that is going on: the model's id, and what closes its random streams.
+        self._drawing: list[tuple[int, contextlib.ExitStack]] = []
         # Whether the last forward was on parts of sequences.
         self.was_split = False
         self._sent: Sent = {}
@@ -114,7 +123,8 @@ class ContextParallel:
             return None
         if layout.cp_enabled:
             options = layout.cp_handler or TorchContextParallelConfig()
-            return cls(mesh["cp"].get_group(), "cp_size", options.cp_comm_strategy)
+            group = mesh["cp"].get_group()
+            return cls(group, "cp_size", options.cp_comm_strategy, device_type=mesh.device_type)
         promised = layout.sp_handler or DeepSpeedSequenceParallelConfig()
         if promised.sp_attn_implementation not in (None, "sdpa"):
             raise ConfigurationError(
@@ -123,7 +133,7 @@ class ContextParallel:
                 "Use 'sdpa' or None."
             )
         fixed = None if promised.sp_seq_length_is_variable else promised.sp_seq_length
-        return cls(mesh["sp"].get_group(), "sp_size", length=fixed)
+        return cls(mesh["sp"].get_group(), "sp_size", length=fixed, device_type=mesh.device_type)
 
     def _check_length(self, length: int, what: str) -> None:
         if self.length not in (None, length):
@@ -230,9 +240,19 @@ class ContextParallel:
             target.register_forward_pre_hook(hook, with_kwargs=True)
         model.register_forward_pre_hook(self._enter)
         model.register_forward_hook(self._leave, always_call=False)
+        model.register_forward_hook(self._draw_alike, always_call=True)
+
+    def _draw_alike(self, model: nn.Module, args: Any, output: Any) -> None:
+        # A hook before `_enter` may have failed.
+        if self._drawing and self._drawing[-1][0] == id(model):
+            self._drawing.pop()[1].close()
 
     def _enter(self, model: nn.Module, args: Any) -> None:
         region = self.region
+        streams = contextlib.ExitStack()
+        self._drawing.append((id(model), streams))
+        if region is not None:
+            streams.enter_context(self.random.own())
         if region is not None:
             region.passes[id(model)] = region.calls
 
