@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,26 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def _with_masters(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of (accelerator, model, maybe optimizer) that sees masters in the place of lowered parameters."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        accelerator = given["accelerator"]
+        precision = getattr(accelerator, "precision", None)
+        if precision is None:
+            # Anything that waits for everyone will do; masters are an accelerator's.
+            return function(*args, **kwargs)
+        optimizers = [getattr(one, "optimizer", one) for name, one in given.items() if name == "optimizer"]
+        with precision.shown([given["model"]], optimizers, accelerator.strategy.settle):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@_with_masters
 def save_fsdp_model(
     fsdp_plugin: Any,
     accelerator: Any,
@@ -84,6 +107,7 @@ def save_fsdp_model(
     accelerator.wait_for_everyone()
 
 
+@_with_masters
 def load_fsdp_model(
     fsdp_plugin: Any,
     accelerator: Any,
@@ -116,6 +140,7 @@ def load_fsdp_model(
     return set_model_state_dict(model, state, options=options)
 
 
+@_with_masters
 def save_fsdp_optimizer(
     fsdp_plugin: Any,
     accelerator: Any,
@@ -139,6 +164,7 @@ def save_fsdp_optimizer(
     accelerator.wait_for_everyone()
 
 
+@_with_masters
 def load_fsdp_optimizer(
     fsdp_plugin: Any,
     accelerator: Any,
