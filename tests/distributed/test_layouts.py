@@ -10,14 +10,16 @@ from ranks import run_ranks
 WORKERS = Path(__file__).parent / "workers"
 
 
+@pytest.mark.timeout(420)
 def test_one_loop_in_every_layout(tmp_path):
-    results = run_ranks(WORKERS / "layouts.py", 4, tmp_path, timeout=400)
+    results = run_ranks(WORKERS / "layouts.py", 4, tmp_path, timeout=200)
     assert all("all equal" in result.stdout for result in results)
 
 
+@pytest.mark.timeout(420)
 def test_one_run_through_seven_layouts(tmp_path):
     for ranks in (4, 1):
-        results = run_ranks(WORKERS / "chain.py", ranks, tmp_path, timeout=400)
+        results = run_ranks(WORKERS / "chain.py", ranks, tmp_path, timeout=200)
         assert all("all equal" in result.stdout for result in results)
 
 
