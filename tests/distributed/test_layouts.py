@@ -12,7 +12,7 @@ WORKERS = Path(__file__).parent / "workers"
 
 @pytest.mark.timeout(420)
 def test_one_loop_in_every_layout(tmp_path):
-    results = run_ranks(WORKERS / "layouts.py", 4, tmp_path, timeout=200)
+    results = run_ranks(WORKERS / "layouts.py", 4, tmp_path, timeout=300)
     assert all("all equal" in result.stdout for result in results)
 
 
