@@ -21,3 +21,9 @@ def test_messages_of_data_and_tensor_parallelism_are_those_of_the_hand_written_s
 
 def test_losses_of_split_logits():
     run_ranks(WORKERS / "tensor_loss.py", 2, timeout=120)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_models_and_trainer_of_transformers(ranks, tmp_path):
+    pytest.importorskip("transformers")
+    run_ranks(WORKERS / "tensor_transformers.py", ranks, tmp_path, timeout=240)
