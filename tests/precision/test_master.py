@@ -264,6 +264,19 @@ def test_groups_and_parameters_that_come_later_have_masters():
         assert torch.allclose(begin[name] - state[name], torch.full_like(state[name], way), rtol=1e-2, atol=0), name
 
 
+def test_an_optimizer_and_a_schedule_that_are_made_of_what_is_prepared():
+    accelerator = start(steps=1)
+    model = accelerator.prepare(make_model())
+    optimizer = accelerator.prepare(torch.optim.Adagrad(model[1].parameters(), lr=1e-2))
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (optimizer, optimizer.optimizer)]
+    accelerator.backward(loss_of(model, batches()[0]))
+    optimizer.step()
+    for schedule in schedules:
+        schedule.step()
+    assert {optimizer.state[p]["sum"].dtype for p in (model[1].weight,)} == {torch.float32}
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2.5e-3)
+
+
 def test_a_closure_is_evaluated_with_the_parameters_of_its_time():
     accelerator = start(steps=1)
     torch.manual_seed(0)

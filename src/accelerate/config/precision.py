@@ -39,10 +39,10 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class MasterWeightsKwargs(KwargsHandler):
-    """bf16 parameters and gradients, fp32 masters of the parameters in the optimizers (with mixed_precision="bf16").
+    """bf16 parameters and gradients, and an fp32 master of each parameter, which the optimizers step.
 
-    Half the memory of fp32 parameters and gradients, and half the bytes that layouts send of them, while an update
-    that bf16 would round away still counts. Saved weights are the fp32 masters. Example:
+    Needs `mixed_precision="bf16"`. An update that bf16 would round away counts; gradients travel in half the bytes.
+    Saved weights are the masters. Example:
 
         accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[MasterWeightsKwargs()])
     """

@@ -116,6 +116,13 @@ class Driver:
             )
         self._is_proven = True
 
+    def widen(self, optimizer: torch.optim.Optimizer) -> None:
+        """State that an optimizer has made from bf16 parameters becomes the masters'."""
+        for parameter, _ in self._pairs:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype == parameter.dtype:
+                    optimizer.state[parameter][name] = value.to(torch.float32)
+
     def saved(self) -> dict[int, torch.Tensor]:
         """The masters by the numbers that a state dict of the optimizer gives their parameters."""
         shown = [parameter for group in self._shown for parameter in group]
@@ -149,6 +156,7 @@ def drive(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None:
         )
     driver = Driver(precision)
     driver.look(optimizer)
+    driver.widen(optimizer)
     # What a scheduler has put there, which was made before.
     given = optimizer.__dict__.get("step")
 
