@@ -57,6 +57,8 @@ class Known:
     tail: tuple[int, dict[int, list[Any]]] | None = None
     output: Any = None
     notes: Any = None
+    # Which of the output's tensors is the loss.
+    place_of_loss: int | None = None
 
 
 @dataclass
@@ -87,6 +89,8 @@ class Batch:
     output: Any = None
     failure: Failure | None = None
     error: Exception | None = None
+    # Of its micro-batches in the loss, where a schedule runs it.
+    weights: list[float] = field(default_factory=list)
     # What the last stage found out beside, told to all with the output of a new batch.
     notes: Any = None
     # Whether it was learned from this batch that outputs of its structure may be computed by parts.

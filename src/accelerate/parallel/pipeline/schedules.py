@@ -41,10 +41,9 @@ _KEPT_WHOLE = 3
 
 @dataclass
 class Step:
-    """One batch on its way: the weights of its losses, and what the last stage gave."""
+    """One batch on its way: what its losses are multiplied by, what the last stage gave, and the gradients."""
 
     batch: Batch
-    weights: list[float]
     seed: torch.Tensor
     outputs: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     gradients: Gradients = field(default_factory=dict)
@@ -93,8 +92,9 @@ class Scheduled:
             return False
         weights = losses.weights_by_rule(batch.inputs, self.rules)
         if losses.are_equal(weights):
+            batch.weights = next(iter(weights.values()))
             # A micro-batch without labels has no mean.
-            return all(next(iter(weights.values())))
+            return all(batch.weights)
         # The rules that are left differ on this batch: it goes in GPipe's order, and tells.
         batch.new, batch.known = True, Known()
         return False
@@ -139,10 +139,9 @@ class Scheduled:
     def forward(self, batch: Batch) -> Any:
         """Forward and backward of all micro-batches; the model's output, on every rank."""
         runner = self.runner
-        weights = next(iter(losses.weights_by_rule(batch.inputs, self.rules).values()))
         one = torch.ones((), device=runner.wire.device)
         seed = one if self.precision.scaler is None else self.precision.scaler.scale(one)
-        step = self._step = Step(batch, weights, seed)
+        step = self._step = Step(batch, seed)
         # What this batch gives takes its factor by itself; the window's other gradients have theirs.
         former = self.held.take()
         try:
@@ -186,31 +185,25 @@ class Scheduled:
         loss = merge.loss_of(output)
         assert loss is not None
         step.outputs[micro] = [tensor.detach() for tensor in trees.leaves(runner._kept(output))]
-        return loss * (step.seed * step.weights[micro]).to(loss.dtype)
+        return loss * (step.seed * step.batch.weights[micro]).to(loss.dtype)
 
     def _output(self, step: Step) -> Any:
         """The output of the batch, on the last stage."""
         described = step.batch.known.output
-        place = self._place_of_loss(described)
+        place = _place_of_loss(step.batch.known)
         count = len(step.batch.inputs.rows)
         columns = list(zip(*(step.outputs[micro] for micro in range(count)), strict=True))
         tensors = [
-            torch.stack([w * part for w, part in zip(step.weights, column, strict=True)]).sum(0)
+            torch.stack([w * part for w, part in zip(step.batch.weights, column, strict=True)]).sum(0)
             if number == place
             else torch.cat(column)
             for number, column in enumerate(columns)
         ]
         return fill(described, tensors)
 
-    def _place_of_loss(self, described: Any) -> int:
-        numbered = list(trees.leaves(described, is_spec))
-        stand_ins = [spec.stand_in(torch.device("cpu")) for spec in numbered]
-        loss = merge.loss_of(fill(described, stand_ins))
-        return next(number for number, tensor in enumerate(stand_ins) if tensor is loss)
-
     def _apply(self, step: Step, grads: list[torch.Tensor | None]) -> None:
         """The backward of the loop: the gradients that are there already take their factor."""
-        place = self._place_of_loss(step.batch.known.output)
+        place = _place_of_loss(step.batch.known)
         if any(grad is not None for number, grad in enumerate(grads) if number != place):
             raise AccelerateError(
                 f"schedule={self.options.schedule!r} takes the gradient of the loss that the model returns, and this "
@@ -237,7 +230,7 @@ class Scheduled:
                 self._built.pop(next(iter(self._built)))
             rows = batch.inputs.rows[0]
             known = batch.known
-            loss = list(trees.leaves(known.output, is_spec))[self._place_of_loss(known.output)]
+            loss = list(trees.leaves(known.output, is_spec))[_place_of_loss(known)]
             shapes = {}
             for stage in self.runner.stages:
                 came, goes = known.inlets.get((stage, rows)), known.outlets.get((stage, rows))
@@ -276,6 +269,14 @@ class Scheduled:
         if several and len(stages) <= _KEPT_WHOLE:
             schedule.register_custom_function(schedules.RESHARD, _stay_whole)
         return schedule, stages
+
+
+def _place_of_loss(known: Known) -> int:
+    if known.place_of_loss is None:
+        stand_ins = [spec.stand_in(torch.device("cpu")) for spec in trees.leaves(known.output, is_spec)]
+        loss = merge.loss_of(fill(known.output, stand_ins))
+        known.place_of_loss = next(number for number, tensor in enumerate(stand_ins) if tensor is loss)
+    return known.place_of_loss
 
 
 def _reduce_later(grad_scale_factor: int) -> None:

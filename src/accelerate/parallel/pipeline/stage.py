@@ -23,6 +23,7 @@ from ...core import trees
 from ...core.errors import PrepareError
 
 Inner = Callable[..., Any]
+_KEPT_STAND_INS = 256
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -128,6 +129,7 @@ class StagedModel:
         self.units = tuple(units)
         self.device = device
         self.part: Part | None = None
+        self._stand_ins: dict[tuple[Spec, bool], torch.Tensor] = {}
         # What the prepared model does when it is called.
         self.entry: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
         # Units that compute again in the backward instead of keeping what they computed.
@@ -204,7 +206,15 @@ class StagedModel:
                 f"{self.units[number]} was called more often than on its own stage: a forward that takes other ways "
                 "on other ranks cannot be cut"
             )
-        return trees.map_leaves(lambda spec: spec.stand_in(self.device, part.nan), known[call], is_spec)
+        return trees.map_leaves(functools.partial(self._stand_in, nan=part.nan), known[call], is_spec)
+
+    def _stand_in(self, spec: Spec, nan: bool) -> torch.Tensor:
+        found = self._stand_ins.get((spec, nan))
+        if found is None:
+            if len(self._stand_ins) >= _KEPT_STAND_INS:
+                self._stand_ins.clear()
+            found = self._stand_ins[spec, nan] = spec.stand_in(self.device, nan)
+        return found
 
 
 _INTERCEPTING: dict[type[nn.Module], type[nn.Module]] = {}
