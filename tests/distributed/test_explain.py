@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import pytest
 from ranks import run_ranks
 
 LLAMA = Path(__file__).parents[2] / "examples" / "parallel"
@@ -31,7 +32,8 @@ class Messages(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.split(".")[0].strip("_")
         if function.namespace in ("c10d", "_c10d_functional") and not name.startswith("wait") and "wrap" not in name:
-            sizes = [leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            # What is gathered may be one tensor or a list of parts; what is scattered is the larger argument.
+            sizes = [sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)) for arg in args]
             number, size = self.counts.get(name, (0, 0))
             self.counts[name] = (number + 1, size + max(sizes))
         return function(*args, **(kwargs or {}))
@@ -76,10 +78,53 @@ assert words["all-gather of parameters"].startswith(f"{number} messages, {size_o
 number, size = counts["reduce_scatter_base"]
 assert words["reduce-scatter of gradients"].startswith(f"{number} messages, {size_of(size)}"), (words, counts)
 elements = sum(p.numel() for p in Llama(LlamaConfig(layers=2)).parameters())
-for rank in range(2):
+world = torch.distributed.get_world_size()
+for rank in range(world):
     held = report.find("memory", f"rank {rank}")
-    assert f"parameters {elements * 2 / 1024:.2f} KiB, gradients {elements * 2 / 1024:.2f} KiB" in held, held
-assert report.find("run", "mesh").startswith("dp_shard=2")
+    part = f"{elements * 4 / world / 1024:.2f} KiB"
+    assert f"parameters {part}, gradients {part}" in held, held
+assert report.find("run", "mesh").startswith(f"dp_shard={world}")
+
+
+
+def told(words, what, found):
+    number, size = found
+    assert words.pop(what, None) == f"{number} messages, {size_of(size)}", (what, found, words)
+
+
+# Modules that are left whole are averaged one by one: three matrices of an attention, in the same two backwards.
+plugin = FullyShardedDataParallelPlugin(
+    fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"],
+    ignored_modules=".*[qkv]_proj",
+)
+counts, report = trained(fsdp_plugin=plugin)
+words = said(report)
+told(words, "all-gather of parameters", counts["allgather_base"])
+told(words, "reduce-scatter of gradients", counts["reduce_scatter_base"])
+told(words, "all-reduce of gradients of whole parameters", counts["allreduce"])
+
+for kind in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") if world == 2 else ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+    for precision in ("no", "bf16") if kind == "FULL_SHARD" else ("no",):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=1, sharding_strategy=kind, use_orig_params=True, auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+            transformer_cls_names_to_wrap=["Block"], ignored_modules="layers.1.mlp.up_proj",
+        )
+        hybrid = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2) if world == 4 else None
+        counts, report = trained(fsdp_plugin=plugin, parallelism_config=hybrid, mixed_precision=precision)
+        words = said(report)
+        told(words, "all-reduce of gradients of whole parameters", (1, 128 * 64 * 4))
+        number, size = counts["allreduce"]
+        counts["allreduce"] = (number - 1, size - 128 * 64 * 4)
+        if kind != "NO_SHARD":
+            told(words, "all-gather of parameters", counts["allgather"])
+            told(words, "reduce-scatter of gradients", counts["reduce_scatter_base"])
+        if counts["allreduce"][0]:
+            told(words, "all-reduce of gradients between copies", counts["allreduce"])
+        assert not words, (kind, words, counts)
+        assert report.find("model: Llama", "computes in") == {"no": "float32", "bf16": "bfloat16"}[precision]
+if world == 4:
+    print("all as said")
+    sys.exit()
 
 counts, report = trained(parallelism_config=ParallelismConfig(tp_size=2))
 words = said(report)
@@ -94,6 +139,7 @@ print("all as said")
 """
 
 
-def test_what_is_said_is_what_is_sent():
-    results = run_ranks(WORKER, 2, LLAMA, timeout=180)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_what_is_said_is_what_is_sent(ranks):
+    results = run_ranks(WORKER, ranks, LLAMA, timeout=180)
     assert all("all as said" in result.stdout for result in results)

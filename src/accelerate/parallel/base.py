@@ -30,12 +30,16 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Messages of one kind that a rank sends in an optimizer step: how many, and their bytes (`unit`: of what)."""
+    """Messages of one kind that a rank sends in an optimizer step: how many, and their bytes (`unit`: of what).
+
+    `about`: how bytes are shared out to messages is another library's to decide.
+    """
 
     what: str
     messages: int
     sent: float
     unit: str = ""
+    about: bool = False
 
 
 class Strategy:

@@ -19,7 +19,7 @@ from ..core.imports import is_available
 from ..precision.base import Precision
 from ..runtime import group
 from ..state import AcceleratorState, GradientState, PartialState
-from .base import Bundle, Strategy
+from .base import Bundle, Strategy, Traffic
 from .compile import Compile, compile_regions_deepspeed
 from .deepspeed import (
     DeepSpeedEngineWrapper,
@@ -29,6 +29,8 @@ from .deepspeed import (
     start_engine,
 )
 from .deepspeed_state import EngineState, computing_weights
+from .deepspeed_traffic import engine_traffic
+from .traffic import dtype_name
 
 
 class DeepSpeedZero(Strategy):
@@ -164,6 +166,15 @@ class DeepSpeedZero(Strategy):
 
     def reduce_items(self, count: torch.Tensor) -> Any:
         return dist.all_reduce(count, async_op=True)
+
+    def traffic(self, model: nn.Module, backwards: int) -> list[Traffic] | None:
+        return engine_traffic(model, backwards) if _is_engine(model) else []
+
+    def dtypes(self, model: nn.Module) -> tuple[str, str]:
+        if not _is_engine(model):
+            return super().dtypes(model)
+        computes = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+        return dtype_name(computes), dtype_name(model.communication_data_type)  # type: ignore[arg-type]
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

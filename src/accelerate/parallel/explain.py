@@ -68,7 +68,9 @@ def explain(
     sections = {"run": [*asked, *_layout(strategy)]}
     for number, model in enumerate(models):
         inner = strategy.unwrap(model)
-        kind = type(inner).__name__.removeprefix("FSDP")
+        # FSDP1 stays around the model, FSDP2 changes its class.
+        plain = inner.module if type(inner).__name__ == "FullyShardedDataParallel" else inner
+        kind = type(plain).__name__.removeprefix("FSDP")
         title = f"model {number}: {kind}" if len(models) > 1 else f"model: {kind}"
         sections[title] = [*_modules(model), *_parameters(inner), *_dtypes(strategy, model)]
         sections[f"messages of {title}, of this rank in an optimizer step"] = _traffic(strategy, model, steps)
@@ -205,4 +207,6 @@ def _traffic(strategy: Strategy, model: nn.Module, steps: int) -> list[Row]:
         return [Row("not counted", f"{strategy.name} decides what it sends")]
     if not found:
         return [Row("none", "this layout sends nothing for it")]
-    return [Row(one.what, f"{one.messages} messages, {size_of(one.sent)}{one.unit}") for one in found]
+    return [
+        Row(one.what, f"{'about ' * one.about}{one.messages} messages, {size_of(one.sent)}{one.unit}") for one in found
+    ]

@@ -25,12 +25,13 @@ from ..precision.base import Precision
 from ..runtime import group
 from ..runtime.mesh import describe
 from ..runtime.topology import Topology
-from . import fsdp1_state, materialize, norms
+from . import fsdp1_state, fsdp1_traffic, materialize, norms
 from .activation import checkpoint_activations
-from .base import Bundle
+from .base import Bundle, Traffic
 from .fsdp1_state import PlainModel
 from .fsdp2 import upcast
 from .fully_sharded import FullySharded
+from .traffic import dtype_name
 from .units import find_modules
 
 try:
@@ -139,6 +140,13 @@ class FullyShardedDataParallel1(FullySharded):
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         norms.clip_grad_value(parameters, clip_value)
+
+    def traffic(self, model: nn.Module, backwards: int) -> list[Traffic]:
+        return [*fsdp1_traffic.flat_traffic(self.unwrap(model), backwards), *super().traffic(model, backwards)]
+
+    def dtypes(self, model: nn.Module) -> tuple[str, str]:
+        found = fsdp1_traffic.flat_dtypes(self.unwrap(model))
+        return super().dtypes(model) if found is None else (dtype_name(found[0]), dtype_name(found[1]))
 
     def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state under the plain names: on the host of rank 0, empty on the other ranks."""

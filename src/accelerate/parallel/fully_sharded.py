@@ -12,7 +12,7 @@ from ..config.fsdp import FullyShardedDataParallelPlugin
 from ..core.errors import ConfigurationError
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
-from .base import Strategy
+from .base import Strategy, Traffic
 from .whole import WholeParameters
 
 
@@ -51,6 +51,9 @@ class FullySharded(Strategy):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         super().backward(loss, **kwargs)
         self.whole.average()
+
+    def traffic(self, model: torch.nn.Module, backwards: int) -> list[Traffic]:
+        return [*(super().traffic(model, backwards) or []), *self.whole.traffic(self.unwrap(model))]
 
     def reduce_items(self, count: torch.Tensor) -> Any:
         return dist.all_reduce(count, group=self.copies, async_op=True)

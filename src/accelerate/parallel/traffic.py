@@ -42,11 +42,12 @@ def shard_dtypes(model: nn.Module) -> tuple[str, str] | None:
     for _, group, _ in shard_groups(model):
         policy = group.mp_policy
         compute = policy.param_dtype
-        return _name(compute), _name(policy.reduce_dtype or compute)
+        return dtype_name(compute), dtype_name(policy.reduce_dtype or compute)
     return None
 
 
-def _name(dtype: torch.dtype | None) -> str:
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """A dtype in words; None is the parameters' own."""
     return "the parameters' dtype" if dtype is None else str(dtype).removeprefix("torch.")
 
 

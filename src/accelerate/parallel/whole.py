@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .base import Traffic
+
 
 class WholeParameters:
     """By model, the parameters that each rank of a group holds whole: their gradients are averaged by us."""
@@ -21,6 +23,12 @@ class WholeParameters:
 
     def add(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         self._held[id(model)] = [parameter for parameter in parameters if parameter.requires_grad]
+
+    def traffic(self, model: nn.Module) -> list[Traffic]:
+        """What averaging sends for a model in an optimizer step: a message a parameter."""
+        held = self._held.get(id(model), [])
+        sent = sum(parameter.nbytes for parameter in held)
+        return [Traffic("all-reduce of gradients of whole parameters", len(held), sent)] if held else []
 
     @contextlib.contextmanager
     def deferred(self, model: object) -> Iterator[None]:
