@@ -8,9 +8,12 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from accelerate import Accelerator
+from accelerate.config.precision import MasterWeightsKwargs
 from accelerate.config.training import TorchDynamoPlugin
 from accelerate.core.modules import has_compiled_regions, is_compiled_module
 from accelerate.parallel.compile import Compile
+from accelerate.state import AcceleratorState
 
 
 class Model(nn.Module):
@@ -52,3 +55,28 @@ def test_same_gradients_and_no_recompilation(regional):
     assert compiled._orig_mod is model
     if not regional:
         assert Compile(plugin).apply(compiled) is compiled
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_regions_are_compiled_under_mixed_precision(masters, tmp_path):
+    """Autocast stands around the model's forward: it has to call the compiled parts. Saving compiles nothing again."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="bf16",
+        dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True),
+        kwargs_handlers=[MasterWeightsKwargs()] if masters else [],
+    )
+    model = Model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        loss = model(torch.ones(3, 4))
+        assert loss.dtype == torch.float32
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            accelerator.save_state(tmp_path)
+            accelerator.load_state(tmp_path)
+    assert counters["stats"]["unique_graphs"] == 2
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -7,6 +7,7 @@ A model of forty equal layers compiles in the time of one. Source: `torch.compil
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -68,13 +69,20 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         return torch.compile(module, **compile_kwargs)  # type: ignore[return-value]
     # A copy of the outer module alone: the children are replaced, and the user's module must not see it.
     outer = module.__class__.__new__(module.__class__)
-    outer.__dict__.update(module.__dict__)
+    outer.__dict__.update({name: _bound_to(outer, value, module) for name, value in module.__dict__.items()})
     outer._modules = {
         name: child if child is None else compile_regions(child, **compile_kwargs)
         for name, child in module._modules.items()
     }
     outer.__dict__["_orig_mod"] = module
     return outer
+
+
+def _bound_to(outer: nn.Module, value: Any, former: nn.Module) -> Any:
+    """An attribute of `former` as its copy has it: a forward that was put around its own calls the copy's parts."""
+    if isinstance(value, MethodType) and value.__self__ is former:
+        return MethodType(value.__func__, outer)
+    return value
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
