@@ -65,8 +65,10 @@ class ParallelismConfig:
             self._read_size(name)
         for name, choices in _BACKENDS.items():
             self._read_backend(name, choices)
-        if self.tp_size > 1 and self.tp_handler is None:  # type: ignore[operator]
-            self.tp_handler = TorchTensorParallelConfig()
+        if self.tp_size > 1:  # type: ignore[operator]
+            self.tp_handler = self.tp_handler or TorchTensorParallelConfig()
+            if not isinstance(self.tp_handler, TorchTensorParallelConfig):
+                raise ConfigurationError(f"tp_handler takes a TorchTensorParallelConfig, not {type(self.tp_handler)}")
         if self.cp_size > 1:  # type: ignore[operator]
             self.cp_handler = self.cp_handler or TorchContextParallelConfig()
             self._check_handler("cp", self.cp_handler, TorchContextParallelConfig)

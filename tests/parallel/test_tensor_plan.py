@@ -13,6 +13,7 @@ from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.parallel import tensor_plan, tensor_sequence
 from accelerate.parallel import tensor_styles as kinds
+from accelerate.parallelism_config import ParallelismConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
@@ -57,7 +58,7 @@ def test_norms_of_heads_are_told_from_norms_over_all_heads():
     [
         ({"layers.*.attention.wq": "colwise"}, "does not have: layers.*.attention.wq"),
         ({"head": "sideways"}, "'sideways' at head"),
-        ({"layers.*.mlp": "moe_tp_experts"}, "'moe_tp_experts' at layers.*.mlp"),
+        ({"layers.*.mlp": "moe_tp_experts"}, "'moe_tp_experts' at layers.*.mlp: layers of experts are not split"),
         ({"norm": "colwise"}, "norm, a RMSNorm"),
         ({"norm.weight": "colwise"}, "parameter norm.weight by itself"),
         ({"layers.0.mlp.up_proj": ColwiseParallel()}, "tp_size=5 does not divide out_features=24"),
@@ -68,6 +69,17 @@ def test_what_does_not_fit_is_named(plan, words):
     with pytest.raises(PrepareError) as caught:
         styles(small(), plan, size=5)
     assert words in str(caught.value)
+
+
+def test_parts_that_nobody_puts_together_are_named():
+    for plan, words in (
+        ({"layers.*.mlp.up_proj": "colwise"}, "'rowwise' at layers.0.mlp.down_proj, or 'colwise_gather_output' at"),
+        ({"layers.*.mlp.down_proj": "rowwise"}, "'colwise' at layers.0.mlp.gate_proj, or 'rowwise_split_input' at"),
+    ):
+        with pytest.raises(PrepareError, match=words):
+            styles(small(), plan)
+    for plan in ({"layers.*.mlp.up_proj": "colwise_gather_output"}, {"layers.*.mlp.down_proj": "rowwise_split_input"}):
+        assert len(styles(small(), plan)[0]) == 2
 
 
 def test_a_head_is_never_split():
@@ -93,7 +105,9 @@ def test_one_matrix_for_queries_keys_and_values_needs_a_plan():
 
 
 def test_rules_of_a_family_that_this_model_lacks_are_left_out():
-    found, _ = styles(small(), {"layers.*.experts": "moe_tp_experts", "layers.*.mlp.up_proj": "colwise"}, strict=False)
+    found, _ = styles(
+        small(), {"layers.*.experts": "moe_tp_experts", "layers.*.mlp.up_proj": "colwise_rep"}, strict=False
+    )
     assert list(found) == ["layers.0.mlp.up_proj", "layers.1.mlp.up_proj"]
 
 
@@ -140,3 +154,7 @@ def test_options_are_checked():
     for wrong in ("auto", {}):
         with pytest.raises(ConfigurationError, match="maps names of modules to words"):
             TorchTensorParallelConfig(plan=wrong)
+    with pytest.raises(ConfigurationError, match="the key 3: modules are given by their names"):
+        TorchTensorParallelConfig(plan={3: "colwise"})
+    with pytest.raises(ConfigurationError, match="tp_handler takes a TorchTensorParallelConfig, not <class 'dict'>"):
+        ParallelismConfig(tp_size=2, tp_handler={"plan": {}})

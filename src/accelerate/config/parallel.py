@@ -52,6 +52,8 @@ class TorchTensorParallelConfig:
                 f"plan={self.plan!r}: a tensor-parallel plan maps names of modules to words such as 'colwise'; None "
                 "takes the model's own, or infers one"
             )
+        if strange := [key for key in self.plan or () if not isinstance(key, str)]:
+            raise ConfigurationError(f"plan has the key {strange[0]!r}: modules are given by their names")
         if self.enable_async_tp:
             raise ConfigurationError(
                 "enable_async_tp=True needs symmetric-memory kernels, which this library does not drive: use False"

@@ -89,6 +89,11 @@ def _style(pattern: str, asked: str | ParallelStyle) -> ParallelStyle:
     if isinstance(asked, ParallelStyle):
         return asked
     if asked not in STYLES:
+        if str(asked).startswith(("moe_", "ep_", "grouped_gemm")):
+            raise PrepareError(
+                f"the tensor-parallel plan asks for {asked!r} at {pattern}: layers of experts are not split. Give a "
+                "plan without them (each rank then holds all experts), or shard the model with FSDP2 and without tp_size"
+            )
         raise PrepareError(
             f"the tensor-parallel plan asks for {asked!r} at {pattern}, which is not offered; known are {list(STYLES)}"
         )
@@ -219,7 +224,42 @@ def check_plan(model: nn.Module, styles: Styles, size: int) -> list[tuple[nn.Mod
     shares = [(modules[name], _shares_of_heads(name, modules[name], size)) for name in attentions]
     for name in attentions:
         _check_head_size(name, modules[name], styles, modules, size)
+    _check_pairs(modules, styles)
     return shares
+
+
+def _check_pairs(modules: Mapping[str, nn.Module], styles: Styles) -> None:
+    """Parts have to meet a layer that reads parts: a pair of siblings of which one only is split is refused."""
+    columns = [name for name, style in styles.items() if _gives_parts(style)]
+    rows = [name for name, style in styles.items() if type(style) is kinds.Rows and not style.whole_input]
+    for split, others, facing, word, better in (
+        (columns, rows, ("out_features", "in_features"), "colwise", ("rowwise", "colwise_gather_output")),
+        (rows, columns, ("in_features", "out_features"), "rowwise", ("colwise", "rowwise_split_input")),
+    ):
+        paired = {name.rpartition(".")[0] for name in others}
+        for name in split:
+            parent = name.rpartition(".")[0]
+            width = getattr(modules[name], facing[0])
+            left = [] if parent in paired else _facing(parent, modules, styles, width, facing[1])
+            if left:
+                raise PrepareError(
+                    f"the tensor-parallel plan splits {name} ({word!r}) and leaves {left[0]} whole, which has the "
+                    f"other end of the same features. Say {better[0]!r} at {left[0]}, or {better[1]!r} at {name}"
+                )
+
+
+def _gives_parts(style: ParallelStyle) -> bool:
+    return type(style) is kinds.Columns and isinstance(style.output_layouts[0], Shard)
+
+
+def _facing(parent: str, modules: Mapping[str, nn.Module], styles: Styles, width: int, side: str) -> list[str]:
+    """The linear children of a module that no style names and whose `side` has this width."""
+    named = ((f"{parent}.{key}" if parent else key, child) for key, child in modules[parent].named_children())
+    return [
+        name
+        for name, child in named
+        if isinstance(child, nn.Linear) and name not in styles and getattr(child, side) == width
+    ]
 
 
 def _check_module(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
