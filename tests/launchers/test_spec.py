@@ -91,6 +91,13 @@ def test_strategies_publish_their_variables_only_when_on():
     assert sizes["PARALLELISM_CONFIG_CP_SIZE"] == "2"
     assert sizes["PARALLELISM_CONFIG_CP_COMM_STRATEGY"] == "allgather"
     assert "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE" not in sizes
+    # A size asks for the layout by itself.
+    stages = {"parallelism_config_pp_size": 2, "parallelism_config_pp_schedule": "1f1b"}
+    staged = variables(resolve(stages))
+    assert staged["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true" and staged["PARALLELISM_CONFIG_PP_SIZE"] == "2"
+    assert staged["PARALLELISM_CONFIG_PP_SCHEDULE"] == "1f1b"
+    assert "PARALLELISM_CONFIG_PP_NUM_MICROBATCHES" not in staged
+    assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in variables(resolve({"parallelism_config_tp_size": 1}))
     deepspeed = variables(resolve({"use_deepspeed": True, "zero_stage": 3, "gradient_accumulation_steps": 2}))
     assert deepspeed["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
     assert deepspeed["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "2"

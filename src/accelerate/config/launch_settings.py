@@ -62,6 +62,7 @@ def resolve(flags: Mapping[str, Any], file: LaunchFile | None = None) -> Setting
     ConfigurationError where a variable or flag does not fit its type, or where two settings contradict each other.
     """
     values = {option.name: _decide(option, flags, file) for option in options().values()}
+    _imply_layout(values)
     _settle_contradictions(values)
     return Settings(values, file)
 
@@ -100,6 +101,14 @@ def _from_variable(option: Option, text: str) -> Any:
     if option.variable == "OMP_NUM_THREADS":
         text = text.split(",")[0]
     return option.convert(text, where=str(option.variable))
+
+
+def _imply_layout(values: dict[str, Setting]) -> None:
+    """A size that is given by a flag asks for the layout by itself."""
+    sizes = (name for name in values if name.startswith("parallelism_config_") and name.endswith("_size"))
+    given = next((values[name] for name in sizes if _directness(values[name]) == 2 and values[name].value > 1), None)
+    if given is not None and values["use_parallelism_config"].origin == DEFAULT:
+        values["use_parallelism_config"] = Setting(True, given.origin)
 
 
 # Two settings that cannot both be on.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from .launch_option import Group, Option
+from .parallel import PIPELINE_SCHEDULES
 
 
 def _fsdp(name: str, kind: str, help: str, default: Any = None, **more: Any) -> Option:
@@ -188,7 +189,7 @@ MEGATRON = Group(
 
 PARALLELISM = Group(
     "parallelism",
-    "Only with --use_parallelism_config. The sizes multiply to the number of processes.",
+    "A size above 1 switches --use_parallelism_config on. The sizes multiply to the number of processes.",
     (
         _parallelism("dp_replicate_size", "int", "Replicas of the model.", 1),
         _parallelism("dp_shard_size", "int", "Processes that share one replica's shards.", 1),
@@ -203,6 +204,9 @@ PARALLELISM = Group(
         _parallelism("sp_seq_length", "text", "Length of the sequences."),
         _parallelism("sp_seq_length_is_variable", "truth", "Sequences differ in length.", True),
         _parallelism("sp_attn_implementation", "text", "Attention of sequence parallelism.", "sdpa"),
+        _parallelism("pp_size", "int", "Pipeline parallel size.", 1),
+        _parallelism("pp_schedule", "text", "Order of a pipeline's parts.", choices=PIPELINE_SCHEDULES),
+        _parallelism("pp_num_microbatches", "int", "Parts of a batch in a pipeline."),
     ),
 )
 

@@ -17,6 +17,8 @@ CONDITIONAL = {
     "parallelism_config_sp_seq_length": "parallelism_config_sp_size",
     "parallelism_config_sp_seq_length_is_variable": "parallelism_config_sp_size",
     "parallelism_config_sp_attn_implementation": "parallelism_config_sp_size",
+    "parallelism_config_pp_schedule": "parallelism_config_pp_size",
+    "parallelism_config_pp_num_microbatches": "parallelism_config_pp_size",
 }
 
 

@@ -50,7 +50,12 @@ class Report:
 
     def find(self, section: str, name: str) -> str:
         """What is the case for one line. Raises KeyError where there is none."""
-        return next(row.got for row in self.sections[section] if row.name == name)
+        rows = self.sections.get(section, ())
+        for row in rows:
+            if row.name == name:
+                return row.got
+        known = ", ".join(row.name for row in rows) if rows else ", ".join(self.sections)
+        raise KeyError(f"the report has no line {name!r} in {section!r}; there are: {known}")
 
 
 def explain(
