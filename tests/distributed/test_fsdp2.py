@@ -20,8 +20,9 @@ def test_adapters_an_overflow_on_one_rank_and_a_plugin_of_two_runs():
     assert all("all equal" in result.stdout for result in results)
 
 
-def test_messages_are_those_of_the_hand_written_step():
-    run_ranks(WORKERS / "fsdp2_messages.py", 2, timeout=60)
+def test_messages_of_a_step_are_those_of_the_hand_written_one():
+    results = run_ranks(WORKERS / "step_messages.py", 2, timeout=120)
+    assert all("all equal" in result.stdout for result in results)
 
 
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.thorough)])
