@@ -28,7 +28,7 @@ from .core.errors import ConfigurationError
 from .core.imports import is_available
 from .logging import get_logger
 from .parallel.base import Strategy
-from .parallel.choice import choose_strategy
+from .parallel.choice import check_beside_deepspeed, choose_strategy
 from .parallel.registry import strategy_class
 from .parallelism_config import ParallelismConfig
 from .precision.amp import MixedPrecision, ScaledPrecision
@@ -413,6 +413,8 @@ def _choose(state: AcceleratorState, plugins: dict[str, Any]) -> tuple[str, dict
     """(name, arguments) of the strategy that runs the asked-for layout."""
     world, parallelism = state.num_processes, plugins.get("parallelism_config")
     if "deepspeed_plugin" in plugins:
+        if parallelism is not None:
+            check_beside_deepspeed(world, parallelism)
         return "deepspeed", {}
     if state.device.type == "xla" and not plugins:
         return "xla", {}

@@ -4,7 +4,8 @@
 import pytest
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.parallel.choice import choose_strategy
+from accelerate.core.errors import ConfigurationError
+from accelerate.parallel.choice import check_beside_deepspeed, choose_strategy
 from accelerate.parallelism_config import ParallelismConfig
 
 PLUGIN = FullyShardedDataParallelPlugin(fsdp_version=2)
@@ -51,3 +52,12 @@ def test_the_strategy_of_a_layout(world, sizes, plugin, expected):
 def test_refusals(world, sizes, plugin, named):
     with pytest.raises(ValueError, match=named):
         choose_strategy(world, None if sizes is None else ParallelismConfig(**sizes), plugin)
+
+
+def test_what_deepspeed_does_not_lay_out():
+    check_beside_deepspeed(4, ParallelismConfig(dp_shard_size=4))
+    for sizes, named in (({"tp_size": 4}, "tp_size=4"), ({"sp_size": 2, "dp_shard_size": 2}, "sp_size=2")):
+        with pytest.raises(ConfigurationError, match=f"{named} beside a deepspeed_plugin"):
+            check_beside_deepspeed(4, ParallelismConfig(**sizes))
+    with pytest.raises(ConfigurationError, match="4 processes, but 2"):
+        check_beside_deepspeed(2, ParallelismConfig(dp_shard_size=4))

@@ -47,6 +47,19 @@ def choose_strategy(
     return ("ddp" if world_size > 1 else "single"), {}
 
 
+def check_beside_deepspeed(world_size: int, parallelism: ParallelismConfig) -> None:
+    """DeepSpeed shares out the data alone. Raises ConfigurationError for sizes that split anything else."""
+    parallelism.validate(world_size)
+    split = [
+        f"{name}_size={parallelism.sizes[name]}" for name in ("tp", "cp", "sp", "pp") if parallelism.sizes[name] > 1
+    ]
+    if split:
+        raise ConfigurationError(
+            f"{', '.join(split)} beside a deepspeed_plugin: DeepSpeed here shares out data, and shards by its stage. "
+            "Give an fsdp_plugin of version 2 with dp_shard_size in the place of the deepspeed_plugin"
+        )
+
+
 def _pipeline(
     parallelism: ParallelismConfig, fsdp_plugin: FullyShardedDataParallelPlugin | None
 ) -> tuple[str, dict[str, Any]]:

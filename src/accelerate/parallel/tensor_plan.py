@@ -92,7 +92,7 @@ def _style(pattern: str, asked: str | ParallelStyle) -> ParallelStyle:
         if str(asked).startswith(("moe_", "ep_", "grouped_gemm")):
             raise PrepareError(
                 f"the tensor-parallel plan asks for {asked!r} at {pattern}: layers of experts are not split. Give a "
-                "plan without them (each rank then holds all experts), or shard the model with FSDP2 and without tp_size"
+                "plan without them (each rank then holds all experts), or shard the model with FSDP2 instead"
             )
         raise PrepareError(
             f"the tensor-parallel plan asks for {asked!r} at {pattern}, which is not offered; known are {list(STYLES)}"
