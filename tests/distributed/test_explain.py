@@ -7,36 +7,21 @@ import pytest
 from ranks import run_ranks
 
 LLAMA = Path(__file__).parents[2] / "examples" / "parallel"
+WORKERS = Path(__file__).parent / "workers"
 
 WORKER = """
 import sys
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
+from counting import Messages
 from llama import Llama, LlamaConfig
 
 from accelerate import Accelerator
 from accelerate.parallel.explain import size_of
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
-
-
-class Messages(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.__name__.split(".")[0].strip("_")
-        if function.namespace in ("c10d", "_c10d_functional") and not name.startswith("wait") and "wrap" not in name:
-            # What is gathered may be one tensor or a list of parts; what is scattered is the larger argument.
-            sizes = [sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, torch.Tensor)) for arg in args]
-            number, size = self.counts.get(name, (0, 0))
-            self.counts[name] = (number + 1, size + max(sizes))
-        return function(*args, **(kwargs or {}))
 
 
 def trained(**options):
@@ -141,5 +126,5 @@ print("all as said")
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_what_is_said_is_what_is_sent(ranks):
-    results = run_ranks(WORKER, ranks, LLAMA, timeout=180)
+    results = run_ranks(WORKER, ranks, LLAMA, WORKERS, timeout=180)
     assert all("all as said" in result.stdout for result in results)

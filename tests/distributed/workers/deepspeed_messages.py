@@ -7,9 +7,8 @@ from collections import Counter
 import deepspeed
 import torch
 import torch.distributed as dist
+from counting import Messages
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from accelerate import Accelerator
 from accelerate.config.deepspeed import DeepSpeedPlugin
@@ -19,25 +18,16 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 ACCUMULATION = 3
 KINDS = {"all-gather": "allgather", "reduce-scatter": "reduce_scatter", "reduction": "allreduce"}
-# The norm of the gradients and whether they are finite: a number each.
+# Bytes of what is one number.
 NUMBERS = 8
 
 
-class Messages(TorchDispatchMode):
-    """Counts collectives, and the bytes of the larger of the tensors that each is given."""
+class Large(Messages):
+    """Without the norm of the gradients and whether they are finite: a number each."""
 
-    def __init__(self):
-        super().__init__()
-        self.number, self.sent = Counter(), Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.namespace in ("c10d", "_c10d_functional"):
-            size = max(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-            kind = next(kind for kind in KINDS.values() if kind in function.__name__)
-            if size > NUMBERS:
-                self.number[kind] += 1
-                self.sent[kind] += size
-        return function(*args, **(kwargs or {}))
+    def note(self, name, size):
+        if size > NUMBERS:
+            super().note(next(kind for kind in KINDS.values() if kind in name), size)
 
 
 def check(stage, zero, **others):
@@ -65,21 +55,23 @@ def check(stage, zero, **others):
 
     for _ in range(2):  # the order of the modules is looked at first
         window()
-    with Messages() as messages:
+    with Large() as messages:
         window()
+    sent_number = Counter({kind: number for kind, (number, _) in messages.counts.items()})
+    sent_bytes = Counter({kind: size for kind, (_, size) in messages.counts.items()})
     number, sent = Counter(), Counter()
     for told in accelerator.strategy.traffic(model, ACCUMULATION):
         kind = KINDS[told.what.split()[0]]
         sent[kind] += told.sent
         number[kind] += told.messages
         if not told.about and kind == "allreduce":
-            assert told.messages == messages.number[kind], (stage, zero, told, messages.number)
-    assert sent == messages.sent, (stage, zero, sent, messages.sent)
+            assert told.messages == sent_number[kind], (stage, zero, told, sent_number)
+    assert sent == sent_bytes, (stage, zero, sent, sent_bytes)
     # How many: a parameter that lies on two ranks' parts may go in two.
     for kind in number:
-        assert number[kind] <= messages.number[kind] <= 2 * number[kind], (stage, zero, number, messages.number)
+        assert number[kind] <= sent_number[kind] <= 2 * number[kind], (stage, zero, number, sent_number)
     accelerator.free_memory()
-    print(f"stage {stage} {zero}: {dict(sent)} bytes in {dict(messages.number)}", flush=True)
+    print(f"stage {stage} {zero}: {dict(sent)} bytes in {dict(sent_number)}", flush=True)
 
 
 def main():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fsdp2_messages import Messages
+from counting import Messages
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
