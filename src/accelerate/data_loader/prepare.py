@@ -134,12 +134,15 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> Any:
 
     Of a map-style dataset no sample is read for them, only their indices are drawn; a stream is read on. Where a
     position was loaded into `dataloader`, the loader goes on in that epoch's order, and not before that position.
-    Raises PrepareError for a negative number, ConfigurationError for anything but a DataLoader.
+    A loader around another says itself how, by a method `without_first(num_batches)`. Raises PrepareError for a
+    negative number, ConfigurationError for anything else.
 
     Example:
         for batch in skip_first_batches(loader, 100): ...
     """
     check_skip(num_batches)
+    if (without_first := getattr(dataloader, "without_first", None)) is not None:
+        return without_first(num_batches)
     check_loader(dataloader, "skip_first_batches")
     kind: Any = type(dataloader)
     if is_available("torch_xla") and hasattr(dataloader, "dataloader"):

@@ -194,6 +194,31 @@ def check_loader():
         with torch.no_grad():
             same = model(whole["input_ids"]).logits, plain(whole["input_ids"]).logits
         torch.testing.assert_close(*same)
+    check_batches_ahead(accelerator, plain, model)
+
+
+def check_batches_ahead(accelerator, plain, model):
+    """Batches may be taken from the loader before they are used, be copied, and have whole ones between them."""
+    layout = accelerator.strategy.sequence.layout
+    generator = torch.Generator().manual_seed(4)
+    whole = [{"input_ids": torch.randint(VOCABULARY, (2, length), generator=generator)} for length in (16, 8, 8)]
+    whole[2]["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]).expand(2, -1)
+    with torch.no_grad():
+        wanted = [plain(**batch, use_cache=False).logits for batch in whole]
+    coming = iter(accelerator.deepspeed_ulysses_dl_adapter([dict(batch) for batch in whole], model))
+    parts = [next(coming) for _ in whole]
+    for index, training in ((0, True), (2, False), (1, True), (2, True), (0, False)):
+        model.train(training)
+        with torch.no_grad():
+            expected = layout.take(wanted[index], 1)
+            found = model(**parts[index], use_cache=False).logits
+            torch.testing.assert_close(found, expected)
+            # As many rows as a part of the first batch has: whole, in an evaluation.
+            evaluated = model.eval()(whole[1]["input_ids"]).logits
+            torch.testing.assert_close(evaluated, wanted[1])
+            copied = {name: value.clone() for name, value in parts[index].items()}
+            torch.testing.assert_close(model.train()(**copied, use_cache=False).logits, expected)
+    assert next(coming, None) is None
 
 
 def refused(named, call, kind=ConfigurationError):

@@ -9,33 +9,46 @@ from trainer import Sequences
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 
-def main(folder):
+def train(folder, name, sizes, resume=None, saves=False, **options):
+    # Trainer saves parts of a model where it knows of FSDP alone.
+    sharded = {"fsdp": True, "fsdp_config": {"version": 2}} if saves else {}
+    options["save_strategy"] = "steps" if saves else "no"
     alone = PartialState(cpu=True).num_processes == 1
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
     set_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, attn_implementation="sdpa",
     )  # fmt: skip
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=4,
-        learning_rate=0.01, lr_scheduler_type="constant", seed=1, use_cpu=True, report_to=[], save_strategy="no",
-        eval_strategy="steps", eval_steps=4, logging_steps=1, disable_tqdm=True,
-        parallelism_config=None if alone else ParallelismConfig(cp_size=2),
+        output_dir=str(folder / name), per_device_train_batch_size=8, learning_rate=0.01, seed=1, use_cpu=True,
+        report_to=[], eval_strategy="steps", eval_steps=4, logging_steps=1, disable_tqdm=True, save_steps=2,
+        parallelism_config=None if alone else ParallelismConfig(**sizes), **({} if alone else sharded), **options,
     )  # fmt: skip
     trainer = Trainer(
-        model=LlamaForCausalLM(config), args=arguments, train_dataset=Sequences(64, 0), eval_dataset=Sequences(16, 1)
+        model=LlamaForCausalLM(config), args=arguments, train_dataset=Sequences(24, 0), eval_dataset=Sequences(16, 1)
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    kept = ("loss", "grad_norm", "eval_loss")
-    log = [value for line in trainer.state.log_history for name, value in line.items() if name in kept]
+    kept = ("loss", "grad_norm", "eval_loss", "learning_rate", "epoch", "step")
+    log = [{name: value for name, value in line.items() if name in kept} for line in trainer.state.log_history]
+    log = log[:-1]  # the last line is about the whole training: how long it took
     if alone:
-        torch.save((state, log), folder / "alone.pt")
+        torch.save((state, log), folder / f"{name}.pt")
     elif trainer.is_world_process_zero():
-        torch.testing.assert_close((state, log), torch.load(folder / "alone.pt"), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close((state, log), torch.load(folder / f"{name}.pt"), rtol=1e-4, atol=1e-5)
+
+
+def main(folder):
+    train(folder, "cp", {"cp_size": 2}, gradient_accumulation_steps=2, max_steps=4, lr_scheduler_type="constant")
+    # Two epochs of three batches, over which the learning rate falls to 0.
+    options = {"sizes": {"sp_size": 2}, "num_train_epochs": 2, "lr_scheduler_type": "linear", "saves": True}
+    train(folder, "sp", **options)
+    train(folder, "sp", resume=str(folder / "sp" / "checkpoint-2"), **options)
     print("all equal")
 
 

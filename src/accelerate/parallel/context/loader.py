@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...core.errors import ConfigurationError
+from ...data_loader.prepare import skip_first_batches
 from .region import ContextParallel
 
 
@@ -31,6 +32,10 @@ class SequenceLoader:
                         "use maybe_context_parallel for it"
                     )
                 yield self.parallel.split_batch(batch)
+
+    def without_first(self, num_batches: int) -> SequenceLoader:
+        """The same without its first batches, for `skip_first_batches`."""
+        return SequenceLoader(skip_first_batches(self.loader, num_batches), self.parallel)
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from ...core.errors import ConfigurationError
 from ...logging import get_logger
 from ...parallelism_config import ParallelismConfig
 from ..base import Traffic
-from . import transformers_masks, transformers_models
+from . import transformers_masks, transformers_models, transformers_trainer
 from .attention import Call, ContextAttention, Sent, SequenceAttention, plain_attention
 from .random import PartRandom
 from .routing import Route, aliases
@@ -38,8 +39,8 @@ class Region:
     layout: SequenceLayout
     group: dist.ProcessGroup
     length: int
-    # id -> (a tensor that was split, what it held before).
-    whole: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    # Tensors that were split -> what they held before; of those that are still somewhere.
+    whole: WeakTensorKeyDictionary
     # Whether inputs that are not split are a mistake: not where a loader split the batch, and others are whole.
     strict: bool = True
     has_tables: bool = False
@@ -61,8 +62,8 @@ class Region:
 
     def whole_of(self, part: torch.Tensor) -> torch.Tensor | None:
         """What a tensor held before it was split; None for any other tensor."""
-        found = self.whole.get(id(part))
-        return None if found is None else found[1]
+        found: torch.Tensor | None = self.whole.get(part)
+        return found
 
     def positions(self, device: torch.device) -> torch.Tensor:
         """The places of this rank's rows in the whole sequence: (rows,)."""
@@ -98,10 +99,15 @@ class ContextParallel:
             self.attention = ContextAttention(group, self.layout, rotate=strategy == "alltoall")
         else:
             self.attention = SequenceAttention(group, self.layout, self.random)
+            transformers_trainer.count_whole_batches()
         self.route = Route(self._attend)
         self.route.others.update(transformers_masks.hooks(lambda: self.region))
+        if not self.layout.balanced:
+            self.route.others.update(transformers_trainer.hooks())
         self._block: Region | None = None
+        # Of batches that a loader split: that of the last or present forward, and all that are not used up.
         self._batch: Region | None = None
+        self._pulled = WeakTensorKeyDictionary()
         self._last: Region | None = None
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Of each forward that is going on: the model's id, and what closes its random streams.
@@ -115,6 +121,11 @@ class ContextParallel:
     def region(self) -> Region | None:
         """What is split now: by the user's block, else by a loader."""
         return self._block or self._batch
+
+    @property
+    def splitting(self) -> bool:
+        """Whether a block is open, or batches of a loader are about."""
+        return self._block is not None or self._batch is not None or len(self._pulled) > 0
 
     @classmethod
     def of_layout(cls, layout: ParallelismConfig, mesh: DeviceMesh | None) -> ContextParallel | None:
@@ -163,7 +174,7 @@ class ContextParallel:
 
     def _end_block(self) -> None:
         if self._block is not None:
-            self._last = replace(self._block, strict=False, whole={})
+            self._last = replace(self._block, strict=False, whole=WeakTensorKeyDictionary())
         self._block = None
         self.attention.masks.forget()
 
@@ -182,11 +193,10 @@ class ContextParallel:
     ) -> Region:
         parts = list(parts)
         # Whole tensors other than numbers of tokens are not needed again: they would only take memory.
-        known = {
-            id(part): (part, full)
-            for part, full in zip(parts, whole, strict=True)
-            if not full.is_floating_point() and not full.is_complex()
-        }
+        known = WeakTensorKeyDictionary()
+        for part, full in zip(parts, whole, strict=True):
+            if not full.is_floating_point() and not full.is_complex():
+                known[part] = full
         return Region(self.layout, self.group, length, known, strict, has_tables=len(known) < len(parts))
 
     @contextlib.contextmanager
@@ -197,6 +207,7 @@ class ContextParallel:
             yield
         finally:
             self._batch = None
+            self._pulled.clear()
             self.attention.masks.forget()
             self.route.close()
 
@@ -215,9 +226,25 @@ class ContextParallel:
             found["shift_labels"] = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
         split = {name: value for name, value in found.items() if _is_sequence(value, length)}
         parts = {name: self.layout.take(value, 1) for name, value in split.items()}
-        self.attention.masks.forget()
         self._batch = self._region(length, parts.values(), split.values(), strict=False)
+        for part in parts.values():
+            self._pulled[part] = self._batch
         return {**found, **parts}
+
+    def of_inputs(self, given: Mapping[str, Any], training: bool) -> Region | None:
+        """What is split of a forward's inputs. A loop may have taken several batches from its loader, or others.
+
+        Inputs that are copies of a batch's are known by their length, in training: an evaluation's may be whole.
+        """
+        if self._block is None and self._pulled and not self._drawing:
+            tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+            found = [self._pulled[tensor] for tensor in tensors if tensor in self._pulled]
+            if not found and training:
+                sizes = {value.shape[1] for value in tensors if value.dim() > 1}
+                found = [region for region in self._pulled.values() if region.rows in sizes]
+            self._batch = found[0] if found else None
+            self.attention.masks.forget()
+        return self.region
 
     # -- models
 
@@ -339,14 +366,16 @@ class _Inputs:
         self.rest = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        region = self.parallel.region
-        if region is None:
+        if not self.parallel.splitting:
             return None
         try:
             bound = self.signature.bind_partial(*args, **kwargs)
         except TypeError:
             return None  # the forward itself says what is wrong with its arguments
         given = {**bound.arguments, **bound.arguments.get(self.rest, {})}
+        region = self.parallel.of_inputs(given, model.training)
+        if region is None:
+            return None
         split = _split_input(given, region)
         if split is None and not region.strict:
             return None

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers.Trainer under sp_size, which asks DeepSpeed for what this library has itself."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from .routing import Around
+
+_TRAINER = "transformers.trainer"
+
+
+def hooks() -> dict[tuple[str, str], Around]:
+    """What gives way while batches come split from a loader."""
+    return {(_TRAINER, "deepspeed_sp_compute_loss"): _on_the_mesh}
+
+
+def _on_the_mesh(former: Any) -> Any:
+    """The loss over a sequence's ranks, by the group of the mesh: for that, the backend must not be DeepSpeed's."""
+
+    def compute_loss(accelerator: Any, model: Any, inputs: Any, return_outputs: bool, layout: Any) -> Any:
+        layout = SimpleNamespace(sp_backend="torch", sp_size=layout.sp_size)
+        return former(accelerator, model, inputs, return_outputs, layout)
+
+    return compute_loss
+
+
+def count_whole_batches() -> None:
+    """Have Trainer count its batches as they are. Once for a process; Trainers of other layouts are as they were.
+
+    It takes a split loader for sp_size times as long as the prepared one: with DeepSpeed the ranks of a sequence read
+    different batches and compute on each in turn. Here they read the same ones, as they do under cp_size.
+    """
+    trainer = getattr(sys.modules.get(_TRAINER), "Trainer", None)
+    former = getattr(trainer, "get_sp_size", None), getattr(trainer, "get_cp_size", None)
+    if None in former or getattr(former[0], "__module__", "") == __name__:
+        return
+
+    def get_sp_size(self: Any) -> Any:
+        return 1 if _splits_heads(self) else former[0](self)  # type: ignore[misc]
+
+    def get_cp_size(self: Any) -> Any:
+        return self.accelerator.parallelism_config.sp_size if _splits_heads(self) else former[1](self)  # type: ignore[misc]
+
+    trainer.get_sp_size, trainer.get_cp_size = get_sp_size, get_cp_size  # type: ignore[union-attr]
+
+
+def _splits_heads(trainer: Any) -> bool:
+    sequence = getattr(getattr(trainer.accelerator, "strategy", None), "sequence", None)
+    return sequence is not None and sequence.layout.size == "sp_size"
