@@ -494,7 +494,7 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         """The full state of a prepared model, on every process that can hold it, under the plain model's names."""
         if any(has_offloaded_params(module) for module in model.modules()):
             return get_state_dict_offloaded_model(model)
-        with self.precision.shown([model], [], self.strategy.settle):
+        with self.precision.shown([model], [], self.strategy.others_in_place):
             return self.strategy.state_dict(model) if unwrap else model.state_dict()
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:

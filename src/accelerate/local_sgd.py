@@ -61,7 +61,7 @@ class LocalSGD:
     def _average(self) -> None:
         accelerator = self.accelerator
         accelerator.wait_for_everyone()
-        with torch.no_grad(), accelerator.precision.shown([self.model], [], accelerator.strategy.settle):
+        with torch.no_grad(), accelerator.precision.shown([self.model], [], accelerator.strategy.others_in_place):
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             for parameter, mean in zip(
                 parameters, collectives.reduce([p.data for p in parameters], "mean"), strict=True

@@ -282,7 +282,7 @@ class RunServices:
         """The run as a checkpoint has it: masters in the place of lowered parameters."""
         own = self._rank_state()
         optimizers = [optimizer.optimizer for optimizer in self._optimizers]
-        with self.precision.shown(self._models, optimizers, self.strategy.settle):
+        with self.precision.shown(self._models, optimizers, self.strategy.others_in_place):
             yield self._run_state(own)
 
     def _run_state(self, own: RankState) -> RunState:

@@ -72,7 +72,7 @@ def _with_masters(function: Callable[..., Any]) -> Callable[..., Any]:
             # Anything that waits for everyone will do; masters are an accelerator's.
             return function(*args, **kwargs)
         optimizers = [getattr(one, "optimizer", one) for name, one in given.items() if name == "optimizer"]
-        with precision.shown([given["model"]], optimizers, accelerator.strategy.settle):
+        with precision.shown([given["model"]], optimizers, accelerator.strategy.others_in_place):
             return function(*args, **kwargs)
 
     return call

@@ -114,6 +114,10 @@ class Strategy:
     def settle(self, model: torch.nn.Module) -> None:
         """Have a prepared model hold its own parameters, as between two steps, where a forward shows others."""
 
+    def others_in_place(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """A block in which other tensors may stand where a prepared model has its own parameters."""
+        return contextlib.nullcontext()
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self.precision.backward(loss, **kwargs)
 

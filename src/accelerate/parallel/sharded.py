@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -153,8 +153,7 @@ class ShardedStrategy(Strategy):
         """Lower the parameters where the precision does; FSDP2 is told. `units`: where it has the model in parts."""
         if not self.precision.lower(model):
             return
-        found = [held for unit in units or [model] for _, held, _ in traffic.shard_groups(unit)]
-        for shard in [shard for held in found for shard in held.fsdp_params]:
+        for shard in _shards(units or [model]):
             if hasattr(shard, "_unsharded_param"):
                 raise PrepareError(
                     f"MasterWeightsKwargs: {type(model).__name__} was sharded by hand and has run: its parameters "
@@ -167,6 +166,23 @@ class ShardedStrategy(Strategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def units(self, model: nn.Module) -> Iterable[nn.Module]:
+        """The modules in which units of FSDP2 are looked for."""
+        return [self.unwrap(model)]
+
+    @contextlib.contextmanager
+    def others_in_place(self, model: nn.Module) -> Iterator[None]:
+        self.settle(model)
+        shards = _shards(self.units(model))
+        # torch 2.13 takes over what stands in the modules after each `load_state_dict`, and at the first gathering.
+        for shard in shards:
+            shard.reset_sharded_param = _nothing
+        try:
+            yield
+        finally:
+            for shard in shards:
+                del shard.reset_sharded_param
+
     def open_gradients(self, model: nn.Module) -> HeldGradients:
         self.settle(model)
         return HeldGradients(self.unwrap(model))
@@ -174,6 +190,15 @@ class ShardedStrategy(Strategy):
     def unwrap(self, model: nn.Module) -> nn.Module:
         inner = getattr(model, "_orig_mod", model)
         return inner if isinstance(inner, nn.Module) else model
+
+
+def _shards(units: Iterable[nn.Module]) -> list[Any]:
+    """What FSDP2 keeps of each parameter."""
+    return [shard for unit in units for _, group_, _ in traffic.shard_groups(unit) for shard in group_.fsdp_params]
+
+
+def _nothing() -> None:
+    pass
 
 
 def _check_trains(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> None:

@@ -52,12 +52,12 @@ class Precision:
         self,
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        settle: Callable[[torch.nn.Module], None],
+        open_places: Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]],
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which models and optimizers hold masters in the place of parameters; with `settle` a model
-        holds its own parameters (`Strategy.settle`).
+        """A context in which models and optimizers hold masters in the place of parameters.
 
-        What is written to the masters counts: the parameters follow at the end. Gradients stay at the parameters.
+        `open_places(model)` is a block in which a model may (`Strategy.others_in_place`). What is written to the
+        masters counts: the parameters follow at the end. Gradients stay at the parameters.
         """
         return contextlib.nullcontext()
 

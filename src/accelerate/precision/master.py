@@ -81,13 +81,21 @@ class MasterPrecision(MixedPrecision):
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        settle: Callable[[nn.Module], None],
+        open_places: Callable[[nn.Module], contextlib.AbstractContextManager[None]],
     ) -> Iterator[None]:
         if self._is_shown:
             yield
             return
-        for model in models:
-            settle(model)
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                stack.enter_context(open_places(model))
+            stack.enter_context(self._in_place(models, optimizers))
+            self._is_shown = True
+            stack.callback(setattr, self, "_is_shown", False)
+            yield
+
+    @contextlib.contextmanager
+    def _in_place(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
         places = [
             (module, name, parameter, master)
             for model in models
@@ -102,11 +110,9 @@ class MasterPrecision(MixedPrecision):
             driver.enter(optimizer)
         for module, name, _, master in places:
             module._parameters[name] = master
-        self._is_shown = True
         try:
             yield
         finally:
-            self._is_shown = False
             for module, name, parameter, _ in places:
                 module._parameters[name] = parameter
             master_step.copy_back(pairs)

@@ -35,6 +35,7 @@ from llama import Llama, LlamaConfig
 BATCH, LENGTH, STEPS, ACCUMULATION, CLIP, LR = 8, 6, 20, 2, 0.3, 5e-5
 CONFIG = LlamaConfig(vocabulary=16, width=16, hidden=24, layers=2)
 NEAR = 0.03
+HALF = STEPS * ACCUMULATION // 2 + 1
 
 
 def sharded(**options):
@@ -120,10 +121,10 @@ def start(layout, masters=True):
     )
 
 
-def train(accelerator, parts, first=0, last=STEPS):
+def train(accelerator, parts, some):
     model, optimizer = parts
     index, count = accelerator.strategy.data_shard
-    for number, batch in list(enumerate(batches()))[first * ACCUMULATION : last * ACCUMULATION]:
+    for batch in some:
         batch = {name: value.chunk(count)[index].clone() for name, value in batch.items()}
         split = [batch["input_ids"], batch["labels"]]
         length = split[0].shape[1]
@@ -140,7 +141,7 @@ def train(accelerator, parts, first=0, last=STEPS):
                 accelerator.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
-        assert number % ACCUMULATION == 0 or all(p.grad is None for p in model.parameters())
+        assert not accelerator.sync_gradients or all(p.grad is None for p in model.parameters())
 
 
 def norm(state):
@@ -200,10 +201,11 @@ def run_all(folder):
         accelerator = start(what)
         # Other ranks start from other weights: the first one's count.
         parts = accelerator.prepare(*make(accelerator.process_index))
-        train(accelerator, parts, 0, STEPS // 2)
+        # Saved in the middle of a window.
+        train(accelerator, parts, batches()[:HALF])
         evaluate(accelerator, parts)
         accelerator.save_state(folder / what)
-        train(accelerator, parts, STEPS // 2)
+        train(accelerator, parts, batches()[HALF:])
         check_layout(accelerator, what, parts)
         state = accelerator.get_state_dict(parts[0])
         if state:
@@ -213,9 +215,10 @@ def run_all(folder):
         done = held(parts)
         again = start(what)
         others = again.prepare(*make(seed=7))
-        again.load_state(folder / what)
-        train(again, others, STEPS // 2)
-        assert is_equal(held(others), done), f"{what}: resumed, the run goes another way"
+        for state in ("new", "trained"):
+            again.load_state(folder / what)
+            train(again, others, batches()[HALF:])
+            assert is_equal(held(others), done), f"{what}: the {state} run goes another way"
         if "fsdp_plugin" in LAYOUTS[what]:
             # Somebody's own checkpoint: what a state holds is the masters', and they come back.
             keep = {name: local(p).clone() for name, p in again.get_state_dict(others[0]).items()}

@@ -203,8 +203,11 @@ class PipelineParallel(ShardedStrategy):
         return model
 
     def settle(self, model: nn.Module) -> None:
-        if self.unwrap(model) in self._models:
-            reshard(self._pipelined(model).runner.stages.values())
+        reshard(self.units(model))
+
+    def units(self, model: nn.Module) -> Iterable[nn.Module]:
+        inner = self.unwrap(model)
+        return self._pipelined(inner).runner.stages.values() if inner in self._models else [inner]
 
     def _pipelined(self, model: nn.Module) -> Pipelined:
         inner = self.unwrap(model)
