@@ -14,3 +14,7 @@ from accelerate.core.imports import is_available
 def test_training_in_fp8_follows_fp32(ranks, tmp_path):
     results = run_ranks(Path(__file__).parent / "workers" / "fp8.py", ranks, tmp_path)
     assert all("all near" in result.stdout for result in results)
+
+
+def test_layers_of_transformer_engine_train_as_those_they_replace(tmp_path):
+    run_ranks(Path(__file__).parent / "workers" / "fp8_engine.py", 2, tmp_path)

@@ -18,6 +18,7 @@ from ..core.devices import kind_of
 from ..core.errors import PrepareError
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
+from ..precision.fp8 import Float8Precision
 from ..runtime import group, mesh
 from . import fsdp_state, norms, traffic
 from .base import Bundle, Strategy, Traffic
@@ -121,7 +122,9 @@ class ShardedStrategy(Strategy):
         return [*traffic.shard_traffic(model, backwards), *traffic.split_traffic(model, backwards), *attention]
 
     def dtypes(self, model: nn.Module) -> tuple[str, str]:
-        return traffic.shard_dtypes(model) or super().dtypes(model)
+        compute, reduction = traffic.shard_dtypes(model) or super().dtypes(model)
+        # Which layers compute in float8, only the precision knows.
+        return (self.precision.computes_in if isinstance(self.precision, Float8Precision) else compute), reduction
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -105,6 +106,13 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
     return any(isinstance(layer, kinds) for layer in model.modules())
 
 
+def _autocast(engine: Any) -> Callable[[bool, Any], Any]:
+    """The engine's autocast, which had another name and other arguments before version 2.8."""
+    if hasattr(engine, "autocast"):
+        return lambda enabled, recipe: engine.autocast(enabled=enabled, recipe=recipe)
+    return lambda enabled, recipe: engine.fp8_autocast(enabled=enabled, fp8_recipe=recipe)
+
+
 @_needs_engine
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
@@ -113,13 +121,13 @@ def contextual_fp8_autocast(
 
     On while the model trains, and while it is evaluated only with `use_during_eval`.
     """
-    engine = _engine()
+    context = _autocast(_engine())
     function: Callable[..., Any] = getattr(model_forward, "__func__", model_forward)
     bound = function is not model_forward
 
     @functools.wraps(function)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with engine.fp8_autocast(enabled=use_during_eval or self.training, fp8_recipe=fp8_recipe):
+        with context(use_during_eval or self.training, fp8_recipe):
             return function(self, *args, **kwargs) if bound else function(*args, **kwargs)
 
     return forward
@@ -141,13 +149,15 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
     """
     from transformer_engine.common import recipe
 
+    if handler.fp8_format == "E5M2":
+        raise ConfigurationError("fp8_format='E5M2': Transformer Engine trains in E4M3 or HYBRID (E5M2 backward) only")
     both = {"margin": handler.margin, "fp8_format": getattr(recipe.Format, str(handler.fp8_format))}
     if not handler.use_mxfp8_block_scaling:
         return recipe.DelayedScaling(
             **both,
             amax_history_len=handler.amax_history_len,
             amax_compute_algo=handler.amax_compute_algo,
-            override_linear_precision=handler.override_linear_precision,
+            **_override(handler, recipe.DelayedScaling),
         )
     if not is_transformer_engine_mxfp8_available():
         raise ConfigurationError("use_mxfp8_block_scaling needs Transformer Engine 2.1 or later; upgrade the package")
@@ -157,3 +167,16 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
             f"MXFP8 block scaling keeps no history of maxima: leave out {', '.join(meaningless)} of the fp8 recipe"
         )
     return recipe.MXFP8BlockScaling(**both)
+
+
+def _override(handler: TERecipeKwargs, kind: Any) -> dict[str, Any]:
+    """Which of a linear layer's three products stay in high precision, for engines that can leave some."""
+    asked = tuple(handler.override_linear_precision or ())
+    if not any(asked):
+        return {}
+    if "override_linear_precision" not in inspect.signature(kind).parameters:
+        raise ConfigurationError(
+            f"override_linear_precision={asked}: the installed Transformer Engine has no such option (it went with "
+            "version 2). Leave it out, or install an earlier one"
+        )
+    return {"override_linear_precision": asked}
