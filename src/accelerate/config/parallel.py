@@ -175,6 +175,8 @@ class PipelineParallelConfig:
             raise ConfigurationError("balance='time' measures the model's forward: give example_inputs")
         if wrong := [f"{name}={end!r}" for name, end in self.placement.items() if end not in ("first", "last")]:
             raise ConfigurationError(f"placement takes 'first' or 'last', not {', '.join(wrong)}")
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise ConfigurationError(f"loss_fn={self.loss_fn!r} cannot be called: give loss_fn(output, labels)")
         if isinstance(self.split_points, str):
             self.split_points = [self.split_points]
         if isinstance(self.whole_inputs, str):

@@ -243,6 +243,10 @@ def check_refusals():
     refused("other samples", Chain, four, "given other inputs", lambda model: model(own_data))
     refused("statistics", lambda: Chain(batch_norm=True), four, "BatchNorm1d")
     refused("an input", Chain, Options(whole_inputs=["mask"]), "mask")
+    inputs = Options(balance="time", example_inputs={"y": x})
+    refused("example inputs", Chain, inputs, "unexpected keyword argument 'y'")
+    asked = {"output_hidden_states": True}
+    refused("hidden states", Chain, four, "output_hidden_states=True", lambda model: model(x, **asked))
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     refused("an optimizer", lambda: Chain(), four, "would train nothing", lambda model: None, foreign)
     torch.manual_seed(0)

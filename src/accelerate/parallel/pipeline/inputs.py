@@ -12,6 +12,9 @@ import torch
 from ...core import trees
 from ...core.errors import PrepareError
 
+# What asks a model of transformers for the outputs of all of its blocks.
+COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
+
 
 class Inputs:
     """The inputs of one call, and their division into `parts` of `rows` samples each."""
@@ -74,6 +77,11 @@ class Divider:
         while self.whole and args and any(name in self.whole for name in self.positions[: len(args)]):
             kwargs = {self.positions[len(args) - 1]: args[-1], **kwargs}
             args = args[:-1]
+        if asked := [name for name in COLLECTING if kwargs.get(name) is True]:
+            raise PrepareError(
+                f"the pipelined model was called with {asked[0]}=True: what blocks of other stages gave is not "
+                "collected"
+            )
         tensors = [
             leaf
             for value in (*args, *(value for name, value in kwargs.items() if name not in self.whole))

@@ -39,7 +39,7 @@ from ..units import find_modules
 from . import state, weights
 from .batch import Batch, Stage
 from .gradients import Ties, average, hold_shards, local, reduce_shards, reshard
-from .inputs import Divider
+from .inputs import COLLECTING, Divider
 from .random import StageRandom
 from .run import Runner
 from .schedules import Scheduled
@@ -219,9 +219,20 @@ class PipelineParallel(ShardedStrategy):
         options = self.options
 
         def seconds(units: list[Unit]) -> list[float]:
-            told = [measure(model, units, options.example_inputs or {}) if dist.get_rank() == 0 else None]
+            told: list[Any] = [None]
+            error: Exception | None = None
+            if dist.get_rank() == 0:
+                try:
+                    told = [measure(model, units, options.example_inputs or {})]
+                except Exception as caught:
+                    # The others wait to be told.
+                    error, told = caught, [f"{type(caught).__name__}: {caught}"]
             dist.broadcast_object_list(told, src=0, device=self.device)
-            return told[0] or []
+            if isinstance(told[0], str):
+                raise PrepareError(
+                    f"balance='time' could not run {type(model).__name__} with example_inputs: {told[0]}"
+                ) from error
+            return told[0]
 
         cost = seconds if options.balance == "time" else None
         return cut_model(model, len(self.ranks), options.split_points, options.placement, cost)
@@ -394,12 +405,12 @@ class PipelineParallel(ShardedStrategy):
         return self._pipelined(model).held if self.unwrap(model) in self._models else HeldGradients(self.unwrap(model))
 
     def rank_state(self, models: list[nn.Module]) -> dict[str, Any]:
-        """How far each model's stream of random numbers is."""
-        return {"random calls": [piped.random.calls for piped in self._trained(models)]}
+        """How far each model's stream of random numbers is, and what is known of its loss."""
+        return {"models": [{"calls": one.random.calls, "rules": one.scheduled.rules} for one in self._trained(models)]}
 
     def load_rank_state(self, models: list[nn.Module], state: dict[str, Any]) -> None:
-        for piped, calls in zip(self._trained(models), state.get("random calls", ()), strict=False):
-            piped.random.calls = calls
+        for piped, saved in zip(self._trained(models), state["models"], strict=True):
+            piped.random.calls, piped.scheduled.rules = saved["calls"], tuple(saved["rules"])
 
     def _trained(self, models: list[nn.Module]) -> list[Pipelined]:
         return [self._pipelined(model) for model in models if self.unwrap(model) in self._models]
@@ -442,7 +453,7 @@ def _check_model(model: nn.Module, parts: int) -> None:
                     "it, use a norm of single samples, or set num_microbatches=1"
                 )
     config = getattr(model, "config", None)
-    for flag in ("output_hidden_states", "output_attentions", "output_router_logits"):
+    for flag in COLLECTING:
         if getattr(config, flag, False):
             raise PrepareError(
                 f"the model's config has {flag}=True: what blocks of other stages gave is not collected"
