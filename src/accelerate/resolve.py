@@ -150,6 +150,8 @@ def resolve(request: Request) -> Resolved:
     )
     if megatron is not None:
         state.__dict__["megatron_lm_plugin"] = megatron
+    if not plugins and request.strategy is None and env.get("strategy") is None:
+        plugins = _known_plugins(state)
     if "fsdp_plugin" in plugins and hasattr(state, "fsdp_plugin"):
         # Of the Accelerator made last, whose strategy follows what is changed in it before `prepare`.
         state.__dict__["fsdp_plugin"] = plugins["fsdp_plugin"]
@@ -253,6 +255,16 @@ def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, An
             "only one of " + " and ".join(f"{name} ({origins[name]})" for name in rivals) + " can lay out the model"
         )
     return found
+
+
+def _known_plugins(state: AcceleratorState) -> dict[str, Any]:
+    """The plugins of a process's first Accelerator, which those after it share where they are given none."""
+    known = {
+        "deepspeed_plugin": state.deepspeed_plugins,
+        "fsdp_plugin": getattr(state, "fsdp_plugin", None),
+        "parallelism_config": state.parallelism_config,
+    }
+    return {name: plugin for name, plugin in known.items() if plugin is not None}
 
 
 def _of_kind(name: str, given: Any) -> Any:

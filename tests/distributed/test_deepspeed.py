@@ -21,6 +21,11 @@ def test_zero_stages_train_like_the_plain_loop(worker):
     assert all("all equal" in result.stdout for result in results)
 
 
+def test_several_models_and_transformers(tmp_path):
+    results = run_ranks(WORKERS / "deepspeed_models.py", 2, tmp_path, env={"DS_ACCELERATOR": "cpu"}, timeout=170)
+    assert all("all equal" in result.stdout for result in results)
+
+
 def test_bytes_are_those_that_explain_tells():
     results = run_ranks(WORKERS / "deepspeed_messages.py", 2, env={"DS_ACCELERATOR": "cpu"}, timeout=170)
     assert all("all equal" in result.stdout for result in results)

@@ -71,6 +71,8 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
+        # Whether the policy of precision is the run's, not the user's.
+        self.policy_is_filled = False
         self._resolve_version()
         self._resolve_sharding()
         self._resolve_prefetch()

@@ -54,7 +54,7 @@ class EngineState:
     def _whole(value: torch.Tensor) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        found = safe_get_full_fp32_param(value) if value.requires_grad else None
+        found = safe_get_full_fp32_param(value) if _has_master(value) else None
         if found is not None:
             return found.view(getattr(value, "ds_shape", value.shape))
         with _gathered(value):
@@ -74,7 +74,7 @@ class EngineState:
                 continue
             with _gathered(target, modifier_rank=0):
                 target.data.copy_(value)
-            if target.requires_grad:
+            if _has_master(target):
                 self._set(target, value, None)
 
     # -- optimizer
@@ -210,6 +210,11 @@ def _gathered(parameter: torch.Tensor, modifier_rank: int | None = None) -> Abst
 
     block: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank)
     return block
+
+
+def _has_master(value: torch.Tensor) -> bool:
+    """Whether an engine trains a parameter. Stage 3 also holds models that only answer, without an optimizer."""
+    return value.requires_grad and (hasattr(value, "_z3_optimizer") or not hasattr(value, "ds_id"))
 
 
 def _is_plain_value(value: Any) -> bool:

@@ -38,9 +38,10 @@ class FullySharded(Strategy):
             raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP{self.version}")
         self.plugin = plugin
         # The whole model's output, as under the other strategies, is fp32 unless the user's own policy says else.
-        self.full_outputs = precision.native_amp and plugin.mixed_precision_policy is None
-        if precision.native_amp:
+        self.full_outputs = precision.native_amp and (plugin.mixed_precision_policy is None or plugin.policy_is_filled)
+        if precision.native_amp and plugin.mixed_precision_policy is None:
             plugin.set_mixed_precision(precision.name)
+            plugin.policy_is_filled = True
         self.spread(device, precision, parallelism)
 
     def spread(self, device: torch.device, precision: Precision, parallelism: ParallelismConfig | None) -> None:

@@ -189,6 +189,10 @@ def check_one_plugin_for_two_runs():
         policy = accelerator.state.fsdp_plugin.mixed_precision_policy
         assert getattr(policy, "param_dtype", None) is dtype, (precision, policy)
         assert accelerator.state.fsdp_plugin is accelerator.strategy.plugin
+        # One more of the same run is laid out alike, and its outputs are fp32 alike.
+        another = Accelerator(cpu=True).strategy
+        assert another.name == "FSDP2" and another.plugin.mixed_precision_policy is policy
+        assert another.full_outputs is accelerator.strategy.full_outputs is (precision != "no")
     assert plugin.mixed_precision_policy is None
 
 
