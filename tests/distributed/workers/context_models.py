@@ -21,6 +21,7 @@ from transformers import (
 from accelerate import Accelerator
 from accelerate.config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from accelerate.core.errors import ConfigurationError, PrepareError
+from accelerate.data_loader import skip_first_batches
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -178,6 +179,7 @@ def check_loader():
     model, optimizer, prepared = accelerator.prepare(model, optimizer, loader)
     prepared = accelerator.deepspeed_ulysses_dl_adapter(prepared, model)
     assert len(prepared) == STEPS
+    (last,) = skip_first_batches(prepared, STEPS - 1)
     for whole, batch in zip(loader, prepared, strict=True):
         assert set(batch) == {"input_ids", "position_ids", "shift_labels"}
         assert batch["input_ids"].shape == (BATCH, LENGTH // 2)
@@ -194,6 +196,7 @@ def check_loader():
         with torch.no_grad():
             same = model(whole["input_ids"]).logits, plain(whole["input_ids"]).logits
         torch.testing.assert_close(*same)
+    assert torch.equal(last["input_ids"], batch["input_ids"])
     check_batches_ahead(accelerator, plain, model)
 
 
