@@ -46,8 +46,10 @@ def check_gpt2():
     mask = torch.ones_like(TOKENS)
     mask[:3, -2:] = 0
     labels = TOKENS.masked_fill(mask == 0, -100)
-    expected = plain(TOKENS, attention_mask=mask, labels=labels)
-    output = model(TOKENS, attention_mask=mask, labels=labels)
+    # Of no sample: it stays whole in every micro-batch.
+    positions = torch.arange(TOKENS.shape[1]).flip(0)[None]
+    expected = plain(TOKENS, attention_mask=mask, position_ids=positions, labels=labels)
+    output = model(TOKENS, attention_mask=mask, position_ids=positions, labels=labels)
     assert type(output) is type(expected) and abs(output.loss - expected.loss) < 1e-6
     torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-10)
     expected.loss.backward()
