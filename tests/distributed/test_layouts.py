@@ -23,7 +23,9 @@ def test_one_run_through_seven_layouts(tmp_path):
         assert all("all equal" in result.stdout for result in results)
 
 
-@pytest.mark.parametrize("layout", ["--tp 4", "--tp 2 --copies 4"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("--tp 4", marks=pytest.mark.thorough), "--tp 2 --copies 4", "--tp 2 --pp 2"]
+)
 def test_the_first_of_many_ranks_holds_its_share(layout):
     """On a fake group, whose other ranks do not exist."""
     script = Path(__file__).parents[2] / "benchmarks" / "scale.py"

@@ -48,8 +48,8 @@ class HeldGradients:
         ]
         # While no unit is gathered the model shows shards.
         names = {id(p): materialize.canonical_name(name) for name, p in model.named_parameters()}
-        self._sharded = [(names[id(parameter.sharded_param)], parameter) for parameter in sharded]
-        inside = {id(parameter.sharded_param) for parameter in sharded}
+        self._sharded = [(names[id(_shown(parameter))], parameter) for parameter in sharded]
+        inside = {id(_shown(parameter)) for parameter in sharded}
         self._plain = [(names[id(p)], p) for p in model.parameters() if id(p) not in inside]
         self._known: list[_Place] = []
 
@@ -140,3 +140,10 @@ def _placement(text: str, like: DTensor) -> Placement:
     if kind not in ("S", "P"):
         raise CheckpointError(f"a saved gradient is laid out as {text}, which cannot be put back")
     return Shard(int(inside)) if kind == "S" else Partial(inside)
+
+
+def _shown(sharded: Any) -> nn.Parameter:
+    """What the model shows of a parameter of FSDP2, which learns only in the first forward of storage given since."""
+    place = sharded._module_info
+    found: nn.Parameter = getattr(place.module, place.param_name)
+    return found
