@@ -115,8 +115,9 @@ def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParalle
     options = options or TorchTensorParallelConfig()
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return False
-    styles = _styles(model, options, ranks.size())
     modules = dict(model.named_modules())
+    _refuse_engine(modules, ranks.size())
+    styles = _styles(model, options, ranks.size())
     heads = tensor_plan.check_plan(model, styles, ranks.size())
     places = ParameterPlaces(model)
     for name, style in styles.items():
@@ -131,6 +132,15 @@ def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParalle
         tensor_loss.split_losses_while_alive(model)
         model.register_forward_hook(lambda module, args, output: tensor_styles.plain_losses(output))
     return True
+
+
+def _refuse_engine(modules: dict[str, nn.Module], size: int) -> None:
+    for name, module in modules.items():
+        if type(module).__module__.startswith("transformer_engine"):
+            raise PrepareError(
+                f"tp_size={size}: {name} is a layer of Transformer Engine, which is not split. Compute in fp8 through "
+                "torchao (AORecipeKwargs), whose layers are, or leave tp_size at 1"
+            )
 
 
 def _styles(model: nn.Module, options: TorchTensorParallelConfig, size: int) -> tensor_plan.Styles:

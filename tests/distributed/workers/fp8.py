@@ -15,10 +15,14 @@ from accelerate import Accelerator
 from accelerate.config.fp8 import AORecipeKwargs
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import PipelineParallelConfig, TorchTensorParallelConfig
+from accelerate.config.training import TorchDynamoPlugin
 from accelerate.core.enums import FP8BackendType
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "parallel"))
+from llama import Llama, LlamaConfig
 
 STEPS, ACCUMULATION, GLOBAL_BATCH, WIDTH = 10, 2, 16, 32
 
@@ -51,7 +55,7 @@ def reference():
     return losses
 
 
-def make_accelerator(plugin=None, layout=None, **options):
+def make_accelerator(plugin=None, layout=None, dynamo=None, **options):
     for state in (AcceleratorState, GradientState):
         state._reset_state()
     recipe = AORecipeKwargs(config=Float8LinearConfig(emulate=True, **options))
@@ -61,6 +65,7 @@ def make_accelerator(plugin=None, layout=None, **options):
         kwargs_handlers=[recipe],
         fsdp_plugin=plugin,
         parallelism_config=layout,
+        dynamo_plugin=dynamo,
         gradient_accumulation_steps=ACCUMULATION,
     )
 
@@ -97,6 +102,33 @@ def run(expected, folder, plugin=None, layout=None, **options):
     assert all(value.dtype is torch.float32 and type(value) is torch.Tensor for value in after.values())
 
 
+def run_by_regions():
+    """Compiled blocks compute what they do as they are; the first, which is converted in part, is a graph of its own."""
+    tokens = torch.randint(16, (4, 17), generator=torch.Generator().manual_seed(0))
+    wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    found, graphs = [], []
+    for dynamo in (None, TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
+        accelerator = make_accelerator(plugin, dynamo=dynamo, enable_fsdp_float8_all_gather=True)
+        torch.manual_seed(0)
+        model = Llama(LlamaConfig(vocabulary=16, width=32, hidden=64, layers=3))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(2 * ACCUMULATION):
+            with accelerator.accumulate(model):
+                loss = model(tokens[:, :-1], labels=tokens[:, 1:])[0]
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.detach())
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(accelerator.precision.converted) == 20 and accelerator.precision.left == [
+        "layers.0.attention.q_proj",
+        "head",
+    ]
+    torch.testing.assert_close(found[: len(found) // 2], found[len(found) // 2 :], rtol=0, atol=1e-5)
+    assert found[-1] < found[0] and graphs == [0] * 4 + [2] * 4, graphs
+
+
 def main(folder):
     warnings.simplefilter("ignore")
     expected = reference()
@@ -109,6 +141,8 @@ def main(folder):
         run(expected, folder / "split", layout=ParallelismConfig(tp_size=2, tp_handler=plan))
         stages = PipelineParallelConfig(split_points=["4"])
         run(expected, folder / "staged", layout=ParallelismConfig(pp_size=2, pp_handler=stages))
+    if PartialState().num_processes == 2:
+        run_by_regions()
     accelerator = make_accelerator()
     with pytest.raises(PrepareError, match="none of the 2 linear layers"):
         accelerator.prepare(nn.Sequential(nn.Linear(16, 20), nn.Linear(20, 16)))

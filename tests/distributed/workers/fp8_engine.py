@@ -18,6 +18,7 @@ from accelerate.config.fp8 import TERecipeKwargs
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.core.enums import FP8BackendType
 from accelerate.core.errors import PrepareError
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 STEPS, GLOBAL_BATCH, WIDTH = 4, 32, 32
@@ -48,11 +49,12 @@ def reference(parts):
     return model.state_dict()
 
 
-def make_accelerator(plugin=None, **options):
+def make_accelerator(plugin=None, layout=None, **options):
     AcceleratorState._reset_state()
     GradientState._reset_state()
     handler = TERecipeKwargs(fp8_format="E4M3", amax_history_len=32, margin=1, **options)
-    return Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler], fsdp_plugin=plugin)
+    plugins = {"fsdp_plugin": plugin, "parallelism_config": layout}
+    return Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[handler], **plugins)
 
 
 def run(expected, folder, plugin=None, **options):
@@ -102,6 +104,8 @@ def main(folder):
     run(expected, folder / "sharded", FullyShardedDataParallelPlugin(fsdp_version=2), use_autocast_during_eval=True)
     with pytest.raises(PrepareError, match="none of the 1 linear layers of Sequential was converted"):
         make_accelerator().prepare(nn.Sequential(nn.Linear(16, 20), nn.LayerNorm(20)))
+    with pytest.raises(PrepareError, match=r"tp_size=2: 0 is a layer of Transformer Engine, which is not split"):
+        make_accelerator(layout=ParallelismConfig(tp_size=2)).prepare(make_model())
     print("all equal")
 
 
