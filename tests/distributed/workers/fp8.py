@@ -103,7 +103,7 @@ def run(expected, folder, plugin=None, layout=None, **options):
 
 
 def run_by_regions():
-    """Compiled blocks compute what they do as they are; the first, which is converted in part, is a graph of its own."""
+    """Compiled blocks compute what they do as they are; the first one, converted in part, is a graph of its own."""
     tokens = torch.randint(16, (4, 17), generator=torch.Generator().manual_seed(0))
     wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
     found, graphs = [], []
