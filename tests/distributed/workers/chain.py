@@ -171,8 +171,10 @@ def run_layout(place, what, folder, plain, precision):
     sizes, form, parts = LAYOUTS[what]
     states, norms, losses = plain
     accelerator = start(sizes, form, precision)
-    # The weights are rank 0's, and of the first layout alone: the others have theirs from the checkpoint.
-    model, optimizer, scheduler = make(seed=accelerator.process_index if place == 0 else 7)
+    # The weights are rank 0's, and of the first layout alone: the others have theirs from the checkpoint. In some of
+    # them only rank 0 builds a model with storage.
+    with torch.device("meta" if place % 2 and not accelerator.is_main_process else "cpu"):
+        model, optimizer, scheduler = make(seed=accelerator.process_index if place == 0 else 7)
     loader = DataLoader(Sequences(), batch_size=BATCH)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     if place:
