@@ -110,6 +110,8 @@ class Plan:
             "dynamo_backend": self.dynamo.backend.value,
             "exact": self.exact,
         }
+        if self.handlers.master is not None:
+            found["master_weights"] = "fp32, of bf16 parameters"
         others = {name: "given" for name, origin in self.origins.items() if name not in found and origin != "default"}
         return {name: (value, self.origins.get(name, "")) for name, value in {**found, **others}.items()}
 
@@ -157,6 +159,7 @@ def resolve(request: Request) -> Resolved:
         state.__dict__["fsdp_plugin"] = plugins["fsdp_plugin"]
     name, arguments = _own_strategy(request, plugins, origins) or _choose(state, plugins)
     if handlers.master is not None:
+        origins["master_weights"] = "argument"
         check_master(name, state.mixed_precision, origins)
     precision = _precision(state, handlers, origins, gathers=name == "fsdp2")
     strategy = _strategy(name, state, precision, handlers, arguments)
