@@ -478,7 +478,9 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         memory = gather_object([held_bytes(self._models, optimizers, self.precision)]) if all_ranks else None
         asked = [Row(name, str(got), origin) for name, (got, origin) in self.plan.values().items()]
         steps = self.gradient_accumulation_steps
-        report = explain(asked, self.strategy, self._models, optimizers, steps, memory)
+        # An engine that keeps windows by itself reduces where it does.
+        each = self.gradient_state.sync_each_batch and self.strategy.divides_loss
+        report = explain(asked, self.strategy, self._models, optimizers, steps, memory, each)
         self.print(report)
         return report
 

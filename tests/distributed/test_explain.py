@@ -21,11 +21,12 @@ from llama import Llama, LlamaConfig
 from accelerate import Accelerator
 from accelerate.parallel.explain import size_of
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 
 
-def trained(**options):
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+def trained(each=False, **options):
+    window_of_two = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=window_of_two, **options)
     torch.manual_seed(0)
     model = Llama(LlamaConfig(layers=2))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -77,13 +78,14 @@ def told(words, what, found):
     assert words.pop(what, None) == f"{number} messages, {size_of(size)}", (what, found, words)
 
 
-# Modules that are left whole are averaged one by one: three matrices of an attention, in the same two backwards.
+# Modules that are left whole are averaged one by one: three matrices of an attention, here in each of two backwards.
 plugin = FullyShardedDataParallelPlugin(
     fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"],
     ignored_modules=".*[qkv]_proj",
 )
-counts, report = trained(fsdp_plugin=plugin)
+counts, report = trained(fsdp_plugin=plugin, each=True)
 words = said(report)
+assert counts["allreduce"][0] == 2 * 3 * 2, counts
 told(words, "all-gather of parameters", counts["allgather_base"])
 told(words, "reduce-scatter of gradients", counts["reduce_scatter_base"])
 told(words, "all-reduce of gradients of whole parameters", counts["allreduce"])

@@ -65,10 +65,12 @@ def explain(
     optimizers: Sequence[torch.optim.Optimizer],
     steps: int,
     memory: Sequence[dict[str, int]] | None = None,
+    sync_each_batch: bool = False,
 ) -> Report:
     """The report of a run. `asked` are the lines of what the user wanted; `steps` the backwards of a window.
 
-    `memory` is what `held_bytes` gave on each rank; None: on this one only.
+    `sync_each_batch`: gradients are averaged in each of these. `memory` is what `held_bytes` gave on each rank;
+    None: on this one only.
     """
     sections = {"run": [*asked, *_layout(strategy)]}
     for number, model in enumerate(models):
@@ -78,7 +80,8 @@ def explain(
         kind = type(plain).__name__.removeprefix("FSDP")
         title = f"model {number}: {kind}" if len(models) > 1 else f"model: {kind}"
         sections[title] = [*_modules(model), *_parameters(inner), *_dtypes(strategy, model)]
-        sections[f"messages of {title}, of this rank in an optimizer step"] = _traffic(strategy, model, steps)
+        sent = _traffic(strategy, model, steps, sync_each_batch)
+        sections[f"messages of {title}, of this rank in an optimizer step"] = sent
     held = [held_bytes(models, optimizers, strategy.precision)] if memory is None else memory
     place = ["this rank"] if memory is None else [f"rank {rank}" for rank in range(len(held))]
     sections["memory"] = [Row(name, _memory(found)) for name, found in zip(place, held, strict=True)]
@@ -204,8 +207,9 @@ def _counted(tensors: Iterable[torch.Tensor]) -> str:
     return ", ".join(f"{count:,} in {name}" for name, count in kept.items())
 
 
-def _traffic(strategy: Strategy, model: nn.Module, steps: int) -> list[Row]:
-    found: list[Traffic] | None = strategy.traffic(model, steps)
+def _traffic(strategy: Strategy, model: nn.Module, steps: int, sync_each_batch: bool) -> list[Row]:
+    times = steps if sync_each_batch else 1
+    found: list[Traffic] | None = strategy.traffic(model, steps // times)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [Row("none", "one process")]
     if found is None:
@@ -213,5 +217,6 @@ def _traffic(strategy: Strategy, model: nn.Module, steps: int) -> list[Row]:
     if not found:
         return [Row("none", "this layout sends nothing for it")]
     return [
-        Row(one.what, f"{'about ' * one.about}{one.messages} messages, {size_of(one.sent)}{one.unit}") for one in found
+        Row(one.what, f"{'about ' * one.about}{times * one.messages} messages, {size_of(times * one.sent)}{one.unit}")
+        for one in found
     ]
