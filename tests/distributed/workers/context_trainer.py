@@ -44,11 +44,16 @@ def train(folder, name, sizes, resume=None, saves=False, **options):
 
 
 def main(folder):
-    train(folder, "cp", {"cp_size": 2}, gradient_accumulation_steps=2, max_steps=4, lr_scheduler_type="constant")
-    # Two epochs of three batches, over which the learning rate falls to 0.
-    options = {"sizes": {"sp_size": 2}, "num_train_epochs": 2, "lr_scheduler_type": "linear", "saves": True}
-    train(folder, "sp", **options)
-    train(folder, "sp", resume=str(folder / "sp" / "checkpoint-2"), **options)
+    # The second has two epochs of three batches, over which the learning rate falls to 0.
+    windows = {"gradient_accumulation_steps": 2, "max_steps": 4, "lr_scheduler_type": "constant"}
+    cases = {
+        "cp": {"sizes": {"cp_size": 2}, **windows},
+        "sp": {"sizes": {"sp_size": 2}, "num_train_epochs": 2, "lr_scheduler_type": "linear"},
+    }
+    for name, options in cases.items():
+        train(folder, name, saves=True, **options)
+        train(folder, name, saves=True, resume=str(folder / name / "checkpoint-2"), **options)
+    train(folder, "cp", **cases["cp"])
     print("all equal")
 
 
