@@ -86,7 +86,8 @@ def train(run, model, optimizer, numbers, with_items):
 
 def parts(model, optimizer):
     """This rank's part of everything that is trained."""
-    values = [*model.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    values = [*model.parameters(), *(v for p in held for _, v in sorted(optimizer.state[p].items()))]
     return [getattr(value, "_local_tensor", value).detach().clone() for value in values]
 
 

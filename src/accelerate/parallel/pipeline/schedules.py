@@ -18,10 +18,10 @@ from ...config.parallel import PipelineParallelConfig
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from ...precision.base import Precision
+from ..gradients import multiply
 from ..held import Gradients, HeldGradients
 from . import losses, merge
 from .batch import Batch, Boundary, Known
-from .gradients import local
 from .run import Runner
 from .stage import Part, Spec, fill, is_spec
 
@@ -212,13 +212,7 @@ class Scheduled:
         gradient = grads[place]
         if gradient is None:
             return
-        factor = gradient / step.seed
-        kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for found in step.gradients.values():
-            part = local(found)
-            kinds.setdefault((part.device, part.dtype), []).append(part)
-        for (device, dtype), parts in kinds.items():
-            torch._foreach_mul_(parts, factor.to(device=device, dtype=dtype))
+        multiply(list(step.gradients.values()), gradient / step.seed)
         self.held.add(step.gradients)
         step.gradients = {}
 

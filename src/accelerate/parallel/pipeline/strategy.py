@@ -31,6 +31,7 @@ from ..base import Bundle, Traffic
 from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp2 import shard_model
 from ..held import HeldGradients
+from ..local_step import step_locally
 from ..remap import ParameterPlaces
 from ..sharded import ShardedStrategy
 from ..skeleton import skeleton, without_storage
@@ -130,6 +131,7 @@ class PipelineParallel(ShardedStrategy):
             bundle.models[position] = self.transformed(model)
         for optimizer in bundle.optimizers:
             self._repoint(optimizer)
+            step_locally(optimizer)
         return bundle
 
     def transformed(self, model: nn.Module, before: bool = False) -> nn.Module:
