@@ -48,5 +48,6 @@ def count_whole_batches() -> None:
 
 
 def _splits_heads(trainer: Any) -> bool:
-    sequence = getattr(getattr(trainer.accelerator, "strategy", None), "sequence", None)
+    strategy = getattr(getattr(trainer, "accelerator", None), "strategy", None)
+    sequence = getattr(strategy, "sequence", None)
     return sequence is not None and sequence.layout.size == "sp_size"
