@@ -49,7 +49,7 @@ def test_norms_of_heads_are_told_from_norms_over_all_heads():
     model.layers[0].attention.q_norm = nn.RMSNorm(4)
     assert tensor_plan.infer_plan(model, 2)["layers.0.attention.q_norm"] == "replicated_with_grad_allreduce"
     model.layers[0].attention.q_norm = nn.RMSNorm(16)
-    with pytest.raises(PrepareError, match="q_norm takes part"):
+    with pytest.raises(PrepareError, match=r"q_norm takes part.*plan={'layers\.\*\.attention\.k_proj': 'colwise'"):
         tensor_plan.infer_plan(model, 2)
 
 

@@ -130,7 +130,8 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, str]:
     if not plan:
         raise PrepareError(
             f"no tensor-parallel plan can be inferred for {type(model).__name__}: no module of it has linear layers "
-            "named like an attention or MLP block (q_proj, k_proj, v_proj, o_proj; up_proj, down_proj). Give a plan."
+            "named like an attention or MLP block (q_proj, k_proj, v_proj, o_proj; up_proj, down_proj). Give a plan, "
+            "as tp_handler=TorchTensorParallelConfig(plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'})"
         )
     embedding, head = vocabulary_ends(model, plan)
     if embedding is not None and head is not None and model.get_submodule(head).out_features % size == 0:  # type: ignore[operator]
@@ -157,9 +158,11 @@ def _plan_of_block(name: str, children: Mapping[str, nn.Module]) -> dict[str, st
             else:
                 strange.append(key)
         if strange:
+            likely = {re.sub(r"\b\d+\b", "*", key): word for key, word in plan.items()}
             raise PrepareError(
                 f"no tensor-parallel plan can be inferred for {name}: how {', '.join(strange)} takes part in the "
-                "split is not known. Give a plan."
+                "split is not known. Where it computes before or behind the split layers, and not between them, give "
+                f"tp_handler=TorchTensorParallelConfig(plan={likely})"
             )
         return plan
     return {}
