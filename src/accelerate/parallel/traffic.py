@@ -16,21 +16,23 @@ from .tensor_local import ColumnLinear, RowEmbedding, RowLinear
 
 def shard_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
     """FSDP2: every unit is gathered for each forward, again for its backward where it was resharded between, and its
-    gradients are scattered once. Bytes are those of whole units, as they are gathered."""
-    gathers, gathered, scatters, scattered, copies, copied = 0, 0, 0, 0, 0, 0
+    gradients are scattered once. Bytes are those of whole units, as they are gathered. A unit with nothing to train is
+    gathered for a backward only where one passes it: then the number is an upper one."""
+    gathers, gathered, scatters, scattered, copies, copied, passed = 0, 0, 0, 0, 0, 0, True
     for _, group, resharded in shard_groups(model):
-        again = 1 + resharded
+        again, ranks = 1 + resharded, group.mesh_info.shard_mesh_size
         gathers += backwards * again
-        gathered += backwards * again * sum(_whole(p, group.mp_policy.param_dtype) for p in group.fsdp_params)
+        gathered += backwards * again * sum(_whole(p, group.mp_policy.param_dtype, ranks) for p in group.fsdp_params)
         trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         if not trained:
+            passed = passed and not resharded
             continue
         dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
-        size = sum(_whole(p, dtype) for p in trained)
+        size = sum(_whole(p, dtype, ranks) for p in trained)
         scatters, scattered = scatters + 1, scattered + size
         if group._is_hsdp:
-            copies, copied = copies + 1, copied + size // group.mesh_info.shard_mesh_size
-    found = [Traffic("all-gather of parameters", gathers, gathered)]
+            copies, copied = copies + 1, copied + size // ranks
+    found = [Traffic("all-gather of parameters", gathers, gathered, about=not passed)]
     found.append(Traffic("reduce-scatter of gradients", scatters, scattered))
     if copies:
         found.append(Traffic("all-reduce of gradients between copies", copies, copied))
@@ -65,8 +67,9 @@ def shard_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any, bool]]:
             yield module, group, bool(group._reshard_after_forward) and not kept
 
 
-def _whole(parameter: Any, dtype: torch.dtype | None) -> int:
-    return int(parameter._orig_size.numel()) * (dtype or parameter.orig_dtype).itemsize
+def _whole(parameter: Any, dtype: torch.dtype | None, ranks: int) -> int:
+    """Bytes of a parameter of which each of `ranks` has an equal part, the last one's padded."""
+    return int(parameter.padded_sharded_param_size.numel()) * ranks * (dtype or parameter.orig_dtype).itemsize
 
 
 def split_traffic(model: nn.Module, backwards: int) -> list[Traffic]:

@@ -46,6 +46,8 @@ OLDER = {
     "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",
 }
+# What a layout calls them.
+TOLD = {"all-gather": "_allgather_base", "reduce-scatter": "_reduce_scatter_base", "all-reduce": "allreduce"}
 
 
 def counted(name):
@@ -166,6 +168,11 @@ def ours(kind, steps, precision, items):
         if accelerator.sync_gradients:
             windows.append(dict(SENT))
             SENT.clear()
+    for told in accelerator.strategy.traffic(model, steps):
+        kind = next(kind for word, kind in TOLD.items() if told.what.startswith(word))
+        sent = {size: number for (name, size), number in windows[-1].items() if name == kind and size > 8}
+        found = (sum(sent.values()), sum(size * number for size, number in sent.items()))
+        assert (told.messages, told.sent) == found, (kind, told, sent)
     accelerator.free_memory()
     return windows
 
