@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.core.errors import PrepareError
 from accelerate.local_sgd import LocalSGD
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -225,6 +227,7 @@ def run_all(folder):
             keep = {name: local(p).clone() for name, p in again.get_state_dict(others[0]).items()}
             others[1].load_state_dict(others[1].state_dict())
             assert is_equal(again.get_state_dict(others[0]), keep)
+            sharded_by_hand(start(what))
             by_the_apis_functions(again, what, others, folder / f"{what}, by the API", keep)
             again.save_state(folder / "end")
             if again.is_main_process:
@@ -232,6 +235,23 @@ def run_all(folder):
         if what == "ddp":
             local_average(again, others)
         accelerator.wait_for_everyone()
+
+
+def sharded_by_hand(accelerator):
+    """A model that somebody has sharded is lowered before its first forward, and refused after it."""
+    model, _ = make()
+    fully_shard(model)
+    prepared = accelerator.prepare(model)
+    assert {p.dtype for p in prepared.parameters()} == {torch.bfloat16}
+    model, _ = make()
+    fully_shard(model)
+    model(**batches()[0])
+    try:
+        accelerator.prepare(model)
+    except PrepareError as error:
+        assert "was sharded by hand and has run" in str(error)
+    else:
+        raise AssertionError("a model that has run was lowered")
 
 
 def evaluate(accelerator, parts):
