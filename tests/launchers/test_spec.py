@@ -8,7 +8,7 @@ from accelerate.core.errors import ConfigurationError
 from accelerate.launchers import plan as planning
 from accelerate.launchers.base import Launcher
 from accelerate.launchers.spec import LaunchSpec, Program
-from accelerate.launchers.variables import variables
+from accelerate.launchers.variables import idle_flags, variables
 
 SCRIPT = Program(__file__, ("--lr", "1"))
 
@@ -105,6 +105,17 @@ def test_strategies_publish_their_variables_only_when_on():
     assert fp8["ACCELERATE_FP8_OVERRIDE_FPROP"] == "true"
     assert fp8["ACCELERATE_FP8_OVERRIDE_WGRAD"] == "false"
     assert fp8["ACCELERATE_FP8_FORMAT"] == "HYBRID"
+
+
+def test_flags_without_their_switch_are_named():
+    flags = {"fsdp_version": 2, "zero_stage": 3, "fp8_backend": "AO"}
+    assert idle_flags(resolve(flags)) == [
+        "--fsdp_version: no effect without --use_fsdp",
+        "--zero_stage: no effect without --use_deepspeed",
+        "--fp8_backend: no effect without --mixed_precision fp8",
+    ]
+    assert idle_flags(resolve({"fsdp_version": 2, "use_fsdp": True})) == []
+    assert idle_flags(resolve({})) == []
 
 
 def test_flag_beats_variable_beats_default(monkeypatch):

@@ -17,6 +17,7 @@ from ..launchers.plan import plan, summary
 from ..launchers.registry import choose
 from ..launchers.script import is_entered
 from ..launchers.spec import LaunchSpec, Program
+from ..launchers.variables import idle_flags
 from .parser import Formatter, Parser, add_options
 
 DESCRIPTION = (
@@ -89,6 +90,8 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         _launch_on_sagemaker(settings, args)
         return
     spec, launcher = prepared(settings, program_of(args, settings), in_place)
+    for line in idle_flags(settings):
+        print(f"accelerate launch: {line}", file=sys.stderr)
     if settings["dry_run"]:
         print(launcher.dry_run())
         return

@@ -51,6 +51,19 @@ def variables(settings: Settings) -> dict[str, str | None]:
     return {name: as_text(value) for name, value in found.items()}
 
 
+def idle_flags(settings: Settings) -> list[str]:
+    """A line for each switch that is off although flags were given that only count when it is on."""
+    off = {option.name: f"--{option.name}" for option in STRATEGY.options if not settings[option.name]}
+    if settings["mixed_precision"] != "fp8":
+        off["fp8"] = "--mixed_precision fp8"
+    found = []
+    for switch, wanted in off.items():
+        given = [option.name for option in published_when(switch) if settings.origin(option.name).startswith("flag ")]
+        if given:
+            found.append(f"{', '.join(f'--{name}' for name in given)}: no effect without {wanted}")
+    return found
+
+
 def _of_switch(switch: str, settings: Settings) -> dict[str, Any]:
     found = {}
     for option in published_when(switch):
