@@ -243,6 +243,9 @@ def check_refusals():
     refused("order", lambda: Chain(norm_first=True).eval(), four, 'placement={"norm": "last"}', lambda model: model(x))
     own_data = torch.full((8, 4), float(dist.get_rank()))
     refused("other samples", Chain, four, "given other inputs", lambda model: model(own_data))
+    # A rank that has failed has a later stage too, which is told by ranks that send no more.
+    turns = Options(schedule="interleaved", stages_per_rank=2, num_microbatches=4)
+    refused("other samples, in turns", Chain, turns, "given other inputs", lambda model: model(own_data))
     refused("statistics", lambda: Chain(batch_norm=True), four, "BatchNorm1d")
     refused("an input", Chain, Options(whole_inputs=["mask"]), "mask")
     inputs = Options(balance="time", example_inputs={"y": x})

@@ -97,15 +97,14 @@ class Runner:
         sent = []
         for micro in range(len(batch.inputs.rows)):
             inlet, leaves = self._receive(number, micro, batch, arriving)
-            computed = None
-            if batch.failure is None:
-                computed = self._attempt(number, batch, self._compute, number, micro, inlet, leaves)
+            was_told = batch.failure is not None
+            computed = None if was_told else self._attempt(number, batch, self._compute, number, micro, inlet, leaves)
             if batch.failure is not None:
                 if batch.error is not None and micro:
                     raise batch.error
                 self._send(number, micro, batch, None, [])
-                # The former stage does not know yet: what it sends is taken.
-                for rest in range(1, len(batch.inputs.rows)) if batch.error is not None else ():
+                # A former stage that does not know yet sends all, which is taken; one that told of it sends no more.
+                for rest in () if was_told else range(1, len(batch.inputs.rows)):
                     self._receive(number, rest, batch, arriving)
                 return
             tensors, boundary = computed  # type: ignore[misc]
