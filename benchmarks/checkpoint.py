@@ -6,6 +6,7 @@ And what it costs to go on a thousand batches into an epoch.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -112,7 +113,9 @@ def resume_data(accelerator) -> float:
             batches = iter(loader)
             for _ in range(SKIPPED):
                 next(batches)
-            state = loader.state_dict()
+            # The peer's loaders have a state where torchdata is installed, and the method everywhere.
+            with contextlib.suppress(AttributeError):
+                state = loader.state_dict()
             loader = accelerator.prepare(DataLoader(data, batch_size=BATCH, shuffle=True))
         data.reads = 0
         begin = time.perf_counter()

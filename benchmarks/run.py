@@ -136,21 +136,35 @@ def run_script(python: str, script: Script, timeout: float) -> list[dict[str, ob
         [*command, str(HERE / script.file)], capture_output=True, text=True, timeout=timeout, env=env, cwd=HERE
     )
     if done.returncode:
-        raise SystemExit(f"{script.file} failed under {python} (exit code {done.returncode}):\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"failed under {python} (exit code {done.returncode}):\n{done.stderr[-3000:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def measure(scripts: list[Script], pythons: dict[str, str], rounds: int, timeout: float) -> dict[str, dict[str, dict]]:
-    """what -> contestant -> the medians over all rounds of `raw` and `own`, and the unit."""
+def measure(
+    scripts: list[Script], pythons: dict[str, str], rounds: int, timeout: float
+) -> tuple[dict[str, dict[str, dict]], list[str]]:
+    """what -> contestant -> the medians over all rounds of `raw` and `own`, and the unit; and what failed, in words.
+
+    A script that fails under a contestant is not run under it again; what else was measured is kept.
+    """
     found: dict[str, dict[str, list[dict]]] = {}
+    failures: dict[tuple[str, int, str], str] = {}
     for script in scripts:
         for turn in range(rounds):
             # Turn about, so that neither is always the one that runs on a cool machine.
             for who in sorted(pythons, reverse=bool(turn % 2)):
+                if (script.file, script.ranks, who) in failures:
+                    continue
                 print(f"{script.file}: {who}, round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
-                for line in run_script(pythons[who], script, timeout):
+                try:
+                    lines = run_script(pythons[who], script, timeout)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    failures[script.file, script.ranks, who] = f"{script.file} of {who}: {error}"
+                    continue
+                for line in lines:
                     found.setdefault(str(line["what"]), {}).setdefault(who, []).append(line)
-    return {what: {who: summary(lines) for who, lines in by.items()} for what, by in found.items()}
+    figures = {what: {who: summary(lines) for who, lines in by.items()} for what, by in found.items()}
+    return figures, list(failures.values())
 
 
 def summary(lines: list[dict]) -> dict:
@@ -234,11 +248,13 @@ def main() -> None:
         parser.error(f"no such script: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     scripts = [script for script in SCRIPTS if not args.only or script.file in args.only]
     pythons = {"ours": sys.executable, **({"peer": os.path.abspath(args.peer)} if args.peer else {})}
-    figures = measure(scripts, pythons, args.rounds, args.timeout)
+    figures, failures = measure(scripts, pythons, args.rounds, args.timeout)
     text = table(scripts, figures)
     print(text)
     if not args.only:
         print(f"\nwritten to {keep(text, figures, host(), HERE / 'results')}")
+    if failures:
+        raise SystemExit("\n".join(failures))
 
 
 if __name__ == "__main__":
