@@ -222,7 +222,7 @@ def host() -> dict[str, object]:
     }
 
 
-def keep(text: str, figures: dict[str, dict[str, dict]], about: dict[str, object], folder: Path) -> Path:
+def keep(text: str, figures: dict[str, dict[str, dict]], rounds: int, about: dict[str, object], folder: Path) -> Path:
     """Write the table and the figures; the file is named by the day and the kind of machine."""
     kind = f"{about['system']}-{about['cores']}cpu".lower().replace(" ", "-")
     if about["gpu"]:
@@ -230,7 +230,9 @@ def keep(text: str, figures: dict[str, dict[str, dict]], about: dict[str, object
     path = folder / f"{datetime.date.today():%Y-%m-%d}-{kind}.md"
     folder.mkdir(exist_ok=True)
     machine = ", ".join(f"{key} {value}" for key, value in about.items() if value is not None)
-    path.write_text(f"# Benchmarks\n\nMachine: {machine}. Medians; both contestants ran in turn.\n\n{text}\n")
+    path.write_text(
+        f"# Benchmarks\n\nMachine: {machine}. Medians; both contestants ran in turn, {rounds} time(s) each.\n\n{text}\n"
+    )
     path.with_suffix(".json").write_text(json.dumps({"machine": about, "figures": figures}, indent=1) + "\n")
     return path
 
@@ -252,7 +254,7 @@ def main() -> None:
     text = table(scripts, figures)
     print(text)
     if not args.only:
-        print(f"\nwritten to {keep(text, figures, host(), HERE / 'results')}")
+        print(f"\nwritten to {keep(text, figures, args.rounds, host(), HERE / 'results')}")
     if failures:
         raise SystemExit("\n".join(failures))
 
