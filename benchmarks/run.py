@@ -230,9 +230,8 @@ def keep(text: str, figures: dict[str, dict[str, dict]], rounds: int, about: dic
     path = folder / f"{datetime.date.today():%Y-%m-%d}-{kind}.md"
     folder.mkdir(exist_ok=True)
     machine = ", ".join(f"{key} {value}" for key, value in about.items() if value is not None)
-    path.write_text(
-        f"# Benchmarks\n\nMachine: {machine}. Medians; both contestants ran in turn, {rounds} time(s) each.\n\n{text}\n"
-    )
+    how = f"Medians; both contestants ran in turn, rounds: {rounds}."
+    path.write_text(f"# Benchmarks\n\nMachine: {machine}. {how}\n\n{text}\n")
     path.with_suffix(".json").write_text(json.dumps({"machine": about, "figures": figures}, indent=1) + "\n")
     return path
 
