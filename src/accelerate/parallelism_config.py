@@ -67,15 +67,13 @@ class ParallelismConfig:
             self._read_backend(name, choices)
         if self.tp_size > 1:  # type: ignore[operator]
             self.tp_handler = self.tp_handler or TorchTensorParallelConfig()
-            if not isinstance(self.tp_handler, TorchTensorParallelConfig):
-                raise ConfigurationError(f"tp_handler takes a TorchTensorParallelConfig, not {type(self.tp_handler)}")
+            _check_kind("tp_handler", self.tp_handler, TorchTensorParallelConfig)
         if self.cp_size > 1:  # type: ignore[operator]
             self.cp_handler = self.cp_handler or TorchContextParallelConfig()
             self._check_handler("cp", self.cp_handler, TorchContextParallelConfig)
         if self.pp_size > 1:  # type: ignore[operator]
             self.pp_handler = self.pp_handler or PipelineParallelConfig()
-            if not isinstance(self.pp_handler, PipelineParallelConfig):
-                raise ConfigurationError(f"pp_handler takes a PipelineParallelConfig, not {type(self.pp_handler)}")
+            _check_kind("pp_handler", self.pp_handler, PipelineParallelConfig)
         if self.sp_size > 1:  # type: ignore[operator]
             self.sp_handler = self.sp_handler or DeepSpeedSequenceParallelConfig()
             self._check_handler("sp", self.sp_handler, DeepSpeedSequenceParallelConfig)
@@ -252,3 +250,8 @@ class ParallelismConfig:
                 raise ConfigurationError("You need to pass a device_type e.g cuda to build the device mesh")
             self.device_mesh = self.build_device_mesh(device_type)
         return self.device_mesh
+
+
+def _check_kind(name: str, handler: Any, kind: type) -> None:
+    if not isinstance(handler, kind):
+        raise ConfigurationError(f"{name} takes a {kind.__name__}, not {type(handler)}")

@@ -234,9 +234,9 @@ def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, An
     found: dict[str, Any] = {}
     for name, flag, make in (
         ("deepspeed_plugin", "use_deepspeed", _make_deepspeed_plugin),
-        ("fsdp_plugin", "use_fsdp", _make_fsdp_plugin),
+        ("fsdp_plugin", "use_fsdp", FullyShardedDataParallelPlugin),
         ("megatron_lm_plugin", "use_megatron_lm", _make_megatron_plugin),
-        ("parallelism_config", "use_parallelism_config", _make_parallelism_config),
+        ("parallelism_config", "use_parallelism_config", ParallelismConfig),
     ):
         given = getattr(request, name)
         if given is None and env.get_flag(flag):
@@ -295,10 +295,6 @@ def _make_deepspeed_plugin() -> Any:
     return DeepSpeedPlugin()
 
 
-def _make_fsdp_plugin() -> Any:
-    return FullyShardedDataParallelPlugin()
-
-
 def _make_megatron_plugin() -> Any:
     from .config.megatron import MegatronLMPlugin
 
@@ -325,10 +321,6 @@ def _native_layout(plugin: Any, plugins: dict[str, Any], world: int) -> Any:
         + (f". These fields have no counterpart and do nothing: {', '.join(left)}" if left else "")
     )
     return ParallelismConfig(**sizes, **handlers)
-
-
-def _make_parallelism_config() -> Any:
-    return ParallelismConfig()
 
 
 def _precision(

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+
+from .gradients import by_kind, gradients_of
 
 
 class AgreeingScaler(torch.amp.GradScaler):
@@ -25,12 +26,10 @@ class AgreeingScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            part = _values(parameter.grad)
-            if part.dtype is torch.float16 and not allow_fp16:
-                raise ValueError("Attempting to unscale FP16 gradients.")
-            parts.setdefault((part.device, part.dtype), []).append(part)
+        gradients = gradients_of(parameter for group in optimizer.param_groups for parameter in group["params"])
+        parts = by_kind(gradient._values() if gradient.is_sparse else gradient for gradient in gradients)
+        if not allow_fp16 and any(dtype is torch.float16 for _, dtype in parts):
+            raise ValueError("Attempting to unscale FP16 gradients.")
         flag = torch.zeros((), dtype=torch.float32, device=self._home)
         for (device, _), listed in parts.items():
             found = torch.zeros((), dtype=torch.float32, device=device)
@@ -39,10 +38,3 @@ class AgreeingScaler(torch.amp.GradScaler):
         # A rank without gradients of this optimizer takes part all the same.
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return {self._home: flag}
-
-
-def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a gradient, to be changed in place."""
-    if isinstance(gradient, DTensor):
-        return gradient.to_local()
-    return gradient._values() if gradient.is_sparse else gradient

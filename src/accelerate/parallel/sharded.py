@@ -165,9 +165,7 @@ class ShardedStrategy(Strategy):
             shard.reset_sharded_param()
 
     def settle(self, model: nn.Module) -> None:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self.units(model))
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
         """The modules in which units of FSDP2 are looked for."""
@@ -193,6 +191,14 @@ class ShardedStrategy(Strategy):
     def unwrap(self, model: nn.Module) -> nn.Module:
         inner = getattr(model, "_orig_mod", model)
         return inner if isinstance(inner, nn.Module) else model
+
+
+def reshard(units: Iterable[nn.Module]) -> None:
+    """Have every unit of FSDP2 inside of these modules hold its shards alone."""
+    for unit in units:
+        for module in unit.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _shards(units: Iterable[nn.Module]) -> list[Any]:

@@ -136,10 +136,3 @@ def reduce_shards(stages: Iterable[nn.Module]) -> None:
             for group in state._fsdp_param_groups:
                 group.post_backward()
         root._root_post_backward_final_callback()
-
-
-def reshard(stages: Iterable[nn.Module]) -> None:
-    for stage in stages:
-        for module in stage.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()

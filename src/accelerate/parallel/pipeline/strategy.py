@@ -33,13 +33,13 @@ from ..fsdp2 import shard_model
 from ..held import HeldGradients
 from ..local_step import step_locally
 from ..remap import ParameterPlaces
-from ..sharded import ShardedStrategy
+from ..sharded import ShardedStrategy, reshard
 from ..skeleton import skeleton, without_storage
 from ..traffic import shard_traffic, split_traffic
 from ..units import find_modules
 from . import state, weights
 from .batch import Batch, Stage
-from .gradients import Ties, average, hold_shards, local, reduce_shards, reshard
+from .gradients import Ties, average, hold_shards, local, reduce_shards
 from .inputs import COLLECTING, Divider
 from .random import StageRandom
 from .run import Runner
@@ -203,9 +203,6 @@ class PipelineParallel(ShardedStrategy):
         model.__dict__["_pipelined"] = piped
         self._models.add(model)
         return model
-
-    def settle(self, model: nn.Module) -> None:
-        reshard(self.units(model))
 
     def units(self, model: nn.Module) -> Iterable[nn.Module]:
         inner = self.unwrap(model)
