@@ -26,5 +26,8 @@ def by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.d
 @torch.no_grad()
 def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply tensors in place by a number (a tensor of one element), in one fused call for each kind of them."""
+    # What is on the host costs nothing to look at.
+    if factor.device.type == "cpu" and factor.item() == 1:
+        return
     for (device, dtype), found in by_kind(tensors).items():
         torch._foreach_mul_(found, factor.to(device=device, dtype=dtype))

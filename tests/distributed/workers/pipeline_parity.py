@@ -5,17 +5,20 @@ import contextlib
 import dataclasses
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from counting import Messages
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import Schedule1F1B
 
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.core.errors import PrepareError
+from accelerate.parallel.pipeline.early import EarlyReceive1F1B
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 
@@ -143,17 +146,26 @@ def refused(what, make, options, named, call=None, *objects):
         raise AssertionError(f"{what}: accepted")
 
 
-def runs_in_schedule(model):
-    assert model._pipelined.scheduled._built, "every batch went in GPipe's order"
+def runs_in_schedule(model, kind=None):
+    built = [schedule for schedule, _ in model._pipelined.scheduled._built.values()]
+    assert built, "every batch went in GPipe's order"
+    assert kind is None or {type(schedule) for schedule in built} == {kind}, built
 
 
 def two():
     check_run("gpipe", own, Options(num_microbatches=4), pp_size=2)
-    check_run("1f1b", own, Options(schedule="1f1b", num_microbatches=4), inside=True, pp_size=2)
+    options = Options(schedule="1f1b", num_microbatches=4)
+    _, model, *_ = check_run("1f1b", own, options, inside=True, pp_size=2)
+    runs_in_schedule(model, EarlyReceive1F1B)
     for schedule in ("1f1b", "interleaved", "zero_bubble", "zbv"):
         options = Options(schedule=schedule, num_microbatches=4)
         _, model, *_ = check_run(schedule, own, options, inside=True, padded=True, steps=4, pp_size=2)
         runs_in_schedule(model)
+    # What every backend but gloo runs.
+    with mock.patch("accelerate.parallel.pipeline.early.has_independent_directions", lambda *_: False):
+        options = Options(schedule="1f1b", num_microbatches=4)
+        _, model, *_ = check_run("1f1b in torch's order", own, options, inside=True, steps=4, pp_size=2)
+        runs_in_schedule(model, Schedule1F1B)
     check_run("transformers", of_transformers, Options(num_microbatches=3), steps=4, pp_size=2)
     options = Options(schedule="1f1b", num_microbatches=2)
     # Its loss is in float32, whatever the model is in.

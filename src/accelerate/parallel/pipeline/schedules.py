@@ -235,6 +235,8 @@ class Scheduled:
     def _schedule(self, shapes: dict[int, tuple[Any, Any]]) -> tuple[Any, list[Any]]:
         from torch.distributed.pipelining import PipelineStage, schedules
 
+        from .early import EarlyReceive1F1B, has_independent_directions
+
         runner = self.runner
         stages = [
             PipelineStage(
@@ -252,6 +254,8 @@ class Scheduled:
             # Shards are reduced at the end of a window, by the backward of the loop.
             stage.perform_reduce_grad = _reduce_later  # type: ignore[method-assign]
         kind = getattr(schedules, str(self.kind))
+        if kind is schedules.Schedule1F1B and has_independent_directions(runner.wire.group, runner.wire.device):
+            kind = EarlyReceive1F1B
         several = issubclass(kind, schedules.PipelineScheduleMulti)
         # The weights of the micro-batches are in their losses already.
         schedule = kind(

@@ -131,7 +131,8 @@ class PipelineParallel(ShardedStrategy):
             bundle.models[position] = self.transformed(model)
         for optimizer in bundle.optimizers:
             self._repoint(optimizer)
-            step_locally(optimizer)
+            if self.plugin is not None or self.layout.tp_enabled:
+                step_locally(optimizer)
         return bundle
 
     def transformed(self, model: nn.Module, before: bool = False) -> nn.Module:
