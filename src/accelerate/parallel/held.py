@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..core.errors import CheckpointError
-from . import materialize
+from . import materialize, units
 
 # By the name of the place.
 Gradients = dict[str, torch.Tensor]
@@ -43,7 +43,7 @@ class HeldGradients:
         sharded = [
             parameter
             for unit in self._units
-            for group in unit._get_fsdp_state()._fsdp_param_groups
+            for group in units.groups(unit._get_fsdp_state())
             for parameter in group.fsdp_params
         ]
         # While no unit is gathered the model shows shards.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from . import units
 from .base import Traffic
 from .tensor_local import ColumnLinear, RowEmbedding, RowLinear
 
@@ -63,7 +64,7 @@ def shard_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any, bool]]:
         state = module._get_fsdp_state()
         # torch decides for the outermost unit at its first forward: what it gathers last is needed first.
         kept = module is root and state._auto_reshard_after_forward
-        for group in state._fsdp_param_groups:
+        for group in units.groups(state):
             yield module, group, bool(group._reshard_after_forward) and not kept
 
 

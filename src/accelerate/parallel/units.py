@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a model are sharded as one: the units of FSDP, chosen by a wrap policy."""
+"""Which modules of a model are sharded as one: the units of FSDP, chosen by a wrap policy; the parameters of each."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -111,3 +112,11 @@ def get_parameters_from_modules(
             module.to(device)
         parameters |= set(module.parameters())
     return parameters
+
+
+def groups(state: Any) -> list[Any]:
+    """The groups of parameters that a unit of FSDP2 gathers and reduces at once, from what torch keeps of the unit."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # Before torch 2.12: one group, or None where the unit has no parameters of its own.
+    return [state._fsdp_param_group] if state._fsdp_param_group else []

@@ -77,9 +77,7 @@ def _from_engine(layer: nn.Module, linear: bool, norm: bool) -> nn.Module | None
         like = {"dtype": layer.weight.dtype, "device": layer.weight.device}
         return nn.Linear(layer.in_features, layer.out_features, bias=_bias(layer) is not None, **like)
     if norm and isinstance(layer, engine.LayerNorm):
-        return nn.LayerNorm(
-            tuple(layer.weight.shape), eps=layer.eps, dtype=layer.weight.dtype, device=layer.weight.device
-        )
+        return nn.LayerNorm(layer.weight.shape, eps=layer.eps, dtype=layer.weight.dtype, device=layer.weight.device)
     return None
 
 

@@ -19,7 +19,7 @@ WHOLE = LAYERS * TENSOR
 
 
 def memory(which):
-    """VmRSS, what this process has now, or VmHWM, the most that it had, in bytes."""
+    """VmRSS, what this process has now, RssFile, that of files, or VmHWM, the most that it had, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
 
@@ -31,13 +31,14 @@ def load(what, with_weights, ranks, **layout):
     accelerator = Accelerator(cpu=True, **layout)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # The most is counted from here.
-    before = memory("VmRSS")
+    before, files = memory("VmRSS"), memory("RssFile")
     with torch.device("cpu" if with_weights and accelerator.is_main_process else "meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     model = accelerator.prepare(model)
     held = sum(parameter.to_local().nbytes for parameter in model.parameters())
     assert held == WHOLE // ranks, f"{what}: {held} bytes"
-    grown = memory("VmHWM") - before
+    # Pages of files are libraries used for the first time: of a torch for CUDA a quarter of this model.
+    grown = memory("VmHWM") - before - (memory("RssFile") - files)
     whole = WHOLE if with_weights and accelerator.is_main_process else 0
     # A few tensors are on their way; the rest is what messages, the allocator and modules loaded meanwhile take.
     assert grown <= whole + held + 16 * TENSOR, f"{what}: {grown / WHOLE:.2f} of the model, of which it holds {held}"
