@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import warnings
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,12 @@ MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
 _BACKENDS = {"cp": ("torch",), "sp": ("deepspeed",)}
 _DEFAULT_BACKENDS = {"cp": "torch", "sp": "deepspeed"}
+_HANDLERS: dict[str, type] = {
+    "tp": TorchTensorParallelConfig,
+    "cp": TorchContextParallelConfig,
+    "sp": DeepSpeedSequenceParallelConfig,
+    "pp": PipelineParallelConfig,
+}
 
 
 @dataclass(repr=False)
@@ -65,23 +72,50 @@ class ParallelismConfig:
             self._read_size(name)
         for name, choices in _BACKENDS.items():
             self._read_backend(name, choices)
-        if self.tp_size > 1:  # type: ignore[operator]
-            self.tp_handler = self.tp_handler or TorchTensorParallelConfig()
-            _check_kind("tp_handler", self.tp_handler, TorchTensorParallelConfig)
-        if self.cp_size > 1:  # type: ignore[operator]
-            self.cp_handler = self.cp_handler or TorchContextParallelConfig()
-            self._check_handler("cp", self.cp_handler, TorchContextParallelConfig)
-        if self.pp_size > 1:  # type: ignore[operator]
-            self.pp_handler = self.pp_handler or PipelineParallelConfig()
-            _check_kind("pp_handler", self.pp_handler, PipelineParallelConfig)
-        if self.sp_size > 1:  # type: ignore[operator]
-            self.sp_handler = self.sp_handler or DeepSpeedSequenceParallelConfig()
-            self._check_handler("sp", self.sp_handler, DeepSpeedSequenceParallelConfig)
-            if self.cp_size > 1:  # type: ignore[operator]
-                raise ConfigurationError(
-                    "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. Got "
-                    f"cp_size={self.cp_size} and sp_size={self.sp_size}. Please set either cp_size=1 or sp_size=1."
-                )
+        idle = [name for name, kind in _HANDLERS.items() if not self._take_handler(name, kind)]
+        if idle:
+            given, ones, sizes = (
+                " and ".join(name + word for name in idle) for word in ("_handler", "_size=1", "_size")
+            )
+            warnings.warn(
+                f"{given} {'has' if len(idle) == 1 else 'have'} no effect with {ones}: set {sizes} above 1, or leave "
+                f"{given} out",
+                stacklevel=3,
+            )
+        if self.cp_enabled and self.sp_enabled:
+            raise ConfigurationError(
+                "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. Got "
+                f"cp_size={self.cp_size} and sp_size={self.sp_size}. Please set either cp_size=1 or sp_size=1."
+            )
+        if self.sp_enabled:
+            self._check_length()
+
+    def _take_handler(self, name: str, kind: type) -> bool:
+        """Check a dimension's handler, or make the one that its size asks for. False: one is given for nothing."""
+        attribute = f"{name}_handler"
+        handler = getattr(self, attribute)
+        if handler is None:
+            if self.sizes[name] > 1:
+                setattr(self, attribute, kind())
+            return True
+        if not isinstance(handler, kind):
+            if (backend := getattr(self, f"{name}_backend", None)) is None:
+                raise ConfigurationError(f"{attribute} takes a {kind.__name__}, not {type(handler)}")
+            raise ConfigurationError(
+                f"ParallelismConfig's {name}_backend={backend} requires {kind}, but {attribute} was set to "
+                f"{type(handler)}"
+            )
+        return self.sizes[name] > 1
+
+    def _check_length(self) -> None:
+        promised = self.sp_handler
+        if promised is None or promised.sp_seq_length_is_variable or promised.sp_seq_length is None:
+            return
+        if promised.sp_seq_length % self.sizes["sp"]:
+            raise ConfigurationError(
+                f"sp_seq_length={promised.sp_seq_length} with sp_size={self.sp_size}: each rank holds an equal part "
+                "of a sequence, so the length is a multiple of the size"
+            )
 
     def _read_size(self, name: str) -> None:
         attribute = f"{name}_size"
@@ -101,18 +135,12 @@ class ParallelismConfig:
 
     def _read_backend(self, name: str, choices: tuple[str, ...]) -> None:
         attribute = f"{name}_backend"
-        found = getattr(self, attribute) or env.get(f"PARALLELISM_CONFIG_{attribute.upper()}", _DEFAULT_BACKENDS[name])
+        found = getattr(self, attribute)
+        if found is None:
+            found = env.get(f"PARALLELISM_CONFIG_{attribute.upper()}", _DEFAULT_BACKENDS[name])
         if found not in choices:
             raise ConfigurationError(f"{attribute} must be one of {list(choices)}, but got {found}")
         setattr(self, attribute, found)
-
-    def _check_handler(self, name: str, handler: Any, kind: type) -> None:
-        if not isinstance(handler, kind):
-            backend = getattr(self, f"{name}_backend")
-            raise ConfigurationError(
-                f"ParallelismConfig's {name}_backend={backend} requires {kind}, but {name}_handler was set to "
-                f"{type(handler)}"
-            )
 
     def __repr__(self) -> str:
         values = {f"{name}_size": size for name, size in self.sizes.items()} | {"total_size": self.total_size}
@@ -250,8 +278,3 @@ class ParallelismConfig:
                 raise ConfigurationError("You need to pass a device_type e.g cuda to build the device mesh")
             self.device_mesh = self.build_device_mesh(device_type)
         return self.device_mesh
-
-
-def _check_kind(name: str, handler: Any, kind: type) -> None:
-    if not isinstance(handler, kind):
-        raise ConfigurationError(f"{name} takes a {kind.__name__}, not {type(handler)}")

@@ -280,8 +280,14 @@ def _of_kind(name: str, given: Any) -> Any:
 
 def _with_tensor_plugin(plugin: Any, layout: Any) -> Any:
     """The layout that the API's older plugin asks for: every process is a tensor-parallel rank."""
-    if layout is None:
-        return ParallelismConfig(tp_size=plugin.tp_size)
+    layout = ParallelismConfig(tp_size=plugin.tp_size) if layout is None else layout
+    if plugin.torch_device_mesh is not None:
+        if layout.total_size != plugin.tp_size:
+            raise ConfigurationError(
+                f"torch_tp_plugin has a torch_device_mesh of tp alone, and parallelism_config is {layout}: give the "
+                "sizes there, without a mesh"
+            )
+        layout.device_mesh = plugin.torch_device_mesh
     if layout.tp_size != plugin.tp_size:
         raise ConfigurationError(
             f"torch_tp_plugin has tp_size={plugin.tp_size} and parallelism_config tp_size={layout.tp_size}: give one"
@@ -328,11 +334,15 @@ def _precision(
 ) -> Precision:
     """What models compute in. `gathers`: the strategy gathers parameters, which fp8 can change the messages of."""
     name, device = state.mixed_precision, state.device.type
+    if state.distributed_type is DistributedType.DEEPSPEED:
+        _check_engine_precision(state, origins["mixed_precision"])
+    recipes = [one for one in (handlers.fp8, handlers.ao, handlers.te, handlers.msamp) if one is not None]
+    if recipes and name != "fp8":
+        raise ConfigurationError(
+            f"kwargs_handlers holds {type(recipes[0]).__name__}, which needs mixed_precision='fp8'; it is {name!r} "
+            f"({origins['mixed_precision']})"
+        )
     if name == "no" or state.distributed_type is DistributedType.DEEPSPEED:
-        if name == "fp8":
-            raise ConfigurationError(
-                "mixed_precision='fp8' does not compose with DeepSpeed here: shard with an fsdp_plugin of version 2"
-            )
         # An engine computes in what its configuration says, which `state` has written there.
         return Precision()
     if name == "bf16":
@@ -354,6 +364,19 @@ def _precision(
         return extensions.load("precision", name)(state.device)
     backend, recipe = _fp8_backend(handlers)
     return make_fp8(device, handlers.autocast, backend, recipe, gathers)
+
+
+def _check_engine_precision(state: AcceleratorState, origin: str) -> None:
+    asked, runs = state.__dict__["_mixed_precision"], state.mixed_precision
+    if asked == "fp8":
+        raise ConfigurationError(
+            "mixed_precision='fp8' does not compose with DeepSpeed here: shard with an fsdp_plugin of version 2"
+        )
+    if asked == "no" and runs != "no" and origin == "argument":
+        get_logger(__name__).warning(
+            f"mixed_precision='no' ({origin}), and the DeepSpeed config has {runs}.enabled=True, which decides: the "
+            f"engine computes in {runs}. Give mixed_precision={runs!r}, or set {runs}.enabled to False there"
+        )
 
 
 # Why a strategy has no place for masters of ours.

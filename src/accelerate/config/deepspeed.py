@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import copy
-import json
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
+from . import checks
+from .deepspeed_file import HfDeepSpeedConfig, check_sections, check_tree
 
 if TYPE_CHECKING:
     import torch
@@ -33,68 +31,17 @@ _DECIDED_BY_FILE = (
     "zero3_save_16bit_model",
     "mixed_precision",
 )
-
-
-class HfDeepSpeedConfig:
-    """A DeepSpeed configuration as a tree of dotted keys, from a dict, a JSON file or base64 text of JSON.
-
-    Raises ValueError for text that is none of these. The dict given is copied, never changed.
-    """
-
-    def __init__(self, config_file_or_dict: Mapping[str, Any] | str | os.PathLike[str]) -> None:
-        self.config: dict[str, Any] = _read_config(config_file_or_dict)
-        self.set_stage_and_offload()
-
-    def set_stage_and_offload(self) -> None:
-        """Read the ZeRO stage (-1 where there is none) and whether anything is offloaded."""
-        stage = self.get_value("zero_optimization.stage", -1)
-        self._stage: Any = stage
-        devices = (
-            self.get_value(f"zero_optimization.{part}.device") for part in ("offload_optimizer", "offload_param")
-        )
-        self._offload = any(device in ("cpu", "nvme") for device in devices)
-
-    def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
-        """The dict that holds a dotted key (None where there is none) and the key's last part."""
-        *path, last = ds_key_long.split(".")
-        node: Any = self.config
-        for part in path:
-            node = node.get(part) if isinstance(node, Mapping) else None
-            if node is None:
-                return None, last
-        return node, last
-
-    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a dotted key, or `default`."""
-        node, last = self.find_config_node(ds_key_long)
-        return node.get(last, default) if isinstance(node, Mapping) else default
-
-    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a dotted key and all below it. With `must_exist`, ValueError where it is not there."""
-        node, last = self.find_config_node(ds_key_long)
-        if isinstance(node, dict) and last in node:
-            del node[last]
-        elif must_exist:
-            raise ConfigurationError(f"Can't find {ds_key_long} entry in the config: {self.config}")
-
-    def is_true(self, ds_key_long: str) -> bool:
-        """Whether a key is set and true; False where it is not set."""
-        value = self.get_value(ds_key_long)
-        return value is not None and bool(value)
-
-    def is_false(self, ds_key_long: str) -> bool:
-        """Whether a key is set and false; False where it is not set."""
-        value = self.get_value(ds_key_long)
-        return value is not None and not bool(value)
-
-    def is_zero2(self) -> bool:
-        return bool(self._stage == 2)
-
-    def is_zero3(self) -> bool:
-        return bool(self._stage == 3)
-
-    def is_offload(self) -> bool:
-        return self._offload
+# Fields of the plugin, and where a file says them.
+_KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
 
 
 @dataclass
@@ -102,9 +49,10 @@ class DeepSpeedPlugin:
     """How a DeepSpeed engine trains the model. A field that is None takes its variable, else the default.
 
     With `hf_ds_config` (a dict, a file, or the file named by ACCELERATE_DEEPSPEED_CONFIG_FILE) the other fields are
-    read from it. Values left "auto" are filled in `prepare` from the model, the optimizer and the loader
-    (`fill_match`, `deepspeed_config_process`); a value that is set and differs from what the program uses is refused
-    with both values. Raises ConfigurationError (a ValueError).
+    read from it; one that is given as well fills what the file leaves out or "auto", and must not differ otherwise.
+    Values left "auto" are filled in `prepare` from the model, the optimizer and the loader (`fill_match`,
+    `deepspeed_config_process`); a value that is set and differs from what the program uses is refused with both
+    values. Raises ConfigurationError (a ValueError).
     """
 
     hf_ds_config: Any = None
@@ -126,9 +74,12 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         self._selected = False
+        given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
         # Whether a configuration that was given says nothing about accumulation.
         self.accumulation_by_default = False
         self._read_variables()
+        self._check_fields()
+        given = {name: getattr(self, name) for name in given}
         if self.hf_ds_config is None:
             self.hf_ds_config = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
             if self.hf_ds_config == "none":
@@ -136,12 +87,14 @@ class DeepSpeedPlugin:
         if self.hf_ds_config is None:
             self.hf_ds_config = HfDeepSpeedConfig(self._config_from_fields())
         else:
-            self._take_config(self.hf_ds_config)
+            self._take_config(self.hf_ds_config, given)
+        check_tree(self.hf_ds_config)
         # The engine, its user and transformers look at one and the same dict.
         self.deepspeed_config = self.hf_ds_config.config
         self.deepspeed_config["steps_per_print"] = float("inf")
-        if self.zero3_init_flag is None:
-            self.zero3_init_flag = env.get_flag("ACCELERATE_DEEPSPEED_ZERO3_INIT", self.hf_ds_config.is_zero3())
+        self.zero3_init_flag = checks.truth_or(
+            "zero3_init_flag", self.zero3_init_flag, "ACCELERATE_DEEPSPEED_ZERO3_INIT", self.hf_ds_config.is_zero3()
+        )
         if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
             warnings.warn("DeepSpeed Zero3 Init flag is only applicable for ZeRO Stage 3. Setting it to False.")
             self.zero3_init_flag = False
@@ -168,8 +121,6 @@ class DeepSpeedPlugin:
         ):
             if getattr(self, name) is None:
                 setattr(self, name, env.get(f"ACCELERATE_DEEPSPEED_{name.upper()}", "none"))
-        if self.zero3_save_16bit_model is None:
-            self.zero3_save_16bit_model = env.get_flag("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL")
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = env.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
         if self.enable_msamp is None:
@@ -177,15 +128,23 @@ class DeepSpeedPlugin:
         if self.msamp_opt_level is None:
             self.msamp_opt_level = env.get("ACCELERATE_FP8_OPT_LEVEL", "O1")
 
-    def _config_from_fields(self) -> dict[str, Any]:
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigurationError(f"zero_stage={self.zero_stage!r}: ZeRO has the stages 0, 1, 2 and 3")
+    def _check_fields(self) -> None:
+        """What a configuration does not check, because it holds it in another form or not at all."""
+        self.zero3_save_16bit_model = checks.truth_or(
+            "zero3_save_16bit_model", self.zero3_save_16bit_model, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"
+        )
+        for name in ("is_train_batch_min", "enable_msamp"):
+            setattr(self, name, checks.truth(name, getattr(self, name)))
+        checks.word("msamp_opt_level", self.msamp_opt_level, ("O1", "O2"))
+        if self.transformer_moe_cls_names is not None:
+            checks.text("transformer_moe_cls_names", self.transformer_moe_cls_names)
         for name in ("offload_optimizer_device", "offload_param_device"):
             if getattr(self, name) not in ("none", "cpu", "nvme"):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: use none, cpu or nvme")
 
+    def _config_from_fields(self) -> dict[str, Any]:
         def offload(device: str | None, path: str | None) -> dict[str, Any]:
-            return {"device": device, "nvme_path": path if device == "nvme" else None}
+            return {"device": device, "nvme_path": None if path == "none" else path}
 
         return {
             "train_batch_size": "auto",
@@ -200,29 +159,34 @@ class DeepSpeedPlugin:
             "gradient_clipping": self.gradient_clipping,
         }
 
-    def _take_config(self, given: Any) -> None:
-        """Let a DeepSpeed configuration decide: its values become the fields'."""
+    def _take_config(self, config: Any, given: Mapping[str, Any]) -> None:
+        """Let a DeepSpeed configuration decide; `given` are the fields that the user has set beside it."""
         self._refuse_clash()
         # transformers subclasses the config object and keeps its own reference to it.
-        config = self.hf_ds_config = given if hasattr(given, "del_config_sub_tree") else HfDeepSpeedConfig(given)
-        self.accumulation_by_default = "gradient_accumulation_steps" not in config.config
-        config.config.setdefault("gradient_accumulation_steps", 1)
+        if not hasattr(config, "del_config_sub_tree"):
+            config = HfDeepSpeedConfig(config)
+        self.hf_ds_config = config
         if "zero_optimization" not in config.config:
             raise ConfigurationError("Please specify the ZeRO optimization config in the DeepSpeed config.")
-        config.set_stage_and_offload()
-        for name, key in (
-            ("gradient_accumulation_steps", "gradient_accumulation_steps"),
-            ("gradient_clipping", "gradient_clipping"),
-            ("zero_stage", "zero_optimization.stage"),
-            ("offload_optimizer_device", "zero_optimization.offload_optimizer.device"),
-            ("offload_param_device", "zero_optimization.offload_param.device"),
-            ("offload_optimizer_nvme_path", "zero_optimization.offload_optimizer.nvme_path"),
-            ("offload_param_nvme_path", "zero_optimization.offload_param.nvme_path"),
-            ("zero3_save_16bit_model", "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
-        ):
-            found = config.get_value(key)
+        check_sections(config)
+        differing = []
+        for name, key in _KEYS.items():
+            found, asked = config.get_value(key), given.get(name, "auto")
+            if found in (None, "auto") and asked not in ("auto", "none"):
+                found = asked
+                _set_value(config.config, key, asked)
+            elif asked != "auto" and found not in (None, "auto", asked):
+                differing.append(f"- ds {key}={found} vs DeepSpeedPlugin {name}={asked}")
             if found is not None:
                 setattr(self, name, found)
+        if differing:
+            raise ConfigurationError(
+                "the DeepSpeed config and the DeepSpeedPlugin differ: set each value in one of the two\n"
+                + "\n".join(differing)
+            )
+        self.accumulation_by_default = "gradient_accumulation_steps" not in config.config
+        config.config.setdefault("gradient_accumulation_steps", 1)
+        config.set_stage_and_offload()
 
     def _refuse_clash(self) -> None:
         asked = (env.get("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
@@ -236,9 +200,9 @@ class DeepSpeedPlugin:
 
     def _enable_msamp(self) -> None:
         if self.hf_ds_config.is_zero3():
-            raise ConfigurationError("enable_msamp: MS-AMP works with the ZeRO stages 0, 1 and 2, not with stage 3")
-        if self.msamp_opt_level not in ("O1", "O2"):
-            raise ConfigurationError(f"msamp_opt_level={self.msamp_opt_level!r}: use O1 or O2 with DeepSpeed")
+            raise ConfigurationError(
+                f"enable_msamp=True with zero_stage={self.zero_stage}: MS-AMP works with the stages 0, 1 and 2"
+            )
         self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 
     def fill_match(
@@ -311,6 +275,11 @@ class DeepSpeedPlugin:
                 raise ConfigurationError(
                     f"`--mixed_precision` arg cannot be set to `{mixed_precision}` when `{other}` is set in the "
                     "DeepSpeed config file."
+                )
+            if wanted == kind and self.hf_ds_config.is_false(f"{kind}.enabled"):
+                raise ConfigurationError(
+                    f"mixed_precision={mixed_precision!r}, and the DeepSpeed config has {kind}.enabled="
+                    f"{self.hf_ds_config.get_value(f'{kind}.enabled')}: make them agree, or set it to 'auto'"
                 )
         if wanted in halves and wanted not in config:
             config[wanted] = {"enabled": True}
@@ -406,6 +375,16 @@ class DeepSpeedPlugin:
         set_z3_leaf_modules(model, classes)
 
 
+def _set_value(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key, whose sections are made where they are missing."""
+    *path, last = key.split(".")
+    for part in path:
+        if tree.get(part) is None:
+            tree[part] = {}
+        tree = tree[part]
+    tree[last] = value
+
+
 def _tell_transformers(config: Any) -> None:
     """Have transformers build and load models under a configuration (partitioned by ZeRO-3), or under none."""
     if is_available("transformers"):
@@ -415,33 +394,6 @@ def _tell_transformers(config: Any) -> None:
             integration.unset_hf_deepspeed_config()
         else:
             integration.set_hf_deepspeed_config(config)
-
-
-def _read_config(given: Any) -> dict[str, Any]:
-    if isinstance(given, Mapping):
-        return copy.deepcopy(dict(given))
-    if isinstance(given, (str, os.PathLike)):
-        if os.path.exists(given):
-            with open(given, encoding="utf-8") as file:
-                return _parse(file.read(), f"the DeepSpeed config file {os.fspath(given)}")
-        try:
-            return _parse(base64.urlsafe_b64decode(os.fspath(given)).decode("utf-8"), "the base64 DeepSpeed config")
-        except (UnicodeDecodeError, AttributeError, ValueError, binascii.Error):
-            pass
-    raise ConfigurationError(
-        "Expected a string path to an existing deepspeed config, or a dictionary, or a base64 encoded string. "
-        f"Received: {given}"
-    )
-
-
-def _parse(text: str, origin: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{origin} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"{origin} holds a {type(found).__name__}; a JSON object is wanted")
-    return found
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
+from . import checks
 from .base import KwargsHandler
 
 if TYPE_CHECKING:
     import torch
+
+_VARIABLES = {"fp8_format": "ACCELERATE_FP8_FORMAT", "amax_compute_algo": "ACCELERATE_FP8_AMAX_COMPUTE_ALGO"}
 
 
 class _Recipe(KwargsHandler):
@@ -47,17 +50,20 @@ class AORecipeKwargs(_Recipe):
 
     def __post_init__(self) -> None:
         _require("torchao", "AORecipeKwargs")
+        if self.module_filter_func is not None:
+            checks.function("module_filter_func", self.module_filter_func, "a function of a module and its name")
+        from torchao.float8 import Float8LinearConfig
+
         if self.config is not None:
+            if not isinstance(self.config, Float8LinearConfig):
+                raise ConfigurationError(f"config={self.config!r}: it takes a torchao.float8.Float8LinearConfig")
             given = [n for n in ("pad_inner_dim", "enable_fsdp_float8_all_gather") if getattr(self, n) is not None]
             if given:
                 raise ConfigurationError(f"{', '.join(given)} and `config` are both given: set it in the config alone")
             return
-        if self.pad_inner_dim is None:
-            self.pad_inner_dim = env.get_flag("ACCELERATE_FP8_PAD_INNER_DIM", True)
-        if self.enable_fsdp_float8_all_gather is None:
-            self.enable_fsdp_float8_all_gather = env.get_flag("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", True)
-        from torchao.float8 import Float8LinearConfig
-
+        for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
+            variable = f"ACCELERATE_FP8_{name.upper()}"
+            setattr(self, name, checks.truth_or(name, getattr(self, name), variable, True))
         self.config = Float8LinearConfig(
             pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
         )
@@ -90,25 +96,28 @@ class TERecipeKwargs(_Recipe):
         self._read_variables()
 
     def _read_variables(self) -> None:
-        if self.use_autocast_during_eval is None:
-            self.use_autocast_during_eval = env.get_flag("ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL")
-        self.margin = _int(self.margin, "ACCELERATE_FP8_MARGIN", 0)
-        self.interval = _int(self.interval, "ACCELERATE_FP8_INTERVAL", 1)
-        self.amax_history_len = _int(self.amax_history_len, "ACCELERATE_FP8_AMAX_HISTORY_LEN", 1024)
-        self.fp8_format = (self.fp8_format or env.get("ACCELERATE_FP8_FORMAT") or "HYBRID").upper()
-        if self.fp8_format not in ("HYBRID", "E4M3", "E5M2"):
-            raise ConfigurationError(f"fp8_format={self.fp8_format!r}: use HYBRID, E4M3 or E5M2")
-        algo = self.amax_compute_algo or env.get("ACCELERATE_FP8_AMAX_COMPUTE_ALGO") or "most_recent"
-        self.amax_compute_algo = algo.lower()
-        if self.amax_compute_algo not in ("max", "most_recent"):
-            raise ConfigurationError(f"amax_compute_algo={algo!r}: use max or most_recent")
+        for name in ("use_autocast_during_eval", "use_mxfp8_block_scaling"):
+            setattr(self, name, checks.truth_or(name, getattr(self, name), f"ACCELERATE_FP8_{name.upper()}"))
+        for name, default, least in (("margin", 0, 0), ("interval", 1, 1), ("amax_history_len", 1024, 1)):
+            setattr(self, name, _int(name, getattr(self, name), default, least))
+        for name, default_word, words in (
+            ("fp8_format", "HYBRID", ("HYBRID", "E4M3", "E5M2")),
+            ("amax_compute_algo", "most_recent", ("max", "most_recent")),
+        ):
+            given = getattr(self, name)
+            found = env.get(_VARIABLES[name], default_word) if given is None else given
+            setattr(self, name, checks.word(name, found, words))
         if self.override_linear_precision is None:
             forward, inputs, weights = (
                 env.get_flag(f"ACCELERATE_FP8_OVERRIDE_{name}") for name in ("FPROP", "DGRAD", "WGRAD")
             )
             self.override_linear_precision = (forward, inputs, weights)
-        if self.use_mxfp8_block_scaling is None:
-            self.use_mxfp8_block_scaling = env.get_flag("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING")
+        products = self.override_linear_precision
+        if not isinstance(products, Sequence) or len(products) != 3 or {type(one) for one in products} != {bool}:
+            raise ConfigurationError(
+                f"override_linear_precision={products!r}: give three truth values, of the forward, the input gradient "
+                "and the weight gradient"
+            )
 
 
 @dataclass
@@ -118,7 +127,8 @@ class MSAMPRecipeKwargs(_Recipe):
     opt_level: str | None = None
 
     def __post_init__(self) -> None:
-        self.opt_level = self.opt_level or env.get("ACCELERATE_FP8_OPT_LEVEL", "O2")
+        if self.opt_level is None:
+            self.opt_level = env.get("ACCELERATE_FP8_OPT_LEVEL", "O2")
         if self.opt_level not in ("O1", "O2"):
             raise ConfigurationError(f"`opt_level` must be one of O1 or O2, got {self.opt_level!r}")
 
@@ -135,9 +145,12 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             FutureWarning,
         )
         default = "MSAMP" if is_available("msamp") else "TE"
-        self.backend = (self.backend or env.get("ACCELERATE_FP8_BACKEND") or default).upper()
+        asked = env.get("ACCELERATE_FP8_BACKEND", default) if self.backend is None else self.backend
+        self.backend = asked.upper() if isinstance(asked, str) else asked
         if self.backend not in ("MSAMP", "TE"):
-            raise ConfigurationError("`backend` must be 'MSAMP' or 'TE' (TransformerEngine) to use `FP8RecipeKwargs`.")
+            raise ConfigurationError(
+                f"backend={asked!r}: `backend` must be 'MSAMP' or 'TE' (TransformerEngine) to use `FP8RecipeKwargs`."
+            )
         if self.backend == "MSAMP":
             MSAMPRecipeKwargs.__post_init__(self)
             self._read_variables()
@@ -150,6 +163,9 @@ def _require(package: str, what: str) -> None:
         raise ImportError(f"{what} needs the package {package}, which is not installed here")
 
 
-def _int(given: int | None, variable: str, default: int) -> int:
-    found = given if given is not None else env.get_int(variable)
-    return default if found is None else int(found)
+def _int(name: str, given: Any, default: int, least: int) -> int:
+    variable = f"ACCELERATE_FP8_{name.upper()}"
+    if given is not None:
+        return checks.whole(name, given, least)
+    found = env.get_int(variable)
+    return default if found is None else checks.whole(variable, found, least)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import env
 from ..core.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY, FSDP_STATE_DICT_TYPE
-from ..core.errors import ConfigurationError, nearest
+from ..core.errors import ConfigurationError
+from . import checks, fsdp_words
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
         StateDictType,
     )
 
-# What the words of FSDP1's sharding strategies mean to FSDP2, which knows one switch: reshard after the forward.
-_RESHARD_WORDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
 EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
@@ -73,6 +73,8 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         # Whether the policy of precision is the run's, not the user's.
         self.policy_is_filled = False
+        # Whether the user has said what happens after the forward; else it is the default.
+        self.reshard_is_asked = self.reshard_after_forward is not None or self.sharding_strategy is not None
         self._resolve_version()
         self._resolve_sharding()
         self._resolve_prefetch()
@@ -89,13 +91,10 @@ class FullyShardedDataParallelPlugin:
             self.validate_mixed_precision_policy()
 
     def _resolve_version(self) -> None:
-        found = self.fsdp_version if self.fsdp_version is not None else (env.get_int("FSDP_VERSION") or 1)
-        try:
-            self.fsdp_version = int(found)
-        except (TypeError, ValueError):
-            self.fsdp_version = 0
-        if self.fsdp_version not in (1, 2):
+        found = self.fsdp_version if self.fsdp_version is not None else env.get("FSDP_VERSION", "1")
+        if isinstance(found, bool) or found not in (1, 2, "1", "2"):
             raise ConfigurationError(f"fsdp_version={found!r}: FSDP has the versions 1 and 2")
+        self.fsdp_version = int(found)
 
     def _resolve_sharding(self) -> None:
         if self.fsdp_version == 2:
@@ -105,43 +104,38 @@ class FullyShardedDataParallelPlugin:
 
         if self.sharding_strategy is None and self.reshard_after_forward is None:
             self.sharding_strategy = env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
-        if isinstance(self.reshard_after_forward, (str, int)) and not isinstance(self.reshard_after_forward, bool):
-            self.reshard_after_forward = _member(ShardingStrategy, self.reshard_after_forward, "reshard_after_forward")
+        asked = self.reshard_after_forward
+        if isinstance(asked, (str, int)) and not isinstance(asked, bool):
+            self.reshard_after_forward = fsdp_words.member(ShardingStrategy, asked, "reshard_after_forward")
         if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, ShardingStrategy):
             raise ConfigurationError(
                 f"reshard_after_forward={self.reshard_after_forward!r} is FSDP2's meaning; FSDP1 takes one of "
                 f"{list(ShardingStrategy.__members__)} here. Set fsdp_version=2, or give a strategy."
             )
-        if self.sharding_strategy is not None:
-            self.sharding_strategy = _member(ShardingStrategy, self.sharding_strategy, "sharding_strategy")
-        else:
+        if self.sharding_strategy is None:
             self.sharding_strategy = self.reshard_after_forward
+            return
+        self.sharding_strategy = fsdp_words.member(ShardingStrategy, self.sharding_strategy, "sharding_strategy")
+        if self.reshard_after_forward not in (None, self.sharding_strategy):
+            former, asked = self.sharding_strategy, self.reshard_after_forward
+            raise ConfigurationError(
+                f"sharding_strategy={getattr(former, 'name', former)} and reshard_after_forward="
+                f"{getattr(asked, 'name', asked)}: FSDP1 has one sharding strategy. Give one of the two fields"
+            )
 
     def _resolve_sharding_2(self) -> None:
-        asked = self.reshard_after_forward
-        origin = "reshard_after_forward"
-        if asked is None and self.sharding_strategy is not None:
-            asked, origin = self.sharding_strategy, "sharding_strategy"
-        if asked is None:
-            asked, origin = env.get("FSDP_RESHARD_AFTER_FORWARD", "true"), "FSDP_RESHARD_AFTER_FORWARD"
-        word = getattr(asked, "name", asked)
-        if isinstance(word, str):
-            if word.upper() == "NO_SHARD":
-                raise ConfigurationError(
-                    f"{origin}={word}: FSDP2 always shards. For whole parameters on each rank (DDP) leave FSDP out."
-                )
-            if word.upper().startswith("HYBRID_SHARD"):
-                raise ConfigurationError(
-                    f"{origin}={word}: FSDP2 takes hybrid sharding from the layout. Give the Accelerator "
-                    "parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
-                )
-            found = _RESHARD_WORDS.get(word.upper())
-            asked = env.parse_bool(word, where=origin) if found is None else found
-        if not isinstance(asked, bool) and not (isinstance(asked, int) and asked > 1):
+        given = [name for name in ("reshard_after_forward", "sharding_strategy") if getattr(self, name) is not None]
+        meant = [fsdp_words.reshards(getattr(self, name), name) for name in given]
+        if len(given) == 2 and meant[0] != meant[1]:
+            strategy = getattr(self.sharding_strategy, "name", self.sharding_strategy)
             raise ConfigurationError(
-                f"{origin}={asked!r}: FSDP2 takes True, False or the size of the groups to reshard to (2 or more)"
+                f"reshard_after_forward={self.reshard_after_forward!r} and sharding_strategy={strategy} contradict "
+                "each other: give the first alone"
             )
-        self.reshard_after_forward = asked
+        if not given:
+            origin = "FSDP_RESHARD_AFTER_FORWARD"
+            meant = [fsdp_words.reshards(env.get(origin, "true"), origin)]
+        self.reshard_after_forward = meant[0]
         self.sharding_strategy = None
 
     def _resolve_prefetch(self) -> None:
@@ -153,7 +147,7 @@ class FullyShardedDataParallelPlugin:
             return
         from torch.distributed.fsdp import BackwardPrefetch
 
-        self.backward_prefetch = _member(BackwardPrefetch, asked, "backward_prefetch")
+        self.backward_prefetch = fsdp_words.member(BackwardPrefetch, asked, "backward_prefetch")
         if self.fsdp_version == 2:
             warnings.warn("backward_prefetch is an option of FSDP1; FSDP2 always prefetches in the backward. Unset.")
             self.backward_prefetch = None
@@ -168,15 +162,21 @@ class FullyShardedDataParallelPlugin:
         if self.state_dict_type is None:
             default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
             self.state_dict_type = env.get("FSDP_STATE_DICT_TYPE", default)
-        kind = self.state_dict_type = _member(StateDictType, self.state_dict_type, "state_dict_type")
+        kind = self.state_dict_type = fsdp_words.member(StateDictType, self.state_dict_type, "state_dict_type")
         if self.fsdp_version == 2 and kind.name not in FSDP2_STATE_DICT_TYPE:
             raise ConfigurationError(
                 f"state_dict_type={kind.name}: FSDP2 has {' and '.join(FSDP2_STATE_DICT_TYPE)} "
                 f"(of {FSDP_STATE_DICT_TYPE}); take one of these, or fsdp_version=1"
             )
-        model_config, optim_config = _state_dict_configs(kind.name)
-        self.state_dict_config = self.state_dict_config or model_config
-        self.optim_state_dict_config = self.optim_state_dict_config or optim_config
+        names = ("state_dict_config", "optim_state_dict_config")
+        for name, fitting in zip(names, fsdp_words.state_dict_configs(kind.name), strict=True):
+            given = getattr(self, name)
+            if given is None:
+                setattr(self, name, fitting)
+            elif fitting is not None and not isinstance(given, type(fitting)):
+                raise ConfigurationError(
+                    f"{name}={given!r} with state_dict_type={kind.name}: it takes a {type(fitting).__name__}"
+                )
 
     def _resolve_wrapping(self) -> None:
         policy = self.auto_wrap_policy
@@ -185,25 +185,47 @@ class FullyShardedDataParallelPlugin:
         if isinstance(policy, str):
             word = policy.upper()
             if word not in FSDP_AUTO_WRAP_POLICY:
-                hint = _hint(word, FSDP_AUTO_WRAP_POLICY)
+                hint = fsdp_words.hint(word, FSDP_AUTO_WRAP_POLICY)
                 raise ConfigurationError(f"auto_wrap_policy={policy!r} is not one of {FSDP_AUTO_WRAP_POLICY}{hint}")
-            policy = _policy_function(word)
+            policy = fsdp_words.policy_function(word)
             if word == "TRANSFORMER_BASED_WRAP" and self.transformer_cls_names_to_wrap is None:
-                self.transformer_cls_names_to_wrap = _names(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))
+                self.transformer_cls_names_to_wrap = fsdp_words.names(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))
             if word == "SIZE_BASED_WRAP" and self.min_num_params is None:
                 self.min_num_params = env.get_int("FSDP_MIN_NUM_PARAMS") or 0
+        elif policy is not None:
+            checks.function("auto_wrap_policy", policy, "a word, or a function like torch's policies")
+            word = getattr(policy, "__name__", type(policy).__name__)
         self.auto_wrap_policy = policy
-        if isinstance(self.transformer_cls_names_to_wrap, str):
-            self.transformer_cls_names_to_wrap = _names(self.transformer_cls_names_to_wrap)
-        size = self.min_num_params
+        classes, size = self.transformer_cls_names_to_wrap, self.min_num_params
+        if classes is not None:
+            names = fsdp_words.names(classes) if isinstance(classes, str) else classes
+            self.transformer_cls_names_to_wrap = checks.texts("transformer_cls_names_to_wrap", names, "class names")
         if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
             raise ConfigurationError(f"`min_num_params` must be an integer. Got {size} of type {type(size)}")
+        if size is not None and size < 0:
+            raise ConfigurationError(f"min_num_params={size}: a number of parameters is at least 0")
+        self._warn_of_idle_words(word)
+
+    def _warn_of_idle_words(self, word: str) -> None:
+        """Say which of the policies' own fields does nothing under the policy that is chosen."""
+        owners = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
+        for name, owner in owners.items():
+            is_used = self.auto_wrap_policy is fsdp_words.policy_function(owner)
+            if getattr(self, name) and not is_used:
+                warnings.warn(
+                    f"{name}={getattr(self, name)!r} has no effect with auto_wrap_policy={word}: set auto_wrap_policy="
+                    f"{owner!r}, or leave it out"
+                )
+            if is_used and not self.min_num_params and owner == "SIZE_BASED_WRAP":
+                warnings.warn(
+                    "auto_wrap_policy='SIZE_BASED_WRAP' without min_num_params wraps nothing: the model is one unit, "
+                    "gathered whole. Set min_num_params to the parameters of a unit"
+                )
 
     def _resolve_flags(self) -> None:
-        self.activation_checkpointing = _flag(self.activation_checkpointing, "FSDP_ACTIVATION_CHECKPOINTING")
-        self.activation_checkpointing_offload = _flag(
-            self.activation_checkpointing_offload, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"
-        )
+        self._take_flag("activation_checkpointing")
+        self._take_flag("activation_checkpointing_offload")
+        self.limit_all_gathers = checks.truth("limit_all_gathers", self.limit_all_gathers)
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigurationError(
                 "`activation_checkpointing_offload=True` requires `activation_checkpointing=True`."
@@ -212,17 +234,19 @@ class FullyShardedDataParallelPlugin:
             raise ConfigurationError("`activation_checkpointing_offload=True` requires `fsdp_version=2`.")
         if self.ignored_modules is None:
             self.ignored_modules = env.get("FSDP_IGNORED_MODULES")
-        if self.cpu_ram_efficient_loading is None:
-            self.cpu_ram_efficient_loading = env.get_flag(EFFICIENT_LOADING)
-        else:
+        self._check_ignored()
+        if self.param_init_fn is not None:
+            checks.function("param_init_fn", self.param_init_fn, "a function of a module")
+        given = self.cpu_ram_efficient_loading is not None
+        self._take_flag("cpu_ram_efficient_loading")
+        if given:
             # Libraries that build the model before `prepare` read this to load weights on rank 0 only.
             env.publish({EFFICIENT_LOADING: self.cpu_ram_efficient_loading})
         if self.fsdp_version == 2:
             self._refuse_flags_of_version_1()
             return
-        self.use_orig_params = _flag(self.use_orig_params, "FSDP_USE_ORIG_PARAMS")
-        self.sync_module_states = _flag(self.sync_module_states, "FSDP_SYNC_MODULE_STATES")
-        self.forward_prefetch = _flag(self.forward_prefetch, "FSDP_FORWARD_PREFETCH")
+        for name in ("use_orig_params", "sync_module_states", "forward_prefetch"):
+            self._take_flag(name)
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             warnings.warn(
                 "cpu_ram_efficient_loading leaves the weights on rank 0, which needs sync_module_states: set to True."
@@ -231,7 +255,34 @@ class FullyShardedDataParallelPlugin:
         if self.sync_module_states and self.param_init_fn is None:
             self.param_init_fn = _materialize
 
+    def _take_flag(self, name: str) -> None:
+        """A truth value as it is given, else its variable's."""
+        setattr(self, name, checks.truth_or(name, getattr(self, name), f"FSDP_{name.upper()}"))
+
+    def _check_ignored(self) -> None:
+        given = self.ignored_modules
+        if given is None:
+            return
+        if isinstance(given, str):
+            try:
+                re.compile(given)
+            except re.error as error:
+                raise ConfigurationError(f"ignored_modules={given!r} is no regular expression: {error}") from error
+            return
+        from torch import nn
+
+        listed: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, dict) else [given]
+        if wrong := [one for one in listed if not isinstance(one, nn.Module)]:
+            raise ConfigurationError(
+                f"ignored_modules holds {wrong[0]!r}: give modules of the model, or a regular expression of names"
+            )
+        # A generator is read once, and each model asks.
+        self.ignored_modules = [given] if isinstance(given, nn.Module) else listed
+
     def _refuse_flags_of_version_1(self) -> None:
+        for name in ("use_orig_params", "sync_module_states", "forward_prefetch"):
+            if getattr(self, name) is not None:
+                self._take_flag(name)
         if self.forward_prefetch:
             raise ConfigurationError("forward_prefetch is an option of FSDP1: leave it None, or set fsdp_version=1")
         given = [name for name in ("use_orig_params", "sync_module_states") if getattr(self, name) is not None]
@@ -310,7 +361,7 @@ class FullyShardedDataParallelPlugin:
             raise ConfigurationError(
                 f"Invalid mixed precision policy: {given}. {sorted(unknown)} are not among {keys}"
             )
-        self.mixed_precision_policy = kind(**{key: _dtype(value, key) for key, value in given.items()})
+        self.mixed_precision_policy = kind(**{key: fsdp_words.dtype_of(value, key) for key, value in given.items()})
 
     def validate_mixed_precision_policy(self) -> None:
         """Raises ValueError where the policy is not of this version's class."""
@@ -351,82 +402,6 @@ class FullyShardedDataParallelPlugin:
                 f"`cpu_offload` must be True, False or an instance of `torch.distributed.fsdp.{kind.__name__}` in "
                 f"FSDP{self.fsdp_version}, got {self.cpu_offload}"
             )
-
-
-def _member(kind: Any, value: Any, field: str) -> Any:
-    """A member of a torch enum from itself, its name in any case, or its number (as text or not)."""
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, str) and value.isdigit():
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value in [member.value for member in kind]:
-            return kind(value)
-    elif isinstance(value, str) and value.upper() in kind.__members__:
-        return kind[value.upper()]
-    choices = list(kind.__members__)
-    raise ConfigurationError(f"{field}={value!r} is not one of {choices}{_hint(str(value).upper(), choices)}")
-
-
-def _hint(word: str, choices: list[str]) -> str:
-    found = nearest(word, choices)
-    return f". Did you mean {found}?" if found else ""
-
-
-def _names(text: str | None) -> list[str] | None:
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _flag(value: Any, variable: str) -> bool:
-    if value is None:
-        return env.get_flag(variable)
-    return env.parse_bool(value, where=variable) if isinstance(value, str) else bool(value)
-
-
-def _dtype(value: Any, key: str) -> torch.dtype | None:
-    import torch
-
-    words = {
-        "fp16": torch.float16,
-        "float16": torch.float16,
-        "bf16": torch.bfloat16,
-        "bfloat16": torch.bfloat16,
-        "fp32": torch.float32,
-        "float32": torch.float32,
-    }
-    if isinstance(value, str):
-        value = words.get(value.removeprefix("torch."), value)
-    if value is not None and not isinstance(value, torch.dtype):
-        raise ConfigurationError(f"mixed_precision_policy[{key!r}]={value!r} is not a dtype: use one of {list(words)}")
-    return value
-
-
-def _policy_function(word: str) -> Callable[..., Any] | None:
-    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-
-    table: dict[str, Callable[..., Any]] = {
-        "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
-        "SIZE_BASED_WRAP": size_based_auto_wrap_policy,
-    }
-    return table.get(word)
-
-
-def _state_dict_configs(kind: str) -> tuple[Any, Any]:
-    from torch.distributed.fsdp import (
-        FullOptimStateDictConfig,
-        FullStateDictConfig,
-        ShardedOptimStateDictConfig,
-        ShardedStateDictConfig,
-    )
-
-    if kind == "FULL_STATE_DICT":
-        return (
-            FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
-            FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
-        )
-    if kind == "SHARDED_STATE_DICT":
-        return ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
-    return None, None
 
 
 def _materialize(module: torch.nn.Module) -> None:

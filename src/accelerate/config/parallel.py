@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
+from . import checks
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,10 @@ _ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa")
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """The API's older way to ask for tensor parallelism: `tp_size` ranks, on a mesh of the user's where given."""
+    """The API's older way to ask for tensor parallelism: `tp_size` ranks, on a mesh of the user's where given.
+
+    `torch_device_mesh` then has one dimension, of that size, called "tp".
+    """
 
     tp_size: int = 1
     torch_device_mesh: DeviceMesh | None = None
@@ -27,6 +31,15 @@ class TorchTensorParallelPlugin:
     def __post_init__(self) -> None:
         if isinstance(self.tp_size, bool) or not isinstance(self.tp_size, int) or self.tp_size < 1:
             raise ConfigurationError(f"tp_size={self.tp_size!r}: the number of tensor-parallel ranks is at least 1")
+        mesh = self.torch_device_mesh
+        if mesh is None:
+            return
+        names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
+        if names != ("tp",) or shape != (self.tp_size,):
+            raise ConfigurationError(
+                f"torch_device_mesh={mesh!r} with tp_size={self.tp_size}: give a DeviceMesh of one dimension of that "
+                f"size, init_device_mesh(device, ({self.tp_size},), mesh_dim_names=('tp',)), or leave it out"
+            )
 
 
 @dataclass
@@ -47,6 +60,8 @@ class TorchTensorParallelConfig:
     plan: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("enable_async_tp", "sequence_parallel", "loss_parallel"):
+            setattr(self, name, checks.truth(name, getattr(self, name)))
         if self.plan is not None and not (isinstance(self.plan, Mapping) and self.plan):
             raise ConfigurationError(
                 f"plan={self.plan!r}: a tensor-parallel plan maps names of modules to words such as 'colwise'; None "
@@ -93,12 +108,17 @@ class DeepSpeedSequenceParallelConfig:
             self.sp_seq_length_is_variable = env.get_flag("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE", True)
         if self.sp_attn_implementation is None:
             self.sp_attn_implementation = env.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION")
+        self.sp_seq_length_is_variable = checks.truth("sp_seq_length_is_variable", self.sp_seq_length_is_variable)
+        if self.sp_seq_length is not None:
+            checks.whole("sp_seq_length", self.sp_seq_length)
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise ConfigurationError(
                 "when `sp_seq_length_is_variable` is `False` `sp_seq_length` must be provided either through the "
                 "constructor or the environment variable PARALLELISM_CONFIG_SP_SEQ_LENGTH"
             )
         kind = self.sp_attn_implementation
+        if kind is not None:
+            checks.text("sp_attn_implementation", kind)
         if kind in ("eager", "flex_attention"):
             raise ConfigurationError(
                 f"Invalid sp_attn_implementation: {kind}. 'eager' and 'flex_attention' are not supported with "
@@ -152,18 +172,17 @@ class PipelineParallelConfig:
     gather_output: bool = True
 
     def __post_init__(self) -> None:
-        self.schedule = (self.schedule or env.get("PARALLELISM_CONFIG_PP_SCHEDULE") or "gpipe").lower()
-        if self.schedule not in PIPELINE_SCHEDULES:
-            raise ConfigurationError(f"schedule={self.schedule!r}: known are {', '.join(PIPELINE_SCHEDULES)}")
+        if self.schedule is None:
+            self.schedule = env.get("PARALLELISM_CONFIG_PP_SCHEDULE", "gpipe")
+        self.schedule = checks.word("schedule", self.schedule, PIPELINE_SCHEDULES)
         if self.num_microbatches is None:
             self.num_microbatches = env.get_int("PARALLELISM_CONFIG_PP_NUM_MICROBATCHES")
         looped = self.schedule in _LOOPED_SCHEDULES
         if self.stages_per_rank is None:
             self.stages_per_rank = 2 if looped else 1
         for name in ("num_microbatches", "stages_per_rank"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1")
+            if getattr(self, name) is not None:
+                checks.whole(name, getattr(self, name))
         wanted = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule, self.stages_per_rank)
         if self.stages_per_rank != wanted:
             raise ConfigurationError(
@@ -171,13 +190,19 @@ class PipelineParallelConfig:
             )
         if self.balance not in ("parameters", "time"):
             raise ConfigurationError(f"balance={self.balance!r}: known are 'parameters' and 'time'")
-        if self.balance == "time" and self.example_inputs is None:
+        if self.example_inputs is not None and not isinstance(self.example_inputs, Mapping):
+            raise ConfigurationError(
+                f"example_inputs={self.example_inputs!r}: give the keyword arguments of the model's forward, a dict"
+            )
+        if self.balance == "time" and not self.example_inputs:
             raise ConfigurationError("balance='time' measures the model's forward: give example_inputs")
+        if not isinstance(self.placement, Mapping):
+            raise ConfigurationError(f"placement={self.placement!r}: give a dict, module name -> 'first' or 'last'")
         if wrong := [f"{name}={end!r}" for name, end in self.placement.items() if end not in ("first", "last")]:
             raise ConfigurationError(f"placement takes 'first' or 'last', not {', '.join(wrong)}")
         if self.loss_fn is not None and not callable(self.loss_fn):
             raise ConfigurationError(f"loss_fn={self.loss_fn!r} cannot be called: give loss_fn(output, labels)")
-        if isinstance(self.split_points, str):
-            self.split_points = [self.split_points]
-        if isinstance(self.whole_inputs, str):
-            self.whole_inputs = (self.whole_inputs,)
+        self.gather_output = checks.truth("gather_output", self.gather_output)
+        if self.split_points is not None:
+            self.split_points = checks.texts("split_points", self.split_points, "names of modules")
+        self.whole_inputs = tuple(checks.texts("whole_inputs", self.whole_inputs, "names of inputs"))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -12,6 +13,7 @@ from typing import Any
 from ..core import env
 from ..core.enums import DDPCommunicationHookType, DynamoBackend
 from ..core.errors import ConfigurationError, nearest
+from . import checks
 from .base import KwargsHandler
 
 
@@ -219,6 +221,10 @@ class ProfileKwargs(KwargsHandler):
         )
 
 
+# What `torch.compile` has of them.
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Arguments of `torch.compile`; each one left out is read from ACCELERATE_DYNAMO_*.
@@ -239,16 +245,36 @@ class TorchDynamoPlugin(KwargsHandler):
         try:
             self.backend = DynamoBackend(str(getattr(backend, "value", backend)).upper())
         except ValueError:
-            names = ", ".join(name.lower() for name in DynamoBackend.list())
-            raise ConfigurationError(f"dynamo backend {backend!r} is unknown: use one of {names}") from None
-        if self.mode is None:
+            known = ", ".join(name.lower() for name in DynamoBackend.list())
+            raise ConfigurationError(f"dynamo backend {backend!r} is unknown: use one of {known}") from None
+        names = ("options", "fullgraph", "dynamic", "use_regional_compilation")
+        given = [name for name in names if getattr(self, name)] + ["mode"] * (self.mode not in (None, "default"))
+        if self.mode is not None and self.options is not None:
+            raise ConfigurationError(
+                f"mode={self.mode!r} and options={self.options!r}: torch.compile takes one of them; a mode is a set "
+                "of options (torch._inductor.list_mode_options())"
+            )
+        if self.options is not None and not isinstance(self.options, dict):
+            raise ConfigurationError(f"options={self.options!r}: torch.compile takes a dict of the backend's options")
+        if self.mode is None and self.options is None:
             self.mode = env.get("dynamo_mode", "default")
-        if self.fullgraph is None:
-            self.fullgraph = env.get_flag("dynamo_use_fullgraph")
-        if self.use_regional_compilation is None:
-            self.use_regional_compilation = env.get_flag("dynamo_use_regional_compilation")
-        if self.dynamic is None and env.get("dynamo_use_dynamic") is not None:
+        if self.mode is not None:
+            self.mode = checks.word("mode", self.mode, _MODES)
+        self.fullgraph = checks.truth_or("fullgraph", self.fullgraph, env.variable("dynamo_use_fullgraph"))
+        self.use_regional_compilation = checks.truth_or(
+            "use_regional_compilation", self.use_regional_compilation, env.variable("dynamo_use_regional_compilation")
+        )
+        self.disable = checks.truth("disable", self.disable)
+        if self.dynamic is not None:
+            self.dynamic = checks.truth("dynamic", self.dynamic)
+        elif env.get("dynamo_use_dynamic") is not None:
             self.dynamic = env.get_flag("dynamo_use_dynamic")
+        if given and self.backend is DynamoBackend.NO:
+            warnings.warn(
+                f"TorchDynamoPlugin: {', '.join(given)} has no effect with backend='no', which compiles nothing. Set "
+                "backend='inductor', or another of torch's",
+                stacklevel=3,
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as arguments of `torch.compile` (the backend by its lower-case name)."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from ..config.fsdp import FullyShardedDataParallelPlugin
@@ -26,6 +27,7 @@ def choose_strategy(
         return "fsdp1", {"plugin": fsdp_plugin, "parallelism": parallelism}
     if parallelism is None:
         if fsdp_plugin is not None:
+            _check_reshard(fsdp_plugin, world_size, f"the {world_size} processes")
             return "fsdp2", {"plugin": fsdp_plugin}
         return ("ddp" if world_size > 1 else "single"), {}
     parallelism.validate(world_size)
@@ -43,6 +45,9 @@ def choose_strategy(
     if sharded or parallelism.tp_enabled:
         # Copies of a tensor-parallel model are FSDP's with shards of one rank.
         plugin = fsdp_plugin or FullyShardedDataParallelPlugin(fsdp_version=2)
+        sizes = parallelism.sizes
+        shards = sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
+        _check_reshard(plugin, shards, f"the {shards} ranks of {describe(parallelism)} that share a copy", sizes["tp"])
         return "fsdp2", {"plugin": plugin, "parallelism": parallelism}
     return ("ddp" if world_size > 1 else "single"), {}
 
@@ -60,6 +65,28 @@ def check_beside_deepspeed(world_size: int, parallelism: ParallelismConfig) -> N
         )
 
 
+def _check_reshard(plugin: FullyShardedDataParallelPlugin, shards: int, among: str, split: int = 1) -> None:
+    """Refuse a size of groups to reshard to that the ranks do not have. `split`: the size of tensor parallelism."""
+    size = plugin.reshard_after_forward
+    if isinstance(size, bool) or not isinstance(size, int):
+        return
+    if size > shards or shards % size:
+        raise ConfigurationError(
+            f"reshard_after_forward={size}: after the forward parameters are resharded to groups of so many ranks, "
+            f"which have to divide {among}. Use {_divisors(shards)}, True or False"
+        )
+    if size < shards and split > 1:
+        raise ConfigurationError(
+            f"reshard_after_forward={size} beside tp_size={split}: torch makes these groups over all processes alone, "
+            "and would wait forever. Use True or False"
+        )
+
+
+def _divisors(count: int) -> str:
+    found = [str(size) for size in range(2, count + 1) if count % size == 0]
+    return ", ".join(found[-8:]) or "no number"
+
+
 def _pipeline(
     parallelism: ParallelismConfig, fsdp_plugin: FullyShardedDataParallelPlugin | None
 ) -> tuple[str, dict[str, Any]]:
@@ -72,6 +99,12 @@ def _pipeline(
     if fsdp_plugin is not None and not parallelism.dp_shard_enabled:
         raise ConfigurationError(
             f"an fsdp_plugin is given, but {describe(parallelism)} has nothing to shard over: set dp_shard_size"
+        )
+    if fsdp_plugin is not None and fsdp_plugin.reshard_is_asked and fsdp_plugin.reshard_after_forward is not False:
+        warnings.warn(
+            f"reshard_after_forward={fsdp_plugin.reshard_after_forward} has no effect with pp_size="
+            f"{parallelism.pp_size}: a pipeline keeps the parameters of its stages gathered for all micro-batches. "
+            "Use False, or leave it out"
         )
     if parallelism.dp_shard_enabled:
         fsdp_plugin = fsdp_plugin or FullyShardedDataParallelPlugin(fsdp_version=2)

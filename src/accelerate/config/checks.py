@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a field may hold: each check hands the value back, or raises ConfigurationError with field and value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..core import env
+from ..core.errors import ConfigurationError, nearest
+
+
+def truth(field: str, value: Any) -> bool:
+    """True or False, given as such, as 1 or 0, or as a word (yes, no, true, false, on, off)."""
+    if isinstance(value, str):
+        return env.parse_bool(value, where=field)
+    if isinstance(value, (bool, int)) and value in (0, 1):
+        return bool(value)
+    raise ConfigurationError(f"{field}={value!r} is neither True nor False")
+
+
+def truth_or(field: str, value: Any, variable: str, default: bool = False) -> bool:
+    """A truth value; None takes the variable, else the default."""
+    return env.get_flag(variable, default) if value is None else truth(field, value)
+
+
+def whole(field: str, value: Any, least: int = 1) -> int:
+    """A whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{field}={value!r} must be a whole number of at least {least}")
+    return value
+
+
+def number(field: str, value: Any, least: float = 0) -> float:
+    """A finite number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
+        raise ConfigurationError(f"{field}={value!r} must be a number of at least {least}")
+    return value
+
+
+def text(field: str, value: Any) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigurationError(f"{field}={value!r} must be a text that is not empty")
+    return value
+
+
+def texts(field: str, value: Any, what: str = "names") -> list[str]:
+    """Several texts, none of them empty; one alone may stand for itself."""
+    if isinstance(value, str):
+        value = [value]
+    if isinstance(value, Mapping) or not isinstance(value, Iterable):
+        raise ConfigurationError(f"{field}={value!r}: give a list of {what}")
+    listed = list(value)
+    for one in listed:
+        if not isinstance(one, str) or not one.strip():
+            raise ConfigurationError(f"{field} holds {one!r}: give a list of {what}")
+    return listed
+
+
+def word(field: str, value: Any, choices: Iterable[str]) -> str:
+    """One of `choices`, written in any case."""
+    known = list(choices)
+    found = {choice.lower(): choice for choice in known}.get(value.lower()) if isinstance(value, str) else None
+    if found is None:
+        hint = nearest(value, known) if isinstance(value, str) else None
+        raise ConfigurationError(
+            f"{field}={value!r}: use one of {', '.join(known)}" + (f"; did you mean {hint!r}?" if hint else "")
+        )
+    return found
+
+
+def function(field: str, value: Any, call: str) -> Any:
+    """Something that can be called, as `call` says; a class of modules or numbers given by mistake is none."""
+    if not callable(value):
+        raise ConfigurationError(f"{field}={value!r} cannot be called: give {call}")
+    return value

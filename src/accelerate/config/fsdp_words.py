@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the words, numbers and objects of an FSDP plugin mean to torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..core import env
+from ..core.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+# What the words of FSDP1's sharding strategies mean to FSDP2, which knows one switch: reshard after the forward.
+_RESHARD_WORDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
+
+
+def member(kind: Any, value: Any, field: str) -> Any:
+    """A member of a torch enum from itself, its name in any case, or its number (as text or not)."""
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value in [one.value for one in kind]:
+            return kind(value)
+    elif isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    choices = list(kind.__members__)
+    raise ConfigurationError(f"{field}={value!r} is not one of {choices}{hint(str(value).upper(), choices)}")
+
+
+def reshards(asked: Any, origin: str) -> bool | int:
+    """What a value says to FSDP2: True, False, or the size of the groups to reshard to."""
+    if origin == "sharding_strategy":
+        from torch.distributed.fsdp import ShardingStrategy
+
+        # Its numbers are FSDP1's, no sizes.
+        asked = member(ShardingStrategy, asked, origin)
+    word = getattr(asked, "name", asked)
+    if isinstance(word, str) and word.isdigit() and int(word) > 1:
+        return int(word)
+    if isinstance(word, str):
+        if word.upper() == "NO_SHARD":
+            raise ConfigurationError(
+                f"{origin}={word}: FSDP2 always shards. For whole parameters on each rank (DDP) leave FSDP out."
+            )
+        if word.upper().startswith("HYBRID_SHARD"):
+            raise ConfigurationError(
+                f"{origin}={word}: FSDP2 takes hybrid sharding from the layout. Give the Accelerator "
+                "parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
+            )
+        found = _RESHARD_WORDS.get(word.upper())
+        asked = env.parse_bool(word, where=origin) if found is None else found
+    if not isinstance(asked, bool) and not (isinstance(asked, int) and asked > 1):
+        raise ConfigurationError(
+            f"{origin}={asked!r}: FSDP2 takes True, False or the size of the groups to reshard to (2 or more)"
+        )
+    return asked
+
+
+def hint(word: str, choices: list[str]) -> str:
+    found = nearest(word, choices)
+    return f". Did you mean {found}?" if found else ""
+
+
+def names(text: str | None) -> list[str] | None:
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def dtype_of(value: Any, key: str) -> torch.dtype | None:
+    import torch
+
+    words = {
+        "fp16": torch.float16,
+        "float16": torch.float16,
+        "bf16": torch.bfloat16,
+        "bfloat16": torch.bfloat16,
+        "fp32": torch.float32,
+        "float32": torch.float32,
+    }
+    if isinstance(value, str):
+        value = words.get(value.removeprefix("torch."), value)
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise ConfigurationError(
+            f"mixed_precision_policy[{key!r}]={value!r} is not a dtype to compute in: use one of {list(words)}"
+        )
+    return value
+
+
+def policy_function(word: str) -> Callable[..., Any] | None:
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+    table: dict[str, Callable[..., Any]] = {
+        "TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy,
+        "SIZE_BASED_WRAP": size_based_auto_wrap_policy,
+    }
+    return table.get(word)
+
+
+def state_dict_configs(kind: str) -> tuple[Any, Any]:
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+    )
+
+    if kind == "FULL_STATE_DICT":
+        return (
+            FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+            FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+        )
+    if kind == "SHARDED_STATE_DICT":
+        return ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
+    return None, None
