@@ -8,9 +8,12 @@ import pytest
 from accelerate.commands import config
 from accelerate.commands.config import menu, questions
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.core import system
 from accelerate.core.enums import ComputeEnvironment, DistributedType
 from accelerate.core.errors import ConfigurationError
+from accelerate.parallel.choice import choose_strategy
+from accelerate.parallelism_config import ParallelismConfig
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +96,7 @@ def test_questions_go_back_and_follow_the_answers(monkeypatch, tmp_path):
         monkeypatch,
         "0", "2", "<", "2", "1", "10.0.0.1", "", "x", "16",  # up to the number of processes
         "1", "", "", "", "Block", "", "", "", "",  # FSDP and its questions
+        "",  # nothing split beside that
         "1", "", "", "0",  # precision, compile, affinity, write
     )  # fmt: skip
     loaded = load_config_from_file(questions.ask(tmp_path / "c.yaml"))
@@ -106,6 +110,33 @@ def test_questions_go_back_and_follow_the_answers(monkeypatch, tmp_path):
     assert loaded.num_processes == 16 and loaded.mixed_precision == "bf16" and loaded.use_cpu is False
     assert loaded.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] == "Block"
     assert "fsdp_sharding_strategy" not in loaded.fsdp_config
+
+
+@pytest.mark.parametrize(
+    "fsdp, given, sizes",
+    [
+        (False, ["1", "1", "", "", ""], {"tp": 2, "dp_replicate": 4}),  # tp, cp, sp, pp
+        (False, ["1", "", "", "", "3"], {"pp": 8}),
+        (True, ["1", "1", "1", ""], {"tp": 2, "cp": 2, "dp_shard": 2}),  # sp and pp are refused beside cp: copies
+        (
+            True,
+            ["1", "", "<", "1", "", "", "1"],
+            {"tp": 2, "pp": 2, "dp_shard": 2},
+        ),  # FSDP takes the last two
+        (True, ["1", "", "", "", "", "2"], {"dp_replicate": 4, "dp_shard": 2}),
+        (False, ["1", "", "", "", ""], {}),
+    ],
+)
+def test_questions_split_a_model(monkeypatch, tmp_path, fsdp, given, sizes):
+    """Every size that is offered leaves a layout that runs on the number of processes."""
+    before = ["", "8", *(["1", "", "", "", "Block", "", "", "", ""] if fsdp else ["0"])]
+    left = answers(monkeypatch, *before, *given, "", "", "0")  # precision, compile, write
+    loaded = load_config_from_file(questions.ask(tmp_path / "c.yaml"))
+    assert list(left) == []
+    assert loaded.parallelism_config == {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
+    if sizes:
+        layout = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
+        assert choose_strategy(8, layout, FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None)
 
 
 def test_an_ended_input_is_said(monkeypatch, tmp_path):

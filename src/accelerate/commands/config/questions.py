@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,57 @@ def _machines(answers: Answers) -> bool:
     return (answers.get("num_machines") or 1) > 1
 
 
+# What each size splits, in the order asked. The processes that are left over read different samples.
+SPLITS = {
+    "tp": "Split each matrix over how many processes?",
+    "cp": "Split the sequence over how many, keys and values exchanged?",
+    "sp": "Split the sequence over how many, heads exchanged?",
+    "pp": "Split the layers over how many?",
+    "dp_replicate": "How many copies of the sharded model?",
+}
+
+
+def _size_key(name: str) -> str:
+    return f"parallelism_config.parallelism_config_{name}_size"
+
+
+def _left(answers: Answers, names: Sequence[str]) -> int:
+    """The processes that these sizes leave to each of their parts."""
+    return int(answers.get("num_processes") or 1) // math.prod(answers.get(_size_key(name), 1) for name in names)
+
+
+def _sizes(name: str) -> Callable[[Answers], tuple[tuple[int, str], ...]]:
+    """The sizes that the processes allow, beside those that were asked for before."""
+    before = list(SPLITS)[: list(SPLITS).index(name)]
+    refused = {"sp": ("cp",), "pp": ("cp", "sp")}.get(name, ())
+
+    def choices(answers: Answers) -> tuple[tuple[int, str], ...]:
+        left = _left(answers, before)
+        if any(answers.get(_size_key(other), 1) > 1 for other in refused):
+            left = 1
+        # FSDP needs processes to shard over; those of one sequence count among them.
+        shards = answers.get("_strategy") == "FSDP" and name in ("pp", "dp_replicate")
+        alone = shards and not any(answers.get(_size_key(other), 1) > 1 for other in ("cp", "sp"))
+        most = left // 2 if alone else left
+        found = [size for size in range(2, most + 1) if left % size == 0]
+        return ((1, "1: not at all"), *((size, str(size)) for size in found))
+
+    return choices
+
+
+def _may_split(answers: Answers) -> bool:
+    plain = answers.get("_strategy") == "NO" or _fsdp("2")(answers)
+    return _several(answers) and plain
+
+
+def _splits(answers: Answers) -> bool:
+    return bool(answers.get("_split"))
+
+
+def _copies(answers: Answers) -> bool:
+    return _splits(answers) and answers.get("_strategy") == "FSDP"
+
+
 def _of(kind: str) -> Callable[[Answers], bool]:
     return lambda answers: answers.get("_strategy") == kind
 
@@ -138,6 +190,14 @@ QUESTIONS: tuple[Question, ...] = (
     Question("fsdp_config.fsdp_offload_params", "Keep parameters in host memory?", False, YES_NO, _fsdp()),
     Question("fsdp_config.fsdp_cpu_ram_efficient_loading", "Load weights on rank 0 only?", True, YES_NO, _fsdp()),
     Question("fsdp_config.fsdp_activation_checkpointing", "Recompute activations?", False, YES_NO, _fsdp()),
+    Question(
+        "_split", "Split matrices, sequences or layers too, so that several processes share one copy of the model?",
+        False, YES_NO, _may_split,
+    ),
+    *(
+        Question(_size_key(name), words, 1, _sizes(name), _splits if name != "dp_replicate" else _copies)
+        for name, words in SPLITS.items()
+    ),
     Question("deepspeed_config.deepspeed_config_file", "DeepSpeed JSON file (empty: none)", when=_of("DEEPSPEED")),
     Question(
         "deepspeed_config.zero_stage", "ZeRO stage", 2,
@@ -212,7 +272,17 @@ def to_file(answers: Answers) -> dict[str, Any]:
             data.setdefault(section, {})[name] = value
         else:
             data[key] = value
+    if sizes := data.pop("parallelism_config", {}):
+        _share_out(data, sizes, _left(answers, list(SPLITS)), strategy == "FSDP")
     return data
+
+
+def _share_out(data: dict[str, Any], sizes: dict[str, int], left: int, sharded: bool) -> None:
+    """Sizes above 1 into the file; the processes they leave are shards of one copy, or copies."""
+    kept = {name: size for name, size in sizes.items() if size > 1}
+    if kept:
+        rest = _size_key("dp_shard" if sharded else "dp_replicate").partition(".")[2]
+        data["parallelism_config"] = kept | ({rest: left} if left > 1 else {})
 
 
 def summary(data: dict[str, Any]) -> str:
