@@ -27,3 +27,9 @@ def test_losses_of_split_logits():
 def test_models_and_trainer_of_transformers(ranks, tmp_path):
     pytest.importorskip("transformers")
     run_ranks(WORKERS / "tensor_transformers.py", ranks, tmp_path, timeout=240)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_random_numbers(ranks, tmp_path):
+    results = run_ranks(WORKERS / "tensor_random.py", ranks, tmp_path, timeout=240)
+    assert all("all right" in result.stdout for result in results)

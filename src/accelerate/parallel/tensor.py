@@ -16,10 +16,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ..config.parallel import TorchTensorParallelConfig
 from ..core.errors import ConfigurationError, PrepareError
+from ..core.modules import get_model_tp_size
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime import mesh
-from . import materialize, tensor_loss, tensor_plan, tensor_sequence, tensor_styles
+from . import materialize, tensor_loss, tensor_plan, tensor_random, tensor_sequence, tensor_styles
 from .remap import ParameterPlaces
 from .sharded import ShardedStrategy
 
@@ -114,6 +115,9 @@ def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParalle
     """
     options = options or TorchTensorParallelConfig()
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        if get_model_tp_size(model) == ranks.size():
+            # As transformers has split it while it was loaded; random numbers are left to us.
+            tensor_random.draw_apart(model, tensor_plan.known_styles(model), ranks)
         return False
     modules = dict(model.named_modules())
     _refuse_engine(modules, ranks.size())
@@ -128,6 +132,7 @@ def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParalle
         for key, share in shares.items():
             setattr(module, key, share)
     _retie(places)
+    tensor_random.draw_apart(model, styles, ranks)
     if options.loss_parallel:
         tensor_loss.split_losses_while_alive(model)
         model.register_forward_hook(lambda module, args, output: tensor_styles.plain_losses(output))

@@ -85,6 +85,12 @@ def match_plan(model: nn.Module, plan: Plan, strict: bool = True) -> Styles:
     return found
 
 
+def known_styles(model: nn.Module) -> Styles:
+    """What a model's own plan says of its modules in words that are known here."""
+    own: Plan = getattr(model, "_tp_plan", None) or {}
+    return match_plan(model, {pattern: word for pattern, word in own.items() if word in STYLES}, strict=False)
+
+
 def _style(pattern: str, asked: str | ParallelStyle) -> ParallelStyle:
     if isinstance(asked, ParallelStyle):
         return asked

@@ -81,6 +81,7 @@ class AlongSequence(SequenceParallel):
 
     def __init__(self, dimension: int = SEQUENCE, use_local_output: bool = False, gather: bool = False) -> None:
         super().__init__(sequence_dim=dimension, use_local_output=use_local_output)
+        self.gather = gather
         if gather:
             self._prepare_output_fn = self._give_whole  # type: ignore[method-assign]
         if not use_local_output:
