@@ -17,16 +17,31 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Linear(4, 8)
         self.body = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])})
+        self.drop = nn.Dropout()
         self.head = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.body["blocks"]:
+            x = block(x)
+        return self.head(self.drop(x))
+
+
+def cut(asked: str | list[str], stages: int) -> None:
+    inference._cut(Model(), asked, (), ((torch.ones(2, 4),), {}), stages)
 
 
 def test_split_points_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PrepareError, match=r"name no module of Model: body\.blocks\.9"):
-        inference._split_points(Model(), ["body.blocks.9"], (), 2)
+        cut(["body.blocks.9"], 2)
     with pytest.raises(PrepareError, match="make 2 stages; there are 3 processes"):
-        inference._split_points(Model(), ["head"], (), 3)
+        cut(["head"], 3)
+    with pytest.raises(PrepareError, match=r"names drop, where Model computes nothing .* embed, .* head\.0, head\.1"):
+        cut(["drop"], 2)
+    with pytest.raises(PrepareError, match="not in the order in which Model computes"):
+        cut(["head.0", "body.blocks.1"], 3)
     with pytest.raises(PrepareError, match="7 parts"):
-        inference._split_points(Model(), "auto", (), 8)
+        cut("auto", 8)
 
 
 def test_on_one_process_the_model_stays_as_it_is() -> None:

@@ -35,6 +35,20 @@ def make():
     return Model().double()
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+def make_block():
+    torch.manual_seed(2)
+    return Block().double()
+
+
 torch.manual_seed(1)
 x, scale = torch.randn(7, 4).double(), torch.rand(7, 1).double()
 wanted = make()(x, scale=scale)
@@ -58,12 +72,42 @@ found = split(x, scale=scale)
 check(found) if state.is_last_process else None
 assert state.is_last_process or found is None
 
-try:
-    model(x[:2], scale=scale[:2])
-except ValueError as error:
-    assert "traced with batches of 7" in str(error)
-else:
-    raise AssertionError("a batch of another size was taken")
+# Batches of other sizes than the example's, smaller than the number of parts too.
+for rows in (2, 1, 5):
+    found = model(x[:rows], scale=scale[:rows])
+    torch.testing.assert_close(found["out"], wanted["out"][:rows], rtol=0, atol=1e-12)
+
+# In the middle of a block, over a skip connection.
+middle = prepare_pippy(
+    nn.Sequential(make_block(), make_block()), split_points=["1.second"], example_args=(x,), gather_output=True
+)
+torch.testing.assert_close(middle(x), nn.Sequential(make_block(), make_block())(x), rtol=0, atol=1e-12)
+
+
+# Encoder and decoder, whose order of computing is not the one in which they are registered.
+def bart():
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(0)
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=32, d_model=16, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=32,
+        )
+    ).double().eval()  # fmt: skip
+
+
+tokens = torch.randint(3, 32, (4, 6))
+given = {"input_ids": tokens, "decoder_input_ids": tokens[:, :5], "attention_mask": torch.ones_like(tokens)}
+given["attention_mask"][1, 4:] = 0
+expected = bart()(**given, use_cache=False)
+for points in ("auto", ["model.encoder.layers.1"], ["model.decoder"]):
+    model = prepare_pippy(bart(), split_points=points, example_kwargs=given, gather_output=True)
+    found = model(**given)
+    assert type(found) is type(expected)
+    for name in ("logits", "encoder_last_hidden_state"):
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-12)
+    assert len(model.state_dict()) == len(bart().state_dict())
 print("done")
 """
 

@@ -16,6 +16,11 @@ def test_parity(ranks):
     assert all("all equal" in result.stdout for result in results)
 
 
+def test_outputs_that_several_blocks_use():
+    results = run_ranks(WORKERS / "pipeline_carried.py", 4, timeout=170)
+    assert all("all equal" in result.stdout for result in results)
+
+
 def test_precision_weights_losses_order_and_refusals():
     results = run_ranks(WORKERS / "pipeline_cases.py", 2, timeout=240)
     assert all("all well" in result.stdout for result in results)

@@ -147,10 +147,13 @@ class PipelineParallelConfig:
         num_microbatches: parts of a batch. None takes PARALLELISM_CONFIG_PP_NUM_MICROBATCHES, else one a stage.
         stages_per_rank: stages that each rank holds; None: two under the schedules after "1f1b", else one.
         split_points: names of the modules at which the second and each later stage begins; None balances.
-        balance: what stages are to be equal in: "parameters" (bytes), or "time", measured with `example_inputs`
-            (keyword arguments of the model's forward) on the first rank.
+        balance: what stages are to be equal in: "parameters" (bytes), or "time", measured with `example_inputs`.
+        example_inputs: keyword arguments of the model's forward. It runs once on the first rank, to see in which order
+            modules compute and which outputs are used on later stages.
         placement: module name -> "first" or "last", for a module that computes elsewhere than where it is registered
             (a final norm that stands before the blocks).
+        carried: names of modules whose output more than the next block uses (skip connections): it travels on to all
+            later stages. None: the encoder of an encoder-decoder model of transformers.
         loss_fn: `loss_fn(output, labels)`. The prepared model then takes `labels=` and returns (loss, output).
         whole_inputs: names of inputs that every micro-batch gets whole although their first dimension could be taken
             for the batch's.
@@ -167,6 +170,7 @@ class PipelineParallelConfig:
     balance: str = "parameters"
     example_inputs: dict[str, Any] | None = None
     placement: dict[str, str] = field(default_factory=dict)
+    carried: Sequence[str] | None = None
     loss_fn: Callable[..., torch.Tensor] | None = None
     whole_inputs: Sequence[str] = ()
     gather_output: bool = True
@@ -205,4 +209,6 @@ class PipelineParallelConfig:
         self.gather_output = checks.truth("gather_output", self.gather_output)
         if self.split_points is not None:
             self.split_points = checks.texts("split_points", self.split_points, "names of modules")
+        if self.carried is not None:
+            self.carried = checks.texts("carried", self.carried, "names of modules")
         self.whole_inputs = tuple(checks.texts("whole_inputs", self.whole_inputs, "names of inputs"))

@@ -135,7 +135,7 @@ def compare(what, state, expected, tolerance=1e-8):
 
 
 def refused(what, make, options, named, call=None, *objects):
-    run = accelerator(options, pp_size=2)
+    run = accelerator(options, pp_size=2, dp_replicate_size=dist.get_world_size() // 2)
     try:
         model, *_ = run.prepare(make(), torch.zeros(1), *objects)
         if call is not None:

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...core import trees
 from ...core.errors import PrepareError
+
+logger = logging.getLogger(__name__)
 
 # What asks a model of transformers for the outputs of all of its blocks.
 COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -98,6 +102,23 @@ class Divider:
                 "each process larger batches"
             )
         return Inputs(args, kwargs, batch, min(self.parts, max(batch, 1)), self.whole, self.positions)
+
+
+def keep_to_tensors(model: nn.Module) -> None:
+    """Have a model of transformers return what stages can give. Raises PrepareError for what they cannot."""
+    config = getattr(model, "config", None)
+    for flag in COLLECTING:
+        if getattr(config, flag, False):
+            raise PrepareError(
+                f"the model's config has {flag}=True: what blocks of other stages gave is not collected"
+            )
+    # An encoder and a decoder have copies of the configuration.
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", False) is True]
+    if caching:
+        logger.info("use_cache is set to False: a cache of keys and values would lie on different stages")
+    for config in caching:
+        config.use_cache = False
 
 
 def key_of(value: Any, shapes: bool = True) -> Any:

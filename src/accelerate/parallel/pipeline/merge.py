@@ -25,7 +25,7 @@ def is_divided(tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> bool:
 def join(values: Sequence[Any], rows: Sequence[int]) -> tuple[Any, list[torch.Tensor], list[bool]]:
     """(description of the whole, its tensors without a graph, whether each is divided) of what a block gave by parts.
 
-    A tensor that is no batch's, and that no gradient is for, may stand in the micro-batches alike.
+    A tensor that is no batch's may stand in the micro-batches alike; no gradient for it is taken.
     """
     columns = list(zip(*(list(trees.leaves(value)) for value in values), strict=True))
     tensors, divided = [], []
@@ -34,13 +34,10 @@ def join(values: Sequence[Any], rows: Sequence[int]) -> tuple[Any, list[torch.Te
         divided.append(alike)
         if alike:
             tensors.append(torch.cat([tensor.detach() for tensor in column]))
-        elif not any(tensor.requires_grad for tensor in column) and len({t.shape for t in column}) == 1:
+        elif len({tensor.shape for tensor in column}) == 1:
             tensors.append(column[0].detach())
         else:
-            raise PrepareError(
-                f"a block gave a tensor of shape {tuple(column[0].shape)} for a micro-batch of {rows[0]} samples: "
-                "what travels between the stages must have the batch as its first dimension"
-            )
+            raise no_batch(column[0], rows)
     described = trees.replace_leaves(
         describe(values[0], "the output of a block"),
         [
@@ -50,6 +47,13 @@ def join(values: Sequence[Any], rows: Sequence[int]) -> tuple[Any, list[torch.Te
         is_spec,
     )
     return described, tensors, divided
+
+
+def no_batch(tensor: torch.Tensor, rows: Sequence[int]) -> PrepareError:
+    return PrepareError(
+        f"a block gave a tensor of shape {tuple(tensor.shape)} for a micro-batch of {rows[0]} samples: what the "
+        "blocks give to the end of the model must have the batch as its first dimension"
+    )
 
 
 def merge(values: Sequence[Any], rows: Sequence[int]) -> Any | None:

@@ -23,6 +23,7 @@ from torch import nn
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from . import merge
+from .backward import Backward
 from .batch import Batch, Boundary, Failure, Known, Saved, Stage
 from .inputs import Divider, key_of
 from .split import Cut
@@ -52,6 +53,7 @@ class Runner:
         self.parts_agree: dict[Any, bool] = {}
         # What the last stage learns from a new batch beside; called with the batch, its output and the parts'.
         self.examine: Callable[[Batch, Any, list[Any]], Any] | None = None
+        self._backward = Backward(stages, self.ranks, wire)
         self.trained = False
         self.anchor = torch.zeros((), device=wire.device, requires_grad=True)
         # Called before and after a backward goes through.
@@ -72,14 +74,14 @@ class Runner:
         by_parts = self.parts_agree.get((key_of(given, shapes=False), training, grad))
         return Batch(inputs, known or Known(), key, grad, new=known is None, by_parts=by_parts)
 
-    def forward(self, batch: Batch) -> Any:
-        """All micro-batches through all stages; the model's output, on every rank."""
+    def forward(self, batch: Batch, everywhere: bool = True) -> Any:
+        """All micro-batches through all stages; the model's output, on every rank or on the last stage's alone."""
         for number in sorted(self.stages):
             self._stage_forward(number, batch)
         if self.last in self.stages and batch.failure is None:
             self._attempt(self.last, batch, self._finish_output)
         batch.backward = self._backward
-        return self.hand_out(batch)
+        return self.hand_out(batch, everywhere)
 
     def _attempt(self, number: int, batch: Batch, what: Callable[..., Any], *arguments: Any) -> Any:
         """With a new batch a stage's error is kept: the others wait for what it would have sent, and are told."""
@@ -250,8 +252,8 @@ class Runner:
             return
         raise PrepareError(
             f"what computes behind {self.cut.units[part.start - 1]} uses more of what was computed before than its "
-            "output (a skip connection, or a module that computes in another order than it is registered in): only "
-            "that output travels. Name split_points behind its use, or say where the module computes (placement)."
+            "output (a skip connection, or a module that computes in another order than it is registered in). Name "
+            "the modules whose output is used later in `carried`, or say where the module computes (placement)."
         )
 
     # -- the output
@@ -274,9 +276,28 @@ class Runner:
         if batch.new and self.last:
             given = (batch.inputs.args, batch.inputs.kwargs)
             self._check_origin(self.last, part, whole, tensors, given, batch.output)
+        if batch.new:
+            self._check_undivided(batch, whole, tensors)
         batch.tail = Saved(tensors, list(trees.leaves(self._kept(batch.output))))
         if batch.new and (batch.by_parts is None or self.examine is not None):
             self._try_parts(batch, whole)
+
+    def _check_undivided(self, batch: Batch, whole: Boundary, leaves: Sequence[torch.Tensor]) -> None:
+        """Raise where the tail uses a tensor that needs a gradient and is not divided: NaN in its place shows."""
+        alike = [tensor.requires_grad and not divided for tensor, divided in zip(leaves, batch.divided, strict=True)]
+        if not any(alike) or depends_on_stand_ins(batch.output):
+            return
+        lost = [
+            torch.full_like(leaf, float("nan")) if is_alike else leaf
+            for leaf, is_alike in zip(leaves, alike, strict=True)
+        ]
+        part = self._tail_part(batch, batch.inputs.batch)
+        with torch.no_grad():
+            output = self._run(self.last, part, whole, lost, batch.inputs.args, batch.inputs.kwargs)
+        if depends_on_stand_ins(output):
+            raise merge.no_batch(
+                next(leaf for leaf, is_alike in zip(leaves, alike, strict=True) if is_alike), batch.inputs.rows
+            )
 
     def _try_parts(self, batch: Batch, whole: Boundary) -> None:
         """See, once for a structure of inputs, whether the tail gives the same by parts."""
@@ -314,8 +335,8 @@ class Runner:
             outputs.append(self._run(self.last, part, whole, leaves, *batch.inputs.part(micro)))
         return outputs
 
-    def hand_out(self, batch: Batch) -> Any:
-        """Give every rank the output of the last stage, with the graph behind it."""
+    def hand_out(self, batch: Batch, everywhere: bool = True) -> Any:
+        """Give every rank the output of the last stage, with the graph behind it; else that stage's, and None."""
         at_source = self.wire.rank == self.source
         if batch.new:
             told = self._attempt(self.last, batch, self._describe_output) if at_source and not batch.failure else None
@@ -328,10 +349,13 @@ class Runner:
                     "the model's output has other shapes than for an earlier batch of the same inputs: a pipeline "
                     "needs shapes that follow from those of the inputs"
                 )
-        else:
+        elif everywhere:
             tensors = [spec.empty(self.wire.device) for spec in specs]
-        self.wire.broadcast(tensors, self.source)
+        if everywhere:
+            self.wire.broadcast(tensors, self.source)
         self.wire.settle()
+        if not (everywhere or at_source):
+            return None
         batch.output = None
         batch.given = []
         if batch.grad and any(spec.requires_grad for spec in specs):
@@ -387,64 +411,6 @@ class Runner:
             for call in self.after_backward:
                 call()
 
-    def _backward(self, batch: Batch, grads: list[torch.Tensor | None]) -> None:
-        for number in sorted(self.stages, reverse=True):
-            if number == self.last:
-                arriving: list[Any] = self._output_backward(batch, grads)
-            else:
-                arriving = self._post_gradients(number, batch)
-            for micro, saved in enumerate(batch.saved[number]):
-                self._micro_backward(number, micro, batch, saved, arriving[micro])
-            batch.saved[number] = []
-        self.wire.settle()
-
-    def _output_backward(self, batch: Batch, grads: list[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
-        """The gradients of what each micro-batch of the last stage gave."""
-        starts, rows = batch.inputs.starts, batch.inputs.rows
-        if batch.tail is None:
-            return [
-                [None if grad is None else grad.narrow(0, start, count) for grad in grads]
-                for start, count in zip(starts, rows, strict=True)
-            ]
-        backward_through(batch.tail.outputs, grads)
-        found = [leaf.grad for leaf in batch.tail.leaves]
-        batch.tail = None
-        return [
-            [
-                grad.narrow(0, start, count) if divided and grad is not None else None
-                for grad, divided in zip(found, batch.divided, strict=True)
-            ]
-            for start, count in zip(starts, rows, strict=True)
-        ]
-
-    def _post_gradients(self, number: int, batch: Batch) -> list[Any]:
-        sender = self.ranks[number + 1]
-        if sender == self.wire.rank:
-            return [batch.local.pop((number, micro)) for micro in range(len(batch.inputs.rows))]
-        wanted = [
-            [spec for spec in batch.known.outlets[number, rows].specs if spec.requires_grad]
-            for rows in batch.inputs.rows
-        ]
-        return [self.wire.post(specs, sender) for specs in wanted]
-
-    def _micro_backward(self, number: int, micro: int, batch: Batch, saved: Saved, arriving: Any) -> None:
-        outputs = saved.outputs
-        if isinstance(arriving, Arriving):
-            arriving = arriving.take()
-        if number != self.last:
-            outputs = [tensor for tensor in outputs if tensor.requires_grad]
-        backward_through(outputs, arriving)
-        if number == 0:
-            return
-        grads = [
-            torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in saved.leaves if leaf.requires_grad
-        ]
-        peer = self.ranks[number - 1]
-        if peer == self.wire.rank:
-            batch.local[number - 1, micro] = grads
-        else:
-            self.wire.send(grads, peer)
-
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
@@ -456,17 +422,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def backward_through(outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-    """Backward from those outputs that have a gradient."""
-    pairs = [
-        (tensor, grad)
-        for tensor, grad in zip(outputs, grads, strict=True)
-        if grad is not None and tensor.requires_grad
-    ]
-    if pairs:
-        torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
 
 
 class _Handed(torch.autograd.Function):

@@ -181,7 +181,8 @@ class Scheduled:
         part.received = fill(inlet.output, received) if inlet is not None else None
         output = runner.staged.run(part, *batch.inputs.part(micro))
         if number != runner.last:
-            return tuple(trees.leaves(output))
+            # torch's stages send tensors as they are.
+            return tuple(tensor.contiguous() for tensor in trees.leaves(output))
         loss = merge.loss_of(output)
         assert loss is not None
         step.outputs[micro] = [tensor.detach() for tensor in trees.leaves(runner._kept(output))]

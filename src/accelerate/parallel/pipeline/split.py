@@ -73,51 +73,94 @@ def cut_model(
     split_points: Sequence[str] | None = None,
     placement: Mapping[str, str] | None = None,
     cost: Callable[[list[Unit]], list[float]] | None = None,
+    carried: Sequence[str] = (),
+    order: Sequence[str] = (),
 ) -> Cut:
     """Cut a model into `stages` (all of all ranks).
 
-    Without `split_points` every stage begins at an entry of the largest list of blocks, and the costliest stage is as
-    cheap as it can be (`cost` of units; bytes without it). `placement` moves units to the first or last place.
+    Without `split_points` every stage begins at an entry of the largest list of blocks, or of a list in one of the
+    `carried` modules, and the costliest stage is as cheap as it can be (`cost` of units; bytes without it).
+    `order` tells in which order units compute, where it is known; `placement` moves some to the first or last place.
     Raises PrepareError for names that do not fit, and for fewer blocks than stages.
     """
-    # What has no parameters (rotary embeddings, dropout) computes on every stage that asks for it.
-    units = _placed([unit for unit in find_units(model) if unit.size], placement or {}, model)
+    units = computing_units(model)
+    if order:
+        units.sort(key=lambda unit: order.index(unit.name))
+    units = _placed(units, placement or {}, model, carried)
     names = [unit.name for unit in units]
-    first, last = _main_blocks(units)
+    blocks = _blocks(units, carried)
     if split_points is not None:
         bounds = _named_bounds(model, names, list(split_points), stages)
     else:
         costs = [float(unit.size) for unit in units] if cost is None else cost(units)
-        bounds = _balanced_bounds(model, units, costs, stages, first, last)
-    return Cut(tuple(names), tuple(bounds), min(max(last, bounds[-2]), len(units)))
+        bounds = _balanced_bounds(model, units, costs, stages, blocks)
+    return Cut(tuple(names), tuple(bounds), min(max(blocks[-1] + 1, bounds[-2]), len(units)))
 
 
-def _placed(units: list[Unit], placement: Mapping[str, str], model: nn.Module) -> list[Unit]:
-    by_name = {unit.name: unit for unit in units}
-    if unknown := [name for name in placement if name not in by_name]:
+def computing_units(model: nn.Module) -> list[Unit]:
+    """What has no parameters (rotary embeddings, dropout) computes on every stage that asks for it."""
+    return [unit for unit in find_units(model) if unit.size]
+
+
+def last_units(model: nn.Module, units: Sequence[str], carried: Sequence[str]) -> dict[str, int]:
+    """Name of a carried module -> the number of the last unit in it. Raises PrepareError for one without units."""
+    found = {name: [number for number, unit in enumerate(units) if is_inside(unit, name)] for name in carried}
+    if strange := [name for name, numbers in found.items() if not numbers]:
         raise PrepareError(
-            f"placement names {', '.join(unknown)}: the units of {type(model).__name__} are {_listed(list(by_name))}"
+            f"carried names {', '.join(strange)}, which holds none of the units of {type(model).__name__}: "
+            f"{_listed(units)}"
         )
-    ends = {end: [by_name[name] for name, asked in placement.items() if asked == end] for end in ("first", "last")}
-    rest = [unit for unit in units if unit.name not in placement]
-    return [*ends["first"], *rest, *ends["last"]]
+    return {name: numbers[-1] for name, numbers in found.items()}
+
+
+def encoder_of(model: nn.Module) -> list[str]:
+    """The name of the encoder of an encoder-decoder model of transformers, if it is one."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return []
+    encoder = model.get_encoder()  # type: ignore[operator]
+    return [name for name, module in model.named_modules() if module is encoder]
+
+
+def _placed(units: list[Unit], placement: Mapping[str, str], model: nn.Module, carried: Sequence[str]) -> list[Unit]:
+    """Units moved to where they compute; `placement` is within a carried module, or what lies between two."""
+    names = [unit.name for unit in units]
+    if unknown := [name for name in placement if name not in names]:
+        raise PrepareError(
+            f"placement names {', '.join(unknown)}: the units of {type(model).__name__} are {_listed(names)}"
+        )
+    asked = list(placement)
+
+    def key(unit: Unit) -> tuple[int, int]:
+        end = placement.get(unit.name)
+        return (1, 0) if end is None else (0 if end == "first" else 2, asked.index(unit.name))
+
+    parts = itertools.groupby(units, lambda unit: [is_inside(unit.name, name) for name in carried])
+    return [unit for _, part in parts for unit in sorted(part, key=key)]
+
+
+def is_inside(name: str, module: str) -> bool:
+    """Whether a name is that of a module, or of one in it."""
+    return f"{name}.".startswith(f"{module}.")
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 12 else f"{', '.join(names[:8])}, ... {', '.join(names[-3:])}"
 
 
-def _main_blocks(units: Sequence[Unit]) -> tuple[int, int]:
-    """[first, last) of the list of blocks that holds most bytes; all units where there is no list."""
+def _blocks(units: Sequence[Unit], carried: Sequence[str]) -> list[int]:
+    """Places of the entries of the list of blocks that holds most bytes, and of lists in carried modules.
+
+    All units where there is no list.
+    """
     sizes: dict[str, int] = {}
     for unit in units:
         if unit.blocks is not None:
             sizes[unit.blocks] = sizes.get(unit.blocks, 0) + unit.size
     if not sizes:
-        return 0, len(units)
-    largest = max(sizes, key=lambda name: sizes[name])
-    places = [place for place, unit in enumerate(units) if unit.blocks == largest]
-    return places[0], places[-1] + 1
+        return list(range(len(units)))
+    lists = {blocks for blocks in sizes if any(is_inside(blocks, name) for name in carried)}
+    lists.add(max(sizes, key=lambda name: sizes[name]))
+    return [place for place, unit in enumerate(units) if unit.blocks in lists]
 
 
 def _named_bounds(model: nn.Module, names: Sequence[str], points: Sequence[str], stages: int) -> list[int]:
@@ -146,18 +189,17 @@ def check_names(model: nn.Module, points: Sequence[str]) -> None:
 
 
 def _balanced_bounds(
-    model: nn.Module, units: Sequence[Unit], costs: Sequence[float], stages: int, first: int, last: int
+    model: nn.Module, units: Sequence[Unit], costs: Sequence[float], stages: int, blocks: Sequence[int]
 ) -> list[int]:
-    if last - first < stages:
+    if len(blocks) < stages:
         raise PrepareError(
-            f"{type(model).__name__} has {last - first} blocks ({_listed([unit.name for unit in units[first:last]])}) "
+            f"{type(model).__name__} has {len(blocks)} blocks ({_listed([units[place].name for place in blocks])}) "
             f"and {stages} stages are asked for: lower pp_size or stages_per_rank, or name split_points"
         )
-    # What stands before the blocks goes with the first of them, what stands behind with the last.
-    grouped = list(costs[first:last])
-    grouped[0] += sum(costs[:first])
-    grouped[-1] += sum(costs[last:])
-    return [0, *(first + place for place in balance(grouped, stages)), len(units)]
+    # What stands before the blocks goes with the first of them; what follows on a block goes with it.
+    begins = [0, *blocks[1:], len(units)]
+    grouped = [sum(costs[begin:end]) for begin, end in itertools.pairwise(begins)]
+    return [0, *(blocks[place] for place in balance(grouped, stages)), len(units)]
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:

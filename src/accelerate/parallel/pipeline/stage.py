@@ -5,7 +5,8 @@ No tracer is needed. Every rank keeps all of the model's modules, and runs the u
 units of other stages have no tensors. Called before the stage's own units, they give stand-ins of the right shapes,
 filled with NaN so that whatever depends on them shows; the last of them gives what was received. When the stage's last
 unit has computed, the forward is left. Masks, positions and all else that the forward makes from its inputs are made
-on each stage, and only what passes from block to block travels.
+on each stage, and only what passes from block to block travels; with it what modules gave that are `carried`, since
+more than the next block uses it (an encoder's output).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from ...core import trees
 from ...core.errors import PrepareError
 
 Inner = Callable[..., Any]
+# What is called in its place, with it and its arguments.
+Outer = Callable[[Inner, tuple[Any, ...], dict[str, Any]], Any]
 _KEPT_STAND_INS = 256
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -99,24 +102,29 @@ class Reached(BaseException):
 class Part:
     """Units [start, stop) of a forward, and what they need from the others.
 
-    `received` is what unit start - 1 gave; `seen` what the units before gave, by unit, call by call (Specs). With
-    `record` the calls of the own units are added to it. `leave`: unit stop - 1 ends the forward, whatever follows.
-    `nan`: what stand-ins hold.
+    `received` is what unit start - 1 gave, and what the carried modules before it did; `seen` what the units before
+    gave, by unit, call by call (Specs). With `record` the calls of the own units are added to it. `leave`: unit
+    stop - 1 ends the forward, whatever follows. `nan`: what stand-ins hold. `carried`: what those modules gave here,
+    call by call.
     """
 
     start: int
     stop: int
-    received: Any = None
+    received: tuple[Any, dict[str, list[Any]]] | None = None
     seen: dict[int, list[Any]] = field(default_factory=dict)
     record: bool = False
     leave: bool = False
     nan: bool = True
     passed: bool = False
     calls: dict[int, int] = field(default_factory=dict)
+    carried: dict[str, list[Any]] = field(default_factory=dict)
 
 
 class StagedModel:
-    """A model whose units can be run part by part. `units` are names, in the order in which they compute."""
+    """A model whose units can be run part by part. `units` are names, in the order in which they compute.
+
+    `carried`: name of a unit, or of a module that holds some -> the number of its last unit.
+    """
 
     def __init__(
         self,
@@ -124,6 +132,7 @@ class StagedModel:
         units: Sequence[str],
         device: torch.device,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+        carried: Mapping[str, int] | None = None,
     ) -> None:
         self.model = model
         self.units = tuple(units)
@@ -133,9 +142,16 @@ class StagedModel:
         # What the prepared model does when it is called.
         self.entry: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
         # Units that compute again in the backward instead of keeping what they computed.
-        self.recompute: Callable[[Inner, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.recompute: Outer | None = None
+        carried = carried or {}
         for number, name in enumerate(self.units):
-            intercept(model.get_submodule(name), functools.partial(self._call_unit, number))
+            call: Outer = functools.partial(self._call_unit, number)
+            if name in carried:
+                call = functools.partial(self._call_carried, name, number, call)
+            intercept(model.get_submodule(name), call)
+        for name in set(carried) - set(self.units):
+            call = functools.partial(self._call_carried, name, carried[name], _call_inner)
+            intercept(model.get_submodule(name), call)
         self._forward: Inner = functools.partial(_plain_call, model, type(model))
         if loss_fn is not None:
             self._forward = functools.partial(_call_with_loss, self._forward, loss_fn)
@@ -147,12 +163,12 @@ class StagedModel:
         return self.entry(args, kwargs)
 
     def run(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of unit part.stop - 1; the model's own where that is the last one."""
+        """What unit part.stop - 1 gives, and what is carried beside; the model's output where the forward ends."""
         self.part = part
         try:
             output = self._forward(*args, **kwargs)
         except Reached as reached:
-            return reached.output
+            return reached.output, part.carried
         finally:
             self.part = None
         if part.leave:
@@ -197,7 +213,8 @@ class StagedModel:
             )
         if number == part.start - 1:
             part.passed = True
-            return part.received
+            assert part.received is not None
+            return part.received[0]
         call = part.calls.get(number, 0)
         part.calls[number] = call + 1
         known = part.seen.get(number, ())
@@ -207,6 +224,25 @@ class StagedModel:
                 "on other ranks cannot be cut"
             )
         return trees.map_leaves(functools.partial(self._stand_in, nan=part.nan), known[call], is_spec)
+
+    def _call_carried(
+        self, name: str, last: int, compute: Outer, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A module of which later stages get what it gave: computed where its last unit is, received behind that."""
+        part = self.part
+        if part is None:
+            return compute(inner, args, kwargs)
+        before = part.carried.get(name, [])
+        if part.start > last + 1:
+            assert part.received is not None
+            arrived = part.received[1].get(name, [])
+            if len(before) >= len(arrived):
+                raise PrepareError(f"{name} was called more often than on its own stage")
+            output = arrived[len(before)]
+        else:
+            output = compute(inner, args, kwargs)
+        part.carried[name] = [*before, output]
+        return output
 
     def _stand_in(self, spec: Spec, nan: bool) -> torch.Tensor:
         found = self._stand_ins.get((spec, nan))
@@ -235,10 +271,14 @@ def _intercepting(kind: type[nn.Module]) -> type[nn.Module]:
     return Intercepted
 
 
-def intercept(module: nn.Module, call: Callable[[Inner, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+def intercept(module: nn.Module, call: Outer) -> None:
     """Have `module(...)` run `call(its own call, args, kwargs)`. It stays what it is: a subclass of its class."""
     module.__class__ = _intercepting(type(module))
     module.__dict__["_pipeline_call"] = call
+
+
+def _call_inner(inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return inner(*args, **kwargs)
 
 
 def _plain_call(model: nn.Module, kind: type[nn.Module], *args: Any, **kwargs: Any) -> Any:

@@ -40,11 +40,12 @@ from ..units import find_modules
 from . import state, weights
 from .batch import Batch, Stage
 from .gradients import Ties, average, hold_shards, local, reduce_shards
-from .inputs import COLLECTING, Divider
+from .inputs import Divider, keep_to_tensors
+from .plan import plan
 from .random import StageRandom
 from .run import Runner
 from .schedules import Scheduled
-from .split import Cut, Unit, cut_model, measure
+from .split import Cut
 from .stage import StagedModel, drop_foreign, owned_tensors, placeholders_to
 from .traffic import gradient_traffic, stage_traffic
 from .wire import Wire
@@ -174,14 +175,14 @@ class PipelineParallel(ShardedStrategy):
         parts = options.num_microbatches or self.wire.size
         _check_model(model, parts)
         divider = Divider(model.forward, options.whole_inputs, parts, labels=options.loss_fn is not None)
-        cut = self._cut(model)
+        cut, carried = plan(model, options, len(self.ranks), self.device)
         mine = [stage for stage, rank in enumerate(self.ranks) if rank == self.wire.rank]
         own = {unit for stage in mine for unit in range(cut.bounds[stage], cut.bounds[stage + 1])}
         shapes = {materialize.canonical_name(name): list(p.shape) for name, p in model.named_parameters()}
         whole = skeleton(type(model).__name__, without_storage(model.state_dict(keep_vars=True)))
         ties = self._ties(model, cut, own)
         filled = self._keep_own(model, cut, own)
-        staged = StagedModel(model, cut.units, self.device, options.loss_fn)
+        staged = StagedModel(model, cut.units, self.device, options.loss_fn, carried)
         if self.plugin is not None and self.plugin.activation_checkpointing:
             staged.recompute = _recompute(bool(self.plugin.activation_checkpointing_offload), self.device)
         stages = {
@@ -214,28 +215,6 @@ class PipelineParallel(ShardedStrategy):
         if inner not in self._models:
             raise PrepareError(f"{type(inner).__name__} was not prepared for training: it has no stages")
         return inner.__dict__["_pipelined"]
-
-    def _cut(self, model: nn.Module) -> Cut:
-        options = self.options
-
-        def seconds(units: list[Unit]) -> list[float]:
-            told: list[Any] = [None]
-            error: Exception | None = None
-            if dist.get_rank() == 0:
-                try:
-                    told = [measure(model, units, options.example_inputs or {})]
-                except Exception as caught:
-                    # The others wait to be told.
-                    error, told = caught, [f"{type(caught).__name__}: {caught}"]
-            dist.broadcast_object_list(told, src=0, device=self.device)
-            if isinstance(told[0], str):
-                raise PrepareError(
-                    f"balance='time' could not run {type(model).__name__} with example_inputs: {told[0]}"
-                ) from error
-            return told[0]
-
-        cost = seconds if options.balance == "time" else None
-        return cut_model(model, len(self.ranks), options.split_points, options.placement, cost)
 
     def _ties(self, model: nn.Module, cut: Cut, own: set[int]) -> Ties:
         """Parameters of this rank that stages of other ranks hold too."""
@@ -452,15 +431,7 @@ def _check_model(model: nn.Module, parts: int) -> None:
                     f"{name} ({type(module).__name__}) takes statistics of a batch, which a pipeline divides: freeze "
                     "it, use a norm of single samples, or set num_microbatches=1"
                 )
-    config = getattr(model, "config", None)
-    for flag in COLLECTING:
-        if getattr(config, flag, False):
-            raise PrepareError(
-                f"the model's config has {flag}=True: what blocks of other stages gave is not collected"
-            )
-    if getattr(config, "use_cache", False):
-        logger.info("use_cache is set to False: a cache of keys and values would lie on different stages")
-        config.use_cache = False  # type: ignore[union-attr]
+    keep_to_tensors(model)
 
 
 def _recompute(offload: bool, device: torch.device) -> Callable[..., Any]:
