@@ -26,6 +26,7 @@ from .context.loader import SequenceLoader
 from .context.region import ContextParallel
 from .held import HeldGradients
 from .local_step import step_locally
+from .pretrained import ask_for_state
 from .remap import ParameterPlaces, Replacements
 from .scaling import AgreeingScaler
 
@@ -89,6 +90,7 @@ class ShardedStrategy(Strategy):
             model = self.wrap_model(self.transformed(model, before=True))
             self.replacements.add(places.replaced())
             model = self.transformed(model)
+            ask_for_state(model)
             bundle.models[position] = model
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
