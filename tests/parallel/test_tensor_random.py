@@ -5,9 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 from accelerate.core.errors import PrepareError
 from accelerate.parallel import tensor_plan, tensor_random
+from accelerate.parallel.compile import compile_regions
 from accelerate.parallel.tensor_dropout import draws
 
 
@@ -245,3 +247,21 @@ def test_a_region_ends_with_an_exception():
     with pytest.raises(ZeroDivisionError):
         model(torch.zeros(1, 4))
     assert torch.initial_seed() == 5
+
+
+def test_equal_blocks_stay_one_to_the_compiler():
+    found = []
+    for layers in (2, 4):
+        torch._dynamo.reset()
+        counters.clear()
+        blocks = [Chain(up=nn.Linear(4, 4), drop=nn.Dropout(), down=nn.Linear(4, 4)) for _ in range(layers)]
+        model = Chain(layers=nn.ModuleList(blocks))
+        plan = tensor_plan.match_plan(model, {"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+        tensor_random.add_regions(model, plan, tensor_random.RankStream(0, "cpu"))
+        torch.manual_seed(5)
+        expected = model(torch.ones(1, 4))
+        compiled = compile_regions(model, backend="eager")
+        torch.manual_seed(5)
+        assert torch.equal(compiled(torch.ones(1, 4)), expected)
+        found.append(counters["stats"]["unique_graphs"])
+    assert found[0] == found[1] > 0, found
