@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..collectives import rng
 from ..core.devices import kind_of
 from ..core.errors import PrepareError
+from ..logging import get_logger
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..precision.fp8 import Float8Precision
@@ -29,6 +30,8 @@ from .local_step import step_locally
 from .pretrained import ask_for_state
 from .remap import ParameterPlaces, Replacements
 from .scaling import AgreeingScaler
+
+logger = get_logger(__name__)
 
 # torch warns that DTensors which two dimensions split the same way are gathered in two messages: that is the layout.
 logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
@@ -102,6 +105,17 @@ class ShardedStrategy(Strategy):
         for model in bundle.models if self.sequence is not None else ():
             self.sequence.watch(model)  # type: ignore[union-attr]
         return bundle
+
+    def join(
+        self, joinables: list[Any], loaders: list[Any], even_batches: bool | None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Without effect, which is said: units are gathered by all ranks together, batch by batch."""
+        if self.data_shard[1] > 1:
+            logger.warning(
+                f"join_uneven_inputs has no effect under {self.name}: all processes have equally many batches. "
+                "Accelerator(exact=True) counts each sample once"
+            )
+        return super().join(joinables, loaders, even_batches)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         with contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing():
