@@ -124,6 +124,7 @@ def test_questions_go_back_and_follow_the_answers(monkeypatch, tmp_path):
             {"tp": 2, "pp": 2, "dp_shard": 2},
         ),  # FSDP takes the last two
         (True, ["1", "", "", "", "", "2"], {"dp_replicate": 4, "dp_shard": 2}),
+        (True, ["1", "3", "2", "", ""], {"tp": 4, "dp_shard": 2}),  # 8 is not offered: it leaves FSDP none
         (False, ["1", "", "", "", ""], {}),
     ],
 )

@@ -112,11 +112,10 @@ def _sizes(name: str) -> Callable[[Answers], tuple[tuple[int, str], ...]]:
         if any(answers.get(_size_key(other), 1) > 1 for other in refused):
             left = 1
         # FSDP needs processes to shard over; those of one sequence count among them.
-        shards = answers.get("_strategy") == "FSDP" and name in ("pp", "dp_replicate")
-        alone = shards and not any(answers.get(_size_key(other), 1) > 1 for other in ("cp", "sp"))
-        most = left // 2 if alone else left
-        found = [size for size in range(2, most + 1) if left % size == 0]
-        return ((1, "1: not at all"), *((size, str(size)) for size in found))
+        sharded = answers.get("_strategy") == "FSDP" and name in ("tp", "pp", "dp_replicate")
+        of_sequence = any(answers.get(_size_key(other), 1) > 1 for other in ("cp", "sp") if other in before)
+        most = left // 2 if sharded and not of_sequence else left
+        return ((1, "1: not at all"), *((size, str(size)) for size in range(2, most + 1) if left % size == 0))
 
     return choices
 
