@@ -475,12 +475,14 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         from .parallel.explain import Row, explain, held_bytes
 
         optimizers = [optimizer.optimizer for optimizer in self._optimizers]
-        memory = gather_object([held_bytes(self._models, optimizers, self.precision)]) if all_ranks else None
         asked = [Row(name, str(got), origin) for name, (got, origin) in self.plan.values().items()]
         steps = self.gradient_accumulation_steps
         # An engine that keeps windows by itself reduces where it does.
         each = self.gradient_state.sync_each_batch and self.strategy.divides_loss
-        report = explain(asked, self.strategy, self._models, optimizers, steps, memory, each)
+        held = None
+        if all_ranks:
+            held = gather_object([held_bytes(self.strategy, self._models, optimizers, steps > 1 and not each)])
+        report = explain(asked, self.strategy, self._models, optimizers, steps, held, each)
         self.print(report)
         return report
 

@@ -10,6 +10,7 @@ LLAMA = Path(__file__).parents[2] / "examples" / "parallel"
 WORKERS = Path(__file__).parent / "workers"
 
 WORKER = """
+import gc
 import sys
 
 import torch
@@ -24,6 +25,13 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 
 
+def gradients():
+    "By address all gradients that are there, wherever a library keeps them."
+    found = [obj.grad for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor) and obj.is_leaf]
+    local = [getattr(grad, "_local_tensor", grad) for grad in found if grad is not None]
+    return {grad.untyped_storage().data_ptr(): grad.untyped_storage() for grad in local}
+
+
 def trained(each=False, **options):
     window_of_two = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=window_of_two, **options)
@@ -33,10 +41,14 @@ def trained(each=False, **options):
     model, optimizer = accelerator.prepare(model, optimizer)
     ids = torch.randint(0, 256, (2, 8))
 
+    # What a former run has left, held so that nothing new gets its place.
+    before, held = gradients(), []
+
     def window():
         for _ in range(2):
             with accelerator.accumulate(model):
                 accelerator.backward(model(ids, labels=ids)[0])
+                held.append(sum(found.nbytes() for place, found in gradients().items() if place not in before))
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -44,6 +56,10 @@ def trained(each=False, **options):
     with Messages() as messages:
         window()
     report = accelerator.explain(all_ranks=True)
+    memory = report.find("memory", f"rank {accelerator.process_index}")
+    plugin = options.get("fsdp_plugin")
+    if plugin is None or plugin.fsdp_version == 2:
+        assert f"gradients {size_of(max(held))}" in memory, (held, memory)
     accelerator.free_memory()
     accelerator.state._reset_state()
     return messages.counts, report
@@ -67,8 +83,9 @@ elements = sum(p.numel() for p in Llama(LlamaConfig(layers=2)).parameters())
 world = torch.distributed.get_world_size()
 for rank in range(world):
     held = report.find("memory", f"rank {rank}")
-    part = f"{elements * 4 / world / 1024:.2f} KiB"
-    assert f"parameters {part}, gradients {part}" in held, held
+    # A window keeps whole gradients until its last backward scatters them.
+    whole, part = (f"{elements * 4 / count / 1024:.2f} KiB" for count in (1, world))
+    assert f"parameters {part}, gradients {whole}" in held, held
 assert report.find("run", "mesh").startswith(f"dp_shard={world}")
 
 
@@ -120,7 +137,7 @@ assert number == sum(found[0] for found in counts.values()), (words, counts)
 assert "tp: S(0)" in report.find("model: Llama", "layers.*.attention.q_proj.weight")
 
 counts, report = trained()
-assert said(report)["all-reduce of gradients, about"] == f"1 messages, {elements * 4 / 1024:.2f} KiB", said(report)
+assert said(report)["all-reduce of gradients"] == f"about 1 messages, {elements * 4 / 1024:.2f} KiB", said(report)
 assert report.find("model: Llama", "(whole)") == "DistributedDataParallel"
 print("all as said")
 """

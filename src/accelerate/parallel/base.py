@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..precision.base import Precision
+from . import memory
 from .gradients import gradients_of, multiply
 
 
@@ -161,6 +162,17 @@ class Strategy:
     def traffic(self, model: torch.nn.Module, backwards: int) -> list[Traffic] | None:
         """What a prepared model sends in an optimizer step of so many backwards; None where that is not known."""
         return None
+
+    def held(self, models: Sequence[torch.nn.Module], windows: bool) -> dict[str, int]:
+        """Bytes that this rank holds for prepared models, by the kinds of `memory`, without the optimizers' state.
+
+        `windows`: gradients accumulate over several backwards and are averaged in the last one alone.
+        """
+        return memory.of_models(models, self.precision)
+
+    def masters(self, model: torch.nn.Module) -> Iterable[torch.Tensor]:
+        """The fp32 weights that are stepped in the place of a prepared model's."""
+        return self.precision.masters(model)
 
     def dtypes(self, model: torch.nn.Module) -> tuple[str, str]:
         """What a prepared model computes in, and what its gradients are averaged in."""

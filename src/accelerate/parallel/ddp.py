@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config.training import DistributedDataParallelKwargs
 from ..core.enums import DDPCommunicationHookType
 from ..precision.base import Precision
+from . import memory
 from .base import Strategy, Traffic
 
 
@@ -64,7 +65,15 @@ class DataParallel(Strategy):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         size = _sent_as(self.options.comm_hook)
         sent = sum(parameter.numel() * (size or parameter.dtype.itemsize) for parameter in trained)
-        return [Traffic("all-reduce of gradients, about", _buckets(replica_of(model), sent), sent)] if trained else []
+        if not trained:
+            return []
+        return [Traffic("all-reduce of gradients", _buckets(replica_of(model), sent), sent, about=True)]
+
+    def held(self, models: Sequence[torch.nn.Module], windows: bool) -> dict[str, int]:
+        found = super().held(models, windows)
+        if not self.options.gradient_as_bucket_view:
+            found[memory.BUCKETS] = found[memory.GRADIENTS]
+        return found
 
     @contextlib.contextmanager
     def join(self, joinables: list[Any], loaders: list[Any], even_batches: bool | None) -> Iterator[None]:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .deepspeed import (
     DummyScheduler,
     start_engine,
 )
+from .deepspeed_memory import engine_bytes, engine_masters
 from .deepspeed_state import EngineState, computing_weights
 from .deepspeed_traffic import engine_traffic
 from .traffic import dtype_name
@@ -169,6 +171,16 @@ class DeepSpeedZero(Strategy):
 
     def traffic(self, model: nn.Module, backwards: int) -> list[Traffic] | None:
         return engine_traffic(model, backwards) if _is_engine(model) else []
+
+    def held(self, models: Sequence[nn.Module], windows: bool) -> dict[str, int]:
+        found = Counter(super().held([model for model in models if not _is_engine(model)], windows))
+        for model in models:
+            if _is_engine(model):
+                found.update(engine_bytes(model))
+        return dict(found)
+
+    def masters(self, model: nn.Module) -> Iterable[torch.Tensor]:
+        return engine_masters(model) if _is_engine(model) else super().masters(model)
 
     def dtypes(self, model: nn.Module) -> tuple[str, str]:
         if not _is_engine(model):

@@ -15,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..precision.base import Precision
+from . import memory
 from .base import Strategy, Traffic
 from .traffic import shard_groups
 
-_OFTEN_NONE = ("buffers", "masters")
+_OFTEN_NONE = (memory.BUFFERS, memory.MASTERS)
+_KINDS = (memory.PARAMETERS, memory.BUFFERS, memory.GRADIENTS, memory.MASTERS, memory.STATE, memory.BUCKETS)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -64,12 +65,12 @@ def explain(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     steps: int,
-    memory: Sequence[dict[str, int]] | None = None,
+    held: Sequence[dict[str, int]] | None = None,
     sync_each_batch: bool = False,
 ) -> Report:
     """The report of a run. `asked` are the lines of what the user wanted; `steps` the backwards of a window.
 
-    `sync_each_batch`: gradients are averaged in each of these. `memory` is what `held_bytes` gave on each rank;
+    `sync_each_batch`: gradients are averaged in each of these. `held` is what `held_bytes` gave on each rank;
     None: on this one only.
     """
     sections = {"run": [*asked, *_layout(strategy)]}
@@ -82,45 +83,32 @@ def explain(
         sections[title] = [*_modules(model), *_parameters(inner), *_dtypes(strategy, model)]
         sent = _traffic(strategy, model, steps, sync_each_batch)
         sections[f"messages of {title}, of this rank in an optimizer step"] = sent
-    held = [held_bytes(models, optimizers, strategy.precision)] if memory is None else memory
-    place = ["this rank"] if memory is None else [f"rank {rank}" for rank in range(len(held))]
+    place = ["this rank"] if held is None else [f"rank {rank}" for rank in range(len(held))]
+    held = held or [held_bytes(strategy, models, optimizers, steps > 1 and not sync_each_batch)]
     sections["memory"] = [Row(name, _memory(found)) for name, found in zip(place, held, strict=True)]
     return Report(sections)
 
 
 def held_bytes(
-    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], precision: Precision
+    strategy: Strategy, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], windows: bool
 ) -> dict[str, int]:
-    """Bytes that this rank holds: of parameters, buffers, gradients as large as they get, masters, optimizer state."""
-    parameters = {id(p): p for model in models for p in model.parameters()}.values()
-    buffers = {id(b): b for model in models for b in model.buffers()}.values()
-    state = [
-        value
-        for optimizer in optimizers
-        for entry in optimizer.state.values()
-        for value in entry.values()
-        if isinstance(value, torch.Tensor)
-    ]
-    return {
-        "parameters": _bytes(parameters),
-        "buffers": _bytes(buffers),
-        "gradients": _bytes(p for p in parameters if p.requires_grad),
-        "masters": _bytes({id(m): m for model in models for m in precision.masters(model)}.values()),
-        "optimizer state": _bytes(state),
-    }
+    """Bytes that this rank holds: of parameters, buffers, gradients as large as they get, masters, optimizer state.
 
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(_local(tensor).numel() * tensor.dtype.itemsize for tensor in tensors)
+    `windows`: gradients accumulate over several backwards and are averaged in the last one alone.
+    """
+    found = strategy.held(models, windows)
+    found[memory.BUFFERS] = memory.of_buffers(models)
+    found[memory.STATE] = memory.of_optimizers(optimizers)
+    return {kind: found.get(kind, 0) for kind in _KINDS}
 
 
 def _memory(found: dict[str, int]) -> str:
-    text = ", ".join(f"{name} {size_of(count)}" for name, count in found.items() if count or name not in _OFTEN_NONE)
-    return f"{text}: {size_of(sum(found.values()))}" + ("" if found["optimizer state"] else " (before the first step)")
+    inside = {name: count for name, count in found.items() if name != memory.BUCKETS}
+    text = ", ".join(f"{name} {size_of(count)}" for name, count in inside.items() if count or name not in _OFTEN_NONE)
+    text += f": {size_of(sum(inside.values()))}"
+    if found[memory.BUCKETS]:
+        text += f", and buckets of messages {size_of(found[memory.BUCKETS])}"
+    return text + ("" if found[memory.STATE] else " (before the first step)")
 
 
 def size_of(count: float) -> str:
@@ -163,10 +151,11 @@ def _marks(module: nn.Module, root: nn.Module) -> Iterable[str]:
     if isinstance(module, DistributedDataParallel):
         yield "DistributedDataParallel"
     if isinstance(module, FSDPModule):
-        resharded = any(again for module_, _, again in shard_groups(root) if module_ is module)
-        yield "FSDP2 unit" + (", resharded after forward" if resharded else ", kept whole after forward")
+        yield f"FSDP2 unit, {_after_forward(module, root)}"
     elif kind == "FullyShardedDataParallel":
         yield "FSDP1 unit"
+    elif kind == "DeepSpeedEngine":
+        yield f"DeepSpeed engine, ZeRO stage {int(module.zero_optimization_stage())}"  # type: ignore[operator]
     if kind == "OptimizedModule" or module._compiled_call_impl is not None:
         yield "compiled"
     if kind == "CheckpointWrapper":
@@ -175,10 +164,23 @@ def _marks(module: nn.Module, root: nn.Module) -> Iterable[str]:
         yield f"fp8 ({kind})"
 
 
+def _after_forward(unit: nn.Module, root: nn.Module) -> str:
+    for inner, group, again in shard_groups(root):
+        if inner is unit and again:
+            size = group.post_forward_mesh_info.shard_mesh_size
+            parts = "" if size == group.mesh_info.shard_mesh_size else f" to groups of {size}"
+            return f"resharded after forward{parts}"
+    return "kept whole after forward"
+
+
 def _parameters(model: nn.Module) -> list[Row]:
     def text(parameter: nn.Parameter) -> str:
         shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
         frozen = "" if parameter.requires_grad else ", frozen"
+        if (part := getattr(parameter, "ds_tensor", None)) is not None:
+            shape = tuple(parameter.ds_shape)  # type: ignore[attr-defined]
+            kept = "whole" if parameter.numel() else "in parts"
+            return f"{dtype} {shape}, kept {kept}, here {part.numel()} numbers by ZeRO 3{frozen}"
         if not isinstance(parameter, DTensor):
             return f"{dtype} {shape}{frozen}"
         names = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
@@ -189,7 +191,7 @@ def _parameters(model: nn.Module) -> list[Row]:
 
 
 def _dtypes(strategy: Strategy, model: nn.Module) -> list[Row]:
-    masters = strategy.precision.masters(model)
+    masters = list(strategy.masters(model))
     compute, reduction = strategy.dtypes(model)
     return [
         Row("parameters", _counted(model.parameters())),
@@ -203,7 +205,7 @@ def _counted(tensors: Iterable[torch.Tensor]) -> str:
     """How many numbers there are of each dtype."""
     kept = Counter[str]()
     for tensor in tensors:
-        kept[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        kept[str(tensor.dtype).removeprefix("torch.")] += getattr(tensor, "ds_numel", tensor.numel())
     return ", ".join(f"{count:,} in {name}" for name, count in kept.items())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from ..precision.base import Precision
 from ..runtime import group
 from ..runtime.mesh import describe
 from ..runtime.topology import Topology
-from . import fsdp1_state, fsdp1_traffic, materialize, norms
+from . import fsdp1_state, fsdp1_traffic, materialize, memory, norms
 from .activation import checkpoint_activations
 from .base import Bundle, Traffic
 from .fsdp1_state import PlainModel
@@ -143,6 +143,13 @@ class FullyShardedDataParallel1(FullySharded):
 
     def traffic(self, model: nn.Module, backwards: int) -> list[Traffic]:
         return [*fsdp1_traffic.flat_traffic(self.unwrap(model), backwards), *super().traffic(model, backwards)]
+
+    def held(self, models: Sequence[nn.Module], windows: bool) -> dict[str, int]:
+        found = super().held(models, windows)
+        if windows:
+            # Until the window's last backward every rank keeps whole gradients.
+            found[memory.GRADIENTS] += sum(fsdp1_traffic.unsharded_gradients(self.unwrap(model)) for model in models)
+        return found
 
     def dtypes(self, model: nn.Module) -> tuple[str, str]:
         found = fsdp1_traffic.flat_dtypes(self.unwrap(model))

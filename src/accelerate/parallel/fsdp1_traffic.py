@@ -40,6 +40,18 @@ def flat_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
     return [one for one in found if one.messages]
 
 
+def unsharded_gradients(model: nn.Module) -> int:
+    """Bytes by which whole gradients are larger than this rank's parts of them."""
+    larger = 0
+    for _, handle in flat_handles(model):
+        flat = handle.flat_param
+        if flat.requires_grad and handle.uses_sharded_strategy:
+            dtype = handle._fwd_bwd_param_dtype if handle._keep_low_precision_grads else flat.dtype
+            whole = flat._unpadded_unsharded_size.numel() * dtype.itemsize
+            larger += whole - flat._sharded_size.numel() * flat.dtype.itemsize
+    return larger
+
+
 def flat_dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype] | None:
     """(computes in, gradients are reduced in); None for a model without parameters."""
     return next(((one._fwd_bwd_param_dtype, one._reduce_dtype) for _, one in flat_handles(model)), None)

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +21,12 @@ from ..core import env
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime import mesh
-from . import fsdp_state, materialize, tensor
+from . import fsdp_state, materialize, memory, tensor
 from .activation import checkpoint_activations
 from .fully_sharded import FullySharded
 from .remap import ParameterPlaces, switch_parameters
 from .sharded import ShardedStrategy
+from .traffic import shard_gradients
 from .units import find_modules, select_units
 from .whole import WholeParameters
 
@@ -60,6 +61,13 @@ class FullyShardedDataParallel(FullySharded, ShardedStrategy):
         self.lower(model)
         self.whole.add(model, [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)])
         return model
+
+    def held(self, models: Sequence[nn.Module], windows: bool) -> dict[str, int]:
+        found = super().held(models, windows)
+        if windows:
+            # Until the window's last backward every rank keeps whole gradients.
+            found[memory.GRADIENTS] = sum(shard_gradients(self.unwrap(model)) for model in models)
+        return found
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

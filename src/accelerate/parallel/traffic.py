@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from . import units
 from .base import Traffic
+from .memory import local_bytes
 from .tensor_local import ColumnLinear, RowEmbedding, RowLinear
 
 
@@ -38,6 +39,18 @@ def shard_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
     if copies:
         found.append(Traffic("all-reduce of gradients between copies", copies, copied))
     return [one for one in found if one.messages]
+
+
+def shard_gradients(model: nn.Module) -> int:
+    """FSDP2: bytes of the gradients before they are scattered, where a window keeps them whole."""
+    shards = [(p, group.mp_policy) for _, group, _ in shard_groups(model) for p in group.fsdp_params]
+    inside = {id(p.sharded_param) for p, _ in shards}
+    whole = sum(
+        p._orig_size.numel() * (policy.reduce_dtype or policy.param_dtype or p.orig_dtype).itemsize
+        for p, policy in shards
+        if p.sharded_param.requires_grad
+    )
+    return whole + local_bytes(p for p in model.parameters() if p.requires_grad and id(p) not in inside)
 
 
 def shard_dtypes(model: nn.Module) -> tuple[str, str] | None:

@@ -7,23 +7,20 @@ import sys
 import warnings
 from pathlib import Path
 
-import deepspeed
+import deepspeed_common
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed_common import ADAMW, fresh
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.core.errors import PrepareError
 from accelerate.parallel.deepspeed import DummyOptim, DummyScheduler
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 
-# DeepSpeed would compile its own messages through shared memory first: a minute that says nothing about us.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 STEPS, ACCUMULATION, GLOBAL_BATCH, CLIP = 20, 2, 8, 0.05
-ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True}}
 
 
 class Model(nn.Module):
@@ -73,21 +70,12 @@ def reference(parts):
     return found
 
 
-def config(stage, **others):
-    return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **others.pop("zero", {})},
-        **others,
-    }
+def config(stage, zero=None, **others):
+    return deepspeed_common.config(stage, CLIP, {"reduce_bucket_size": 1000, **(zero or {})}, **others)
 
 
 def make_accelerator(plugin, **others):
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
-    return Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION, **others)
+    return fresh(plugin, gradient_accumulation_steps=ACCUMULATION, **others)
 
 
 def run(part, settings, folder, expected):

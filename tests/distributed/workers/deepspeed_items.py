@@ -4,17 +4,15 @@
 import sys
 import warnings
 
-import deepspeed
+import deepspeed_common
 import torch
 import torch.distributed as dist
+from deepspeed_common import fresh
 from torch import nn
 
-from accelerate import Accelerator
 from accelerate.config.deepspeed import DeepSpeedPlugin
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 
-# DeepSpeed would compile its own messages through shared memory first: a minute that says nothing about us.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 STEPS, ACCUMULATION, ROWS, CLIP = 6, 3, 6, 0.3
 
 
@@ -65,27 +63,13 @@ def plain(world, dtype):
     return master.state_dict(), norms
 
 
-def config(stage, **others):
-    return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **others.pop("zero", {})},
-        "zero_force_ds_cpu_optimizer": False,
-        **others,
-    }
-
-
-def make_accelerator(settings):
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
-    plugin = DeepSpeedPlugin(hf_ds_config=settings)
-    return Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=ACCUMULATION)
+def config(stage, zero=None, **others):
+    rows = {"train_micro_batch_size_per_gpu": ROWS}
+    return deepspeed_common.config(stage, CLIP, {"reduce_bucket_size": 1000, **(zero or {})}, **rows, **others)
 
 
 def check(what, settings, expected, norms, dtype=torch.float32, rough=False):
-    accelerator = make_accelerator(settings)
+    accelerator = fresh(DeepSpeedPlugin(hf_ds_config=settings), gradient_accumulation_steps=ACCUMULATION)
     model = make_model(torch.float32)
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
     told = settings["zero_optimization"]["stage"] > 0

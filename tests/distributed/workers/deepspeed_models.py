@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each rank: two models that train and one that does not, schedules by a callable, transformers under ZeRO 3."""
 
+import functools
 import json
 import sys
 import warnings
 from pathlib import Path
 
-import deepspeed
+import deepspeed_common
 import torch
 import torch.distributed as dist
+from deepspeed_common import ADAMW, fresh
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,12 +18,9 @@ from accelerate import Accelerator
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.core.imports import is_available
 from accelerate.parallel.deepspeed import DummyOptim, DummyScheduler
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import PartialState
 
-# DeepSpeed would compile its own messages through shared memory first: a minute that says nothing about us.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 GLOBAL_BATCH, STEPS, CLIP = 8, 6, 0.1
-ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True}}
 
 
 def make(seed, width=7):
@@ -38,22 +37,7 @@ def samples():
     return TensorDataset(torch.randn(STEPS * GLOBAL_BATCH, 5, generator=generator))
 
 
-def config(stage, **others):
-    return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": CLIP,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": stage, **others.pop("zero", {})},
-        **others,
-    }
-
-
-def fresh(plugin=None):
-    for state in (AcceleratorState, GradientState):
-        state._reset_state()
-    return Accelerator(cpu=True, deepspeed_plugin=plugin)
+config = functools.partial(deepspeed_common.config, clip=CLIP)
 
 
 def compare(accelerator, model, expected, what):

@@ -5,6 +5,7 @@ import sys
 
 import deepspeed
 import torch
+from deepspeed_common import ADAMW, config
 from torch import nn
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
@@ -40,21 +41,12 @@ def plain():
 
 
 def check_stage(stage, state, expected, norms, dummy):
-    config = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
-        "gradient_clipping": CLIP,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
+    settings = config(stage, CLIP, {"reduce_bucket_size": 1000}, zero_allow_untested_optimizer=True)
     if dummy:
-        parameters = {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True}
-        config["optimizer"] = {"type": "AdamW", "params": parameters}
+        settings["optimizer"] = ADAMW
         warmup = {"warmup_min_lr": 0.01, "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
-        config["scheduler"] = {"type": "WarmupLR", "params": warmup}
-    plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
+        settings["scheduler"] = {"type": "WarmupLR", "params": warmup}
+    plugin = DeepSpeedPlugin(hf_ds_config=settings, zero3_init_flag=False)
     model = make()
     if dummy:
         optimizer = DummyOptim(model.parameters(), lr=0.01, weight_decay=0.01)
