@@ -84,6 +84,7 @@ def main():
         return Skipping(dropout=0.1)
 
     refused("an unknown module", Skipping, Options(carried=["embedding"]), "carried names embedding")
+    refused("apart", t5, Options(schedule="zero_bubble"), "schedule='zero_bubble' computes the gradients of inputs")
     refused("random numbers", dropping, seen, "of the output of embed with random numbers")
     print("all equal")
 

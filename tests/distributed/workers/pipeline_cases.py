@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks, one pipeline: everything about it beside parity. Precision, evaluation, weights, order, refusals."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from pipeline_parity import GLOBAL_BATCH, VOCABULARY, Options, batches, compare, own, refused
@@ -179,6 +181,12 @@ def check_losses():
         assert "use schedule='gpipe'" in str(error)
     else:
         raise AssertionError("a gradient was lost")
+    run, model, _ = prepared(own(dist.get_rank()), Options(schedule="1f1b", num_microbatches=4))
+    said = []
+    with mock.patch("accelerate.parallel.pipeline.schedules.logger.warning", lambda text, *_: said.append(text)):
+        for _ in range(2):
+            run.backward(loss_fn(model(TOKENS), LABELS))
+    assert [text.endswith("or prepare a loss_fn.") for text in said] == [True] * (dist.get_rank() == 0), said
     run, model, _ = prepared(own(dist.get_rank()), Options(num_microbatches=2, gather_output=False))
     loss, nothing = model(TOKENS, labels=LABELS)
     assert nothing is None and abs(loss - loss_fn(own()(TOKENS), LABELS)) < 1e-10

@@ -13,16 +13,19 @@ from pipeline_parity import Options, Plugin, accelerator
 from torch import nn
 
 from accelerate.config.parallel import TorchTensorParallelConfig
+from accelerate.core.imports import is_torch_version
 from accelerate.state import PartialState
 
 BATCHES, SAVED_AFTER, ROWS = 8, 3, 4
 PLAN = TorchTensorParallelConfig(plan={"layers.*.fc1": "colwise", "layers.*.fc2": "rowwise"})
 UNITS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"]}
+TWO_A_RANK = "zbv" if is_torch_version(">=", "2.13") else "interleaved"
 # Sizes, options of the pipeline, and whether backward is told the items of a loss.
 LAYOUTS = {
     "pp x dp": ({"pp_size": 2, "dp_replicate_size": 2}, {}, True),
     "pp x fsdp, 1f1b": ({"pp_size": 2, "dp_shard_size": 2}, {"schedule": "1f1b"}, False),
-    "pp x fsdp, zbv, bf16": ({"pp_size": 2, "dp_shard_size": 2}, {"schedule": "zbv"}, False),
+    # torch before 2.13 has no zbv that is right.
+    "pp x fsdp, two a rank, bf16": ({"pp_size": 2, "dp_shard_size": 2}, {"schedule": TWO_A_RANK}, False),
     "pp x fsdp": ({"pp_size": 2, "dp_shard_size": 2}, {}, False),
     "pp x tp, interleaved": ({"pp_size": 2, "tp_size": 2, "tp_handler": PLAN}, {"schedule": "interleaved"}, False),
     "fsdp x tp": ({"dp_shard_size": 2, "tp_size": 2, "tp_handler": PLAN}, {}, True),

@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from .. import units
+
 _BUCKET = 25 * 1024 * 1024
 
 
@@ -133,6 +135,8 @@ def reduce_shards(stages: Iterable[nn.Module]) -> None:
         stage.set_requires_gradient_sync(True)
         root: Any = fully_shard.state(stage)  # type: ignore[attr-defined]
         for state in root._state_ctx.all_states:
-            for group in state._fsdp_param_groups:
+            for group in units.groups(state):
                 group.post_backward()
-        root._root_post_backward_final_callback()
+        # From torch 2.15 on this is None where the backward reached no unit: a frozen stage has nothing to finish.
+        if getattr(root._state_ctx, "manual_backward_finalization_active", False) is not None:
+            root._root_post_backward_final_callback()

@@ -45,6 +45,12 @@ def plan(
                 "random numbers (dropout), and would draw other ones: name the module that does both in `carried`"
             )
         carried += seen
+    if carried and options.schedule in ("zero_bubble", "zbv"):
+        raise PrepareError(
+            f"schedule={options.schedule!r} computes the gradients of inputs and of weights apart, which torch cannot "
+            f"do where several outputs pass between stages ({', '.join(carried)} beside the blocks): use '1f1b' or "
+            "'interleaved'"
+        )
     return cut, last_units(model, cut.units, carried)
 
 

@@ -8,15 +8,18 @@ gave is kept beside the gradients, and takes its factor (accumulation, scaling, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...config.parallel import PipelineParallelConfig
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
+from ...core.imports import is_torch_version
 from ...precision.base import Precision
 from ..gradients import multiply
 from ..held import Gradients, HeldGradients
@@ -24,6 +27,8 @@ from . import losses, merge
 from .batch import Batch, Boundary, Known
 from .run import Runner
 from .stage import Part, Spec, fill, is_spec
+
+logger = logging.getLogger(__name__)
 
 # Our words -> torch's classes.
 _CLASSES = {
@@ -33,6 +38,9 @@ _CLASSES = {
     "zero_bubble": "ScheduleInterleavedZeroBubble",
     "zbv": "ScheduleZBVZeroBubble",
 }
+# They take the gradients of weights apart. Before 2.13 torch finds wrong ones where weights meet the inputs in several
+# places (an LSTM).
+_WEIGHTS_APART = ("zero_bubble", "zbv")
 _KEPT_SCHEDULES = 4
 # So many stages of a rank torch keeps gathered at a time (2.13, `_add_unshard_reshard`); it gives them back only at
 # the end of a batch.
@@ -57,12 +65,17 @@ class Scheduled:
     ) -> None:
         self.runner, self.options, self.precision, self.held = runner, options, precision, held
         self.rules: tuple[str, ...] = losses.RULES
-        self.started = False
+        self.started = self.told = False
         self._step: Step | None = None
         self._built: dict[Any, Any] = {}
         self.kind = _CLASSES.get(str(options.schedule))
         if self.kind is None:
             return
+        if options.schedule in _WEIGHTS_APART and is_torch_version("<", "2.13"):
+            raise PrepareError(
+                f"schedule={options.schedule!r} needs torch 2.13 or later, and this is {torch.__version__}, whose own "
+                "schedule of that name finds wrong gradients for some layers: use schedule='interleaved' or '1f1b'"
+            )
         runner.examine = self._examine
         try:
             self._schedule(dict.fromkeys(runner.stages, ((), ())))
@@ -101,7 +114,18 @@ class Scheduled:
 
     def learn(self, batch: Batch) -> None:
         """Keep those rules that held for a new batch. Raises PrepareError, on all ranks, where none does."""
-        if self.kind is None or batch.notes is None:
+        if self.kind is None:
+            return
+        if batch.notes is None:
+            if self.told or not self.runner.staged.model.training:
+                return
+            self.told = True
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "schedule=%r is for a model that returns its loss: this one's output has none in training, and "
+                    "the batches go in GPipe's order. Give the model its labels, or prepare a loss_fn.",
+                    self.options.schedule,
+                )
             return
         batch.known.notes = batch.notes
         self.rules = tuple(rule for rule in self.rules if rule in batch.notes)

@@ -32,6 +32,7 @@ from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp2 import shard_model
 from ..held import HeldGradients
 from ..local_step import step_locally
+from ..pretrained import ask_for_state
 from ..remap import ParameterPlaces
 from ..sharded import ShardedStrategy, reshard
 from ..skeleton import skeleton, without_storage
@@ -130,6 +131,7 @@ class PipelineParallel(ShardedStrategy):
                 if parameter not in self.replacements and id(parameter) not in held:
                     self._foreign[parameter] = True
             bundle.models[position] = self.transformed(model)
+            ask_for_state(bundle.models[position])
         for optimizer in bundle.optimizers:
             self._repoint(optimizer)
             if self.plugin is not None or self.layout.tp_enabled:
