@@ -253,7 +253,7 @@ class FullyShardedDataParallelPlugin:
             )
             self.sync_module_states = True
         if self.sync_module_states and self.param_init_fn is None:
-            self.param_init_fn = _materialize
+            self.param_init_fn = give_storage
 
     def _take_flag(self, name: str) -> None:
         """A truth value as it is given, else its variable's."""
@@ -404,7 +404,7 @@ class FullyShardedDataParallelPlugin:
             )
 
 
-def _materialize(module: torch.nn.Module) -> None:
+def give_storage(module: torch.nn.Module) -> None:
     """Give a meta module empty storage on this rank's device; its values then come from rank 0."""
     import torch
 

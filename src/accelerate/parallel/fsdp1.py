@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..config.fsdp import FullyShardedDataParallelPlugin
+from ..config.fsdp import FullyShardedDataParallelPlugin, give_storage
 from ..core.devices import kind_of
 from ..core.errors import ConfigurationError
 from ..parallelism_config import ParallelismConfig
@@ -226,9 +226,12 @@ def _shard(
         materialize.allocate(module, device)
         module.to(device)
         materialize.make_equal((tensor for _, tensor in materialize.named_tensors(module)), device, None)
-    if sync and device.type == "cpu":
+    # Giving storage alone leaves what was in it: where rank 0 has no weights, modules fill themselves.
+    filled = init if init is not give_storage else None
+    empty = sync and materialize.gather_flags(materialize.where_meta(model) is not None, device, None)[0]
+    if sync and (device.type == "cpu" or (empty and filled is None)):
         # torch refuses to make parameters equal that are in host memory.
-        _make_equal(model, device, init)
+        _make_equal(model, device, filled, empty)
         sync, init = False, None
     with warnings.catch_warnings():
         # Known to who asks for them: NO_SHARD is deprecated, and so is the version.
@@ -251,11 +254,10 @@ def _shard(
         )
 
 
-def _make_equal(model: nn.Module, device: torch.device, init: Callable[[nn.Module], Any] | None) -> None:
-    """Give every rank the weights of rank 0, which the others may have built without storage."""
-    if dist.get_rank() == 0 and materialize.where_meta(model) is not None:
-        for module in model.modules():
-            if init is not None and any(tensor.is_meta for tensor in module.parameters(recurse=False)):
-                init(module)
+def _make_equal(model: nn.Module, device: torch.device, init: Callable[[nn.Module], Any] | None, empty: bool) -> None:
+    """Give every rank the weights of rank 0, which the others may have built without storage; `empty`: so has it."""
     materialize.allocate(model, device)
+    if empty:
+        materialize.initialise(model, device, None, init)
+        return
     materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), device, None)

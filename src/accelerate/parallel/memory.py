@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..precision.base import Precision
 
@@ -48,7 +47,8 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    # torch's DTensor takes long to import: a run without one does not wait for it.
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def allocated_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -46,7 +46,7 @@ def shard_gradients(model: nn.Module) -> int:
     shards = [(p, group.mp_policy) for _, group, _ in shard_groups(model) for p in group.fsdp_params]
     inside = {id(p.sharded_param) for p, _ in shards}
     whole = sum(
-        p._orig_size.numel() * (policy.reduce_dtype or policy.param_dtype or p.orig_dtype).itemsize
+        p._orig_size.numel() * (policy.reduce_dtype or policy.param_dtype or p.sharded_param.dtype).itemsize
         for p, policy in shards
         if p.sharded_param.requires_grad
     )
@@ -83,7 +83,7 @@ def shard_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any, bool]]:
 
 def _whole(parameter: Any, dtype: torch.dtype | None, ranks: int) -> int:
     """Bytes of a parameter of which each of `ranks` has an equal part, the last one's padded."""
-    return int(parameter.padded_sharded_param_size.numel()) * ranks * (dtype or parameter.orig_dtype).itemsize
+    return int(parameter.padded_sharded_param_size.numel()) * ranks * (dtype or parameter.sharded_param.dtype).itemsize
 
 
 def split_traffic(model: nn.Module, backwards: int) -> list[Traffic]:

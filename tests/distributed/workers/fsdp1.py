@@ -175,6 +175,19 @@ def low_precision(name):
     torch.set_default_dtype(torch.float64)
 
 
+def from_nowhere():
+    """No rank has weights: each module fills itself, alike on all ranks."""
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=1, cpu_ram_efficient_loading=True))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, 64), nn.LayerNorm(64), nn.Linear(64, 1))
+    state = accelerator.get_state_dict(accelerator.prepare(model))
+    if dist.get_rank() == 0:
+        limit = WIDTH**-0.5
+        assert 0.8 * limit < state["0.weight"].abs().max() <= limit and state["0.weight"].std() > limit / 3
+        assert torch.equal(state["1.weight"], torch.ones(64)) and torch.equal(state["1.bias"], torch.zeros(64))
+
+
 def main(folder):
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
@@ -204,6 +217,7 @@ def main(folder):
             print(f"part {number} equal", flush=True)
         run(0, {**BLOCKS, **original}, folder, expected, groups=True)
         if world > 1:
+            from_nowhere()
             refusals(world)
         low_precision("bf16")
         low_precision("fp16")

@@ -99,6 +99,9 @@ def check_adapters():
             optimizer = accelerator.prepare(torch.optim.AdamW(adapters(model), lr=0.05))
         else:
             model, optimizer = accelerator.prepare(model, torch.optim.AdamW(adapters(model), lr=0.05))
+        # Before the first forward torch knows less of its units.
+        early = accelerator.explain().sections
+        assert any(title.startswith("messages") for title in early), list(early)
         for tokens in token_batches(world):
             with accelerator.accumulate(model):
                 accelerator.backward(token_loss(model, tokens.chunk(world)[rank]))

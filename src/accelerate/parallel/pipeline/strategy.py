@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from ...core.errors import PrepareError
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
-from .. import materialize, norms, tensor
+from .. import materialize, memory, norms, tensor
 from ..base import Bundle, Traffic
 from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp2 import shard_model
@@ -36,7 +36,7 @@ from ..pretrained import ask_for_state
 from ..remap import ParameterPlaces
 from ..sharded import ShardedStrategy, reshard
 from ..skeleton import skeleton, without_storage
-from ..traffic import shard_traffic, split_traffic
+from ..traffic import shard_gradients, shard_traffic, split_traffic
 from ..units import find_modules
 from . import state, weights
 from .batch import Batch, Stage
@@ -353,6 +353,19 @@ class PipelineParallel(ShardedStrategy):
     ) -> torch.Tensor:
         twins = {twin for model in self._models for twin in self._pipelined(model).ties.twins()}
         return norms.clip_grad_norm(parameters, max_norm, norm_type, (self.wire.group,), self.device, twins)
+
+    def held(self, models: Sequence[nn.Module], windows: bool) -> dict[str, int]:
+        found = super().held(models, windows)
+        if windows and self.plugin is not None:
+            # Until the window's last backward every rank keeps whole gradients of its stages.
+            found[memory.GRADIENTS] = sum(self._gradients(model) for model in models)
+        return found
+
+    def _gradients(self, model: nn.Module) -> int:
+        stages = list(self.units(model))
+        inside = {id(parameter) for stage in stages for parameter in stage.parameters()}
+        rest = (p for p in self.unwrap(model).parameters() if p.requires_grad and id(p) not in inside)
+        return sum(shard_gradients(stage) for stage in stages) + memory.local_bytes(rest)
 
     def traffic(self, model: nn.Module, backwards: int) -> list[Traffic]:
         piped = self._pipelined(model)
