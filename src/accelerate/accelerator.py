@@ -19,8 +19,8 @@ from .data_loader import prepare_data_loader, skip_first_batches
 from .data_loader.diagnose import uneven_epoch
 from .logging import get_logger
 from .optimizer import AcceleratedOptimizer
-from .parallel import ddp
 from .parallel.base import Bundle
+from .parallel.ddp import strategy as ddp
 from .parallel.items import ItemWindow
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .config.precision import AutocastKwargs
     from .config.training import GradientAccumulationPlugin
     from .parallel.base import Strategy
-    from .parallel.explain import Report
+    from .parallel.report.explain import Report
     from .parallelism_config import ParallelismConfig
     from .precision.base import Precision
     from .tracking import GeneralTracker
@@ -472,7 +472,7 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         call it alone; with `all_ranks` the memory of every rank is shown, and every process must call it. Returns
         the report on each process that calls it; the main process prints it.
         """
-        from .parallel.explain import Row, explain, held_bytes
+        from .parallel.report.explain import Row, explain, held_bytes
 
         optimizers = [optimizer.optimizer for optimizer in self._optimizers]
         asked = [Row(name, str(got), origin) for name, (got, origin) in self.plan.values().items()]

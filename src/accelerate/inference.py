@@ -19,10 +19,10 @@ from .core.errors import PrepareError
 from .parallel.pipeline.batch import Stage
 from .parallel.pipeline.flow import observe
 from .parallel.pipeline.inputs import Divider, keep_to_tensors
+from .parallel.pipeline.p2p import Wire
 from .parallel.pipeline.run import Runner
 from .parallel.pipeline.split import Cut, Unit, balance, check_names, find_units, is_inside, last_units, module_bytes
 from .parallel.pipeline.stage import StagedModel
-from .parallel.pipeline.wire import Wire
 from .state import PartialState
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpointing import layout
-from .checkpointing.going_on import GoingOn
 from .checkpointing.gradients import OpenWindow, PendingGradients, RankState
 from .checkpointing.loading import LoadReport, load_newest, load_run
 from .checkpointing.loading import resume as resume_run
 from .checkpointing.preemption import DEFAULT_SIGNALS
+from .checkpointing.resume import GoingOn
 from .checkpointing.saving import Options, save_run
 from .checkpointing.session import ModelPart, OptimizerPart, RunState, check_custom
 from .checkpointing.weights import save, save_model

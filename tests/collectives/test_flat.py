@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
-from accelerate.collectives import flat, lane
+from accelerate.collectives import flat
+from accelerate.collectives import gather_buffer as lane
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.complex64,

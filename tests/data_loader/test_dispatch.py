@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 
 from accelerate.core import trees
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
-from accelerate.data_loader.deal import Dealer
+from accelerate.data_loader.assign import Dealer
+from accelerate.data_loader.batch_source import Source, plan_for
+from accelerate.data_loader.channel import Parcel, pack, padded_row, unpack
 from accelerate.data_loader.order import Order
 from accelerate.data_loader.position import Place
 from accelerate.data_loader.rows import count_rows, join_rows, repeat_rows, take_rows
-from accelerate.data_loader.source import Source, plan_for
 from accelerate.data_loader.steps import Cut
-from accelerate.data_loader.wire import Parcel, pack, padded_row, unpack
 
 
 def dealt(loader, cut, slice_fn=None):

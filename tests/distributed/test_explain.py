@@ -20,7 +20,7 @@ from counting import Messages
 from llama import Llama, LlamaConfig
 
 from accelerate import Accelerator
-from accelerate.parallel.explain import size_of
+from accelerate.parallel.report.explain import size_of
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 

@@ -8,9 +8,9 @@ import pytest
 
 from accelerate.core.errors import ConfigurationError
 from accelerate.launchers import rendezvous
+from accelerate.launchers.generations import End, Member, Round
 from accelerate.launchers.messenger import MISSED, Presence
 from accelerate.launchers.rendezvous import SETTINGS, Rendezvous, settings_of
-from accelerate.launchers.rounds import End, Member, Round
 from accelerate.launchers.spec import LaunchSpec, Program
 
 

@@ -6,7 +6,7 @@ import torch
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.core.imports import is_available
-from accelerate.parallel.deepspeed import DeepSpeedEngineWrapper, DummyOptim, DummyScheduler, start_engine
+from accelerate.parallel.deepspeed.engine import DeepSpeedEngineWrapper, DummyOptim, DummyScheduler, start_engine
 
 
 class Engine:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from accelerate.core.errors import ConfigurationError
-from accelerate.parallel.deepspeed_items import check_multiplies, multiplied
+from accelerate.parallel.deepspeed.items import check_multiplies, multiplied
 
 
 def engine(optimizer, zero=True, **others):

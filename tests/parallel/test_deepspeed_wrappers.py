@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.parallel.deepspeed import (
+from accelerate.parallel.deepspeed.engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,

@@ -8,9 +8,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from accelerate.core.errors import PrepareError
-from accelerate.parallel import tensor_plan, tensor_random
 from accelerate.parallel.compile import compile_regions
-from accelerate.parallel.tensor_dropout import draws
+from accelerate.parallel.tensor import plan as tensor_plan
+from accelerate.parallel.tensor import random as tensor_random
+from accelerate.parallel.tensor.dropout import draws
 
 
 class Rated(nn.Module):

@@ -11,9 +11,9 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from accelerate.core.errors import PrepareError
 from accelerate.parallel import materialize, norms
 from accelerate.parallel.activation import checkpoint_activations
-from accelerate.parallel.fsdp2 import ensure_weights_retied, fsdp2_canonicalize_names
+from accelerate.parallel.fsdp.fsdp2 import ensure_weights_retied, fsdp2_canonicalize_names
+from accelerate.parallel.fsdp.units import find_modules, get_parameters_from_modules, select_units
 from accelerate.parallel.remap import ParameterPlaces, Replacements, switch_parameters
-from accelerate.parallel.units import find_modules, get_parameters_from_modules, select_units
 
 
 class Block(nn.Module):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
+from ..runtime.agreement import Council, Process
 from .commit import settle
-from .council import Council, Process
 from .layout import candidates, list_checkpoints
 from .manifest import CorruptCheckpoint, Manifest
 from .matching import CheckpointMismatch, check_counts, check_optimizer

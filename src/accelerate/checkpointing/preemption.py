@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from ..core.errors import ConfigurationError
-from .council import Council, Process
+from ..runtime.agreement import Council, Process
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.errors import CheckpointError, ConfigurationError
+from ..runtime.agreement import Council, Process
 from . import compat
 from .blocks import BlockIO, FileRecord, Segment
 from .commit import commit, drop_temporary, open_temporary
-from .council import Council, Process
 from .layout import SESSION_NAME, numbered, rotate
 from .manifest import Manifest, stamp
 from .session import RunState, documents, rank_documents, shared_state

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ..core.constants import MODEL_NAME
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
-from ..parallel.fsdp_state import is_fsdp1, unwrapped
+from ..parallel.fsdp.state import is_fsdp1, unwrapped
 from .codec import TensorSink, decode, encode, memory_of
 from .dcp_legacy import PlainPlanner, PlainReader
 from .layout import model_shards, optimizer_shards

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
-from ..parallel.fsdp_state import full_options, is_fsdp1
+from ..parallel.fsdp.state import full_options, is_fsdp1
 from .compat import load_pickled
 from .layout import model_shards, numbered, optimizer_shards
 from .sharded import load_nested, read_options, read_shards

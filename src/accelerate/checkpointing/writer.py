@@ -17,8 +17,8 @@ import torch
 
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
+from ..runtime.agreement import Council, Process
 from .blocks import BlockIO, Segment, host_view, is_host, nbytes
-from .council import Council, Process
 from .saving import Draft, Options, complete
 
 logger = logging.getLogger(__name__)

@@ -136,7 +136,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def register_comm_hook(self, model: Any) -> None:
         """Register the hook on a DDP model; nothing to do where none is asked for."""
-        from ..parallel.comm_hooks import register
+        from ..parallel.ddp.comm_hooks import register
 
         register(model, self.comm_hook, self.comm_wrapper, self.comm_state_option)
 

@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from ..core.errors import ConfigurationError
 from ..state import PartialState
-from .deal import Dealer, Round, SliceFunction
+from .assign import Dealer, Round, SliceFunction
+from .batch_source import Batch
+from .channel import READER, Parcel, Wire, pack
 from .loader import PreparedLoader
 from .order import Order, is_distributed
 from .position import Place
 from .shard import check_part
-from .source import Batch
 from .steps import Cut, Plan
-from .wire import READER, Parcel, Wire, pack
 
 
 class DataLoaderDispatcher(PreparedLoader):

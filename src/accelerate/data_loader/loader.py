@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 from ..collectives.rng import synchronize_rng_states
 from ..state import GradientState
 from .base import DataLoaderAdapter, DataLoaderStateMixin
+from .batch_source import Batch, Source, is_iterable, is_native, plan_for
 from .order import Order
 from .position import Place, Position, total_of
 from .prefetch import feed_for
 from .samplers import check_skip, epoch_listeners, get_sampler, with_sampler
-from .source import Batch, Source, is_iterable, is_native, plan_for
 from .steps import Plan
 from .workers import unwrapped
 

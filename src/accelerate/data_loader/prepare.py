@@ -14,6 +14,7 @@ from ..core.errors import PrepareError
 from ..core.imports import is_available
 from ..state import PartialState
 from .base import check_loader, loader_class
+from .batch_source import is_iterable, is_native, plan_for
 from .dispatch import DataLoaderDispatcher, shards_of_mesh
 from .iterable import IterableDatasetShard
 from .loader import DataLoaderShard, PreparedLoader, SkipDataLoader
@@ -28,7 +29,6 @@ from .samplers import (
     with_sampler,
 )
 from .shard import BatchSamplerShard, check_part
-from .source import is_iterable, is_native, plan_for
 from .steps import Cut
 from .workers import altered
 

@@ -15,12 +15,12 @@ from types import FrameType
 from ..core import env
 from ..core.errors import ConfigurationError
 from .base import Launcher
-from .meeting import interface_of, resolve_address, say
+from .generations import Round, processes
 from .messenger import StoreLost
 from .rendezvous import Rendezvous, lost, settings_of
-from .rounds import Round, processes
 from .spec import LaunchSpec, ProcessSpec
 from .static import DEFAULT_PORT
+from .static_rendezvous import interface_of, resolve_address, say
 from .supervisor import Supervisor
 
 # torch's own stores and agents speak of every connection that ends; what they mean for the run is said by us.

@@ -16,7 +16,7 @@ from .base import Launcher
 from .ports import HeldPort
 from .spec import LaunchSpec, ProcessSpec
 from .static import DEFAULT_PORT
-from .watched import watched
+from .watched_process import watched
 
 # Variables that other machines need although this launch did not set them.
 CARRIED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "GLOO_SOCKET_IFNAME")

@@ -22,9 +22,9 @@ from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.imports import is_available
 from .base import Launcher
-from .keeper import Keeper, KeptProcess, KeptSupervisor
-from .meeting import FIRST_WORD, PATIENCE
+from .ray_worker import Keeper, KeptProcess, KeptSupervisor
 from .spec import LaunchSpec, Place, ProcessSpec
+from .static_rendezvous import FIRST_WORD, PATIENCE
 
 INSTALL = "pip install 'ray>=2.40'"
 # What Ray calls accelerators, in the order in which a cluster is searched for them, and the variables by which a
@@ -173,7 +173,7 @@ class RayKeeper(Keeper):
     def introduce(self) -> dict[str, Any]:
         import ray
 
-        from .meeting import interface_of
+        from .static_rendezvous import interface_of
 
         address = ray.util.get_node_ip_address()
         given = ray.get_runtime_context().get_accelerator_ids()

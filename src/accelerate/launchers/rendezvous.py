@@ -16,11 +16,11 @@ from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError, nearest
-from .meeting import FIRST_WORD, PATIENCE, interface_of, introduction, reach, resolve_address, say
+from .generations import Member, Round
 from .messenger import SILENCE, Messenger, Presence, StoreLost, alive_key
 from .ports import HeldPort
-from .rounds import Member, Round
 from .spec import LaunchSpec
+from .static_rendezvous import FIRST_WORD, PATIENCE, interface_of, introduction, reach, resolve_address, say
 
 # A machine that dies is left behind in seconds: torch's own defaults take most of a minute. All in seconds but the
 # number of attempts. A heartbeat older than interval times attempts is a dead machine's.

@@ -19,7 +19,7 @@ from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
 from .base import Launcher
 from .spec import LaunchSpec, ProcessSpec
-from .watched import watched
+from .watched_process import watched
 
 # States of a job that has not ended.
 ALIVE = frozenset(

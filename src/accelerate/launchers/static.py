@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from ..core import env
 from ..core.errors import ConfigurationError
 from .base import Launcher
-from .meeting import PATIENCE, Host, Link, Peer, check_address, interface_of, join
 from .ports import HeldPort
 from .spec import LaunchSpec
+from .static_rendezvous import PATIENCE, Host, Link, Peer, check_address, interface_of, join
 
 if TYPE_CHECKING:
     from .supervisor import Supervisor

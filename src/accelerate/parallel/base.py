@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ..precision.base import Precision
-from . import memory
 from .gradients import gradients_of, multiply
+from .report import memory
 
 
 @dataclass

@@ -11,13 +11,13 @@ from ..core import extensions
 # name -> (module, class). A strategy's module is imported when it is chosen.
 STRATEGIES: dict[str, tuple[str, str]] = {
     "single": ("accelerate.parallel.base", "Strategy"),
-    "ddp": ("accelerate.parallel.ddp", "DataParallel"),
-    "xla": ("accelerate.parallel.xla", "XlaDataParallel"),
-    "fsdp1": ("accelerate.parallel.fsdp1", "FullyShardedDataParallel1"),
-    "fsdp2": ("accelerate.parallel.fsdp2", "FullyShardedDataParallel"),
+    "ddp": ("accelerate.parallel.ddp.strategy", "DataParallel"),
+    "xla": ("accelerate.parallel.ddp.xla", "XlaDataParallel"),
+    "fsdp1": ("accelerate.parallel.fsdp.fsdp1", "FullyShardedDataParallel1"),
+    "fsdp2": ("accelerate.parallel.fsdp.fsdp2", "FullyShardedDataParallel"),
     "pipeline": ("accelerate.parallel.pipeline.strategy", "PipelineParallel"),
-    "deepspeed": ("accelerate.parallel.deepspeed_strategy", "DeepSpeedZero"),
-    "tensor": ("accelerate.parallel.tensor", "TensorParallel"),
+    "deepspeed": ("accelerate.parallel.deepspeed.strategy", "DeepSpeedZero"),
+    "tensor": ("accelerate.parallel.tensor.strategy", "TensorParallel"),
 }
 
 

@@ -21,14 +21,16 @@ from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..precision.fp8 import Float8Precision
 from ..runtime import group, mesh
-from . import fsdp_state, norms, traffic
+from . import norms
+from .accumulated import HeldGradients
 from .base import Bundle, Strategy, Traffic
 from .context.loader import SequenceLoader
 from .context.region import ContextParallel
-from .held import HeldGradients
+from .fsdp import state as fsdp_state
 from .local_step import step_locally
 from .pretrained import ask_for_state
 from .remap import ParameterPlaces, Replacements
+from .report import communication as traffic
 from .scaling import AgreeingScaler
 
 logger = get_logger(__name__)

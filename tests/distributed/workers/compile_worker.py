@@ -14,9 +14,9 @@ from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.training import TorchDynamoPlugin
 from accelerate.parallel.base import Bundle
 from accelerate.parallel.compile import Compile
-from accelerate.parallel.ddp import DataParallel
-from accelerate.parallel.fsdp2 import FullyShardedDataParallel
-from accelerate.parallel.tensor import TensorParallel
+from accelerate.parallel.ddp.strategy import DataParallel
+from accelerate.parallel.fsdp.fsdp2 import FullyShardedDataParallel
+from accelerate.parallel.tensor.strategy import TensorParallel
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.base import Precision
 from accelerate.state import PartialState

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.core.errors import PrepareError
-from accelerate.parallel.deepspeed import DummyOptim, DummyScheduler
+from accelerate.parallel.deepspeed.engine import DummyOptim, DummyScheduler
 from accelerate.state import PartialState
 
 STEPS, ACCUMULATION, GLOBAL_BATCH, CLIP = 20, 2, 8, 0.05

@@ -14,7 +14,7 @@ from deepspeed_common import config, fresh
 from torch import nn
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
-from accelerate.parallel.explain import held_bytes
+from accelerate.parallel.report.explain import held_bytes
 from accelerate.state import PartialState
 
 ACCUMULATION = 3

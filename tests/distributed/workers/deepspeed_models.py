@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.core.imports import is_available
-from accelerate.parallel.deepspeed import DummyOptim, DummyScheduler
+from accelerate.parallel.deepspeed.engine import DummyOptim, DummyScheduler
 from accelerate.state import PartialState
 
 GLOBAL_BATCH, STEPS, CLIP = 8, 6, 0.1

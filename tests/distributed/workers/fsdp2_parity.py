@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.core.errors import PrepareError
 from accelerate.parallel.base import Bundle
-from accelerate.parallel.fsdp2 import FullyShardedDataParallel
+from accelerate.parallel.fsdp.fsdp2 import FullyShardedDataParallel
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.base import Precision
 from accelerate.state import PartialState

@@ -11,8 +11,8 @@ from torch import nn
 
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.parallel.base import Bundle
-from accelerate.parallel.ddp import DataParallel
-from accelerate.parallel.tensor import TensorParallel
+from accelerate.parallel.ddp.strategy import DataParallel
+from accelerate.parallel.tensor.strategy import TensorParallel
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.base import Precision
 from accelerate.state import PartialState

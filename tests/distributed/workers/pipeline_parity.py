@@ -19,8 +19,8 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.core.errors import PrepareError
 from accelerate.core.imports import is_torch_version
+from accelerate.parallel.fsdp.units import groups as groups_of
 from accelerate.parallel.pipeline.early import EarlyReceive1F1B
-from accelerate.parallel.units import groups as groups_of
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 

@@ -13,8 +13,8 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import PrepareError
 from accelerate.parallel.base import Bundle
-from accelerate.parallel.fsdp2 import FullyShardedDataParallel
-from accelerate.parallel.tensor import TensorParallel
+from accelerate.parallel.fsdp.fsdp2 import FullyShardedDataParallel
+from accelerate.parallel.tensor.strategy import TensorParallel
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.base import Precision
 from accelerate.state import PartialState

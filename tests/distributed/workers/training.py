@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, DistributedDataParallelKwargs, GradScalerKwargs
 from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.local_sgd import LocalSGD
-from accelerate.parallel.ddp import replica_of
+from accelerate.parallel.ddp.strategy import replica_of
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DDPCommunicationHookType, GradientAccumulationPlugin, set_seed
 

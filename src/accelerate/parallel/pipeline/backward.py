@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .batch import Batch, Saved
-from .wire import Arriving, Wire
+from .p2p import Arriving, Wire
 
 
 class Backward:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from .. import units
+from ..fsdp import units
 
 _BUCKET = 25 * 1024 * 1024
 

@@ -26,9 +26,9 @@ from . import merge
 from .backward import Backward
 from .batch import Batch, Boundary, Failure, Known, Saved, Stage
 from .inputs import Divider, key_of
+from .p2p import Arriving, Wire
 from .split import Cut
 from .stage import Part, Spec, StagedModel, depends_on_stand_ins, describe, fill, is_spec
-from .wire import Arriving, Wire
 
 
 class Runner:

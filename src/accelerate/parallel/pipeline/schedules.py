@@ -21,8 +21,8 @@ from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from ...core.imports import is_torch_version
 from ...precision.base import Precision
+from ..accumulated import Gradients, HeldGradients
 from ..gradients import multiply
-from ..held import Gradients, HeldGradients
 from . import losses, merge
 from .batch import Batch, Boundary, Known
 from .run import Runner

@@ -16,8 +16,8 @@ from ...core import trees
 from ...core.errors import CheckpointError
 from .. import materialize
 from ..remap import lay_out_state
+from .p2p import Wire
 from .stage import Spec
-from .wire import Wire
 
 
 def _whole(value: Any) -> Any:

@@ -26,30 +26,32 @@ from ...core.errors import PrepareError
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
-from .. import materialize, memory, norms, tensor
+from .. import materialize, norms
+from ..accumulated import HeldGradients
 from ..base import Bundle, Traffic
 from ..compile import Compile, compile_regions_fsdp2
-from ..fsdp2 import shard_model
-from ..held import HeldGradients
+from ..fsdp.fsdp2 import shard_model
+from ..fsdp.units import find_modules
 from ..local_step import step_locally
 from ..pretrained import ask_for_state
 from ..remap import ParameterPlaces
+from ..report import memory
+from ..report.communication import shard_gradients, shard_traffic, split_traffic
 from ..sharded import ShardedStrategy, reshard
 from ..skeleton import skeleton, without_storage
-from ..traffic import shard_gradients, shard_traffic, split_traffic
-from ..units import find_modules
+from ..tensor import strategy as tensor
 from . import state, weights
 from .batch import Batch, Stage
+from .communication import gradient_traffic, stage_traffic
 from .gradients import Ties, average, hold_shards, local, reduce_shards
 from .inputs import Divider, keep_to_tensors
+from .p2p import Wire
 from .plan import plan
 from .random import StageRandom
 from .run import Runner
 from .schedules import Scheduled
 from .split import Cut
 from .stage import StagedModel, drop_foreign, owned_tensors, placeholders_to
-from .traffic import gradient_traffic, stage_traffic
-from .wire import Wire
 
 logger = logging.getLogger(__name__)
 

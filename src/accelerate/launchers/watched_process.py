@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank under a foreign starter (mpirun, srun): its failure is told whole, and nobody is left behind.
+
+`python -m accelerate.launchers.watched_process command...` runs the command as its child.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from ..runtime.topology import Topology
+from .failure import told_by_rank
+from .process import die_with
+
+# srun stops a step as soon as it hears of a failure, and what it has not received by then is lost: a rank that failed
+# ends this many seconds after its last words.
+LAST_WORDS = 1.0
+HANDED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+
+
+def watched(command: Sequence[str]) -> tuple[str, ...]:
+    """The command line that runs a command as the child of such a rank."""
+    return (sys.executable, "-m", "accelerate.launchers.watched_process", *command)
+
+
+def main(command: list[str]) -> None:
+    """Run the command and end as it does."""
+    topology = Topology.from_environment()
+    under_slurm = topology.launcher == "slurm"
+    # A starter that is killed takes this process with it, and this one its child. Slurm finds all of a task by itself.
+    follow = None if under_slurm else die_with(os.getppid())
+    if follow is not None:
+        follow()
+    child = subprocess.Popen(command, preexec_fn=die_with(os.getpid()))
+    stopped: list[int] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+        child.send_signal(number)
+
+    for name in HANDED_ON:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), hand_on)
+    code = child.wait()
+    if code == 0:
+        return
+    if under_slurm:
+        if not stopped:
+            time.sleep(LAST_WORDS)
+        _end_as(code)
+    if not stopped:
+        sys.stderr.write(told_by_rank(topology.rank, code))
+        sys.stderr.flush()
+    if code < 0 or topology.launcher != "openmpi":
+        # Hydra (MPICH, Intel MPI, MVAPICH) lets the others go on where one only fails, and stops them where one dies.
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(code)
+
+
+def _end_as(code: int) -> None:
+    """End with a child's exit code, or by the signal that it died of."""
+    if code < 0:
+        if code not in (-signal.SIGKILL, -signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients between two backwards of an accumulation window, wherever they lie: taken aside, added, saved, put back.
+
+A parameter that no FSDP unit shards has them in `.grad`. One that FSDP2 shards has what is not reduced yet beside the
+whole parameter, in its dtype or in that of the reduction, and what is reduced at its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from ..core.errors import CheckpointError
+from . import materialize
+from .fsdp import units
+
+# By the name of the place.
+Gradients = dict[str, torch.Tensor]
+
+
+class _Place(NamedTuple):
+    """Where a gradient lies: `owner.attribute`, of the shape and layout of `like`."""
+
+    name: str
+    owner: Any
+    attribute: str
+    like: torch.Tensor
+
+
+class HeldGradients:
+    """The gradients that a model has on this rank, of a window so far. Made when the model is laid out.
+
+    `roots` are the modules in which units of FSDP2 are looked for, where the model itself is none.
+    """
+
+    def __init__(self, model: nn.Module, roots: Iterable[nn.Module] | None = None) -> None:
+        modules = {id(module): module for root in roots or [model] for module in root.modules()}.values()
+        self._units = [module for module in modules if isinstance(module, FSDPModule)]
+        sharded = [
+            parameter
+            for unit in self._units
+            for group in units.groups(unit._get_fsdp_state())
+            for parameter in group.fsdp_params
+        ]
+        # While no unit is gathered the model shows shards.
+        names = {id(p): materialize.canonical_name(name) for name, p in model.named_parameters()}
+        self._sharded = [(names[id(_shown(parameter))], parameter) for parameter in sharded]
+        inside = {id(_shown(parameter)) for parameter in sharded}
+        self._plain = [(names[id(p)], p) for p in model.parameters() if id(p) not in inside]
+        self._known: list[_Place] = []
+
+    def _places(self) -> list[_Place]:
+        if self._known:
+            return self._known
+        found = [_Place(name, parameter, "grad", parameter) for name, parameter in self._plain]
+        gathered = [(name, sharded) for name, sharded in self._sharded if hasattr(sharded, "_unsharded_param")]
+        for name, sharded in gathered:
+            whole = sharded._unsharded_param
+            found.append(_Place(f"{name} (shard)", sharded.sharded_param, "grad", sharded.sharded_param))
+            found.append(_Place(f"{name} (whole)", whole, "grad", whole))
+            found.append(_Place(f"{name} (sum)", sharded, "unsharded_accumulated_grad", whole))
+        if len(gathered) == len(self._sharded):
+            self._known = found
+        return found
+
+    def take(self) -> Gradients:
+        """What is held; nothing is afterwards."""
+        found: Gradients = {}
+        for name, owner, attribute, _ in self._places():
+            if (gradient := getattr(owner, attribute)) is not None:
+                found[name] = gradient
+                setattr(owner, attribute, None)
+        return found
+
+    def add(self, gradients: Gradients) -> None:
+        """Add what was taken to what is held."""
+        for name, owner, attribute, _ in self._places() if gradients else ():
+            if (gradient := gradients.get(name)) is None:
+                continue
+            held = getattr(owner, attribute)
+            if held is None:
+                setattr(owner, attribute, gradient)
+            else:
+                held.add_(gradient)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Place -> this rank's part of what is held there; of a DTensor with its placements."""
+        held = {place.name: getattr(place.owner, place.attribute) for place in self._places()}
+        return {name: _saved(gradient) for name, gradient in held.items() if gradient is not None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Hold what was saved and nothing else; every rank calls it. Raises CheckpointError for what does not fit."""
+        if state and not self._known:
+            # What lies beside whole parameters needs them; a model that has not run yet has none.
+            for unit in self._units:
+                unit.unshard()
+                unit.reshard()
+        places = {place.name: place for place in self._places()}
+        if strange := [name for name in state if name not in places]:
+            raise CheckpointError(
+                f"the saved window holds gradients of {', '.join(strange[:5])}, unknown on this rank"
+            )
+        loaded = {name: _loaded(name, value, places[name].like) for name, value in state.items()}
+        for name, place in places.items():
+            setattr(place.owner, place.attribute, loaded.get(name))
+
+
+def _saved(gradient: torch.Tensor) -> Any:
+    if not isinstance(gradient, DTensor):
+        return gradient.detach()
+    return {"local": gradient.to_local().detach(), "placements": [str(where) for where in gradient.placements]}
+
+
+def _loaded(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
+    is_split = isinstance(like, DTensor)
+    local = value["local"] if isinstance(value, Mapping) else value
+    if is_split is not isinstance(value, Mapping) or (not is_split and local.shape != like.shape):
+        raise CheckpointError(f"the saved gradient of {name} has shape {list(local.shape)}, not {list(like.shape)}")
+    local = local.to(like.device)
+    if not isinstance(like, DTensor):
+        return local
+    placements = [_placement(text, like) for text in value["placements"]]
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _placement(text: str, like: DTensor) -> Placement:
+    """What `str` makes of a placement, read."""
+    known = {str(where): where for where in like.placements}
+    if text in known:
+        return known[text]
+    if text == "R":
+        return Replicate()
+    kind, _, inside = text.removesuffix(")").partition("(")
+    if kind not in ("S", "P"):
+        raise CheckpointError(f"a saved gradient is laid out as {text}, which cannot be put back")
+    return Shard(int(inside)) if kind == "S" else Partial(inside)
+
+
+def _shown(sharded: Any) -> nn.Parameter:
+    """What the model shows of a parameter of FSDP2, which learns only in the first forward of storage given since."""
+    place = sharded._module_info
+    found: nn.Parameter = getattr(place.module, place.param_name)
+    return found

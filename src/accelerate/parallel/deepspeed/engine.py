@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed engines behind the API's names: placeholders for what its file decides, wrappers, an engine's birth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config.deepspeed import DeepSpeedPlugin, get_active_deepspeed_plugin
+from ...core.errors import ConfigurationError, PrepareError
+from ...core.imports import required
+from ...optimizer import AcceleratedOptimizer
+from ...scheduler import AcceleratedScheduler
+from .items import check_multiplies, multiplied
+
+__all__ = [
+    "DeepSpeedEngineWrapper",
+    "DeepSpeedOptimizerWrapper",
+    "DeepSpeedSchedulerWrapper",
+    "DummyOptim",
+    "DummyScheduler",
+    "get_active_deepspeed_plugin",
+    "start_engine",
+]
+
+
+class DummyOptim:
+    """Stands for the optimizer that a DeepSpeed file describes; its "auto" values are filled from here."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """Stands for the scheduler that a DeepSpeed file describes, or that `lr_scheduler_callable(optimizer)` makes."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+
+class DeepSpeedEngineWrapper:
+    """Drives an engine: its backward, and its step where the gradients of a window are complete."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
+        """One backward; with `sync_gradients` the engine reduces, clips, steps, moves its scheduler, clears."""
+        # The window is the user's: it may end early, with the loader.
+        self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+        self.engine.backward(loss, **kwargs)
+        if sync_gradients:
+            self.engine.step()
+
+    def backward_items(self, loss: torch.Tensor, factor: Callable[[], torch.Tensor] | None, **kwargs: Any) -> None:
+        """One backward of a loss that is not divided by the steps; where a window ends, the engine steps with its
+        gradients times `factor()`. Raises ConfigurationError for an engine whose gradients cannot be multiplied."""
+        check_multiplies(self.engine)
+        self.engine.set_gradient_accumulation_boundary(is_boundary=factor is not None)
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        if factor is not None:
+            with multiplied(self.engine, factor()):
+                self.engine.step()
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the last step's gradients before clipping; None before the first step, and without ZeRO."""
+        norm = self.engine.get_global_grad_norm()
+        return norm.item() if isinstance(norm, torch.Tensor) else norm
+
+
+class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
+    """The engine's optimizer as the user's loop sees it: the engine has stepped in its backward already."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Nothing: the engine clears the gradients after its step."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Nothing: the engine has stepped in the backward that completed the window. It takes no closure."""
+        if closure is not None:
+            raise TypeError("a DeepSpeed engine takes no closure: it has stepped in accelerator.backward already")
+        if self.gradient_state.sync_gradients:
+            self.steps_made += 1
+            for call in self._after_step:
+                call()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the engine left the last step out because gradients were not finite."""
+        return bool(getattr(self.optimizer, "overflow", False))
+
+
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """The engine's scheduler as the user's loop sees it: the engine moves it with its step."""
+
+    def __init__(self, scheduler: Any, optimizers: Any) -> None:
+        super().__init__(scheduler, optimizers)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the engine has moved it."""
+
+
+def start_engine(
+    plugin: DeepSpeedPlugin,
+    model: nn.Module,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    *,
+    micro_batch_size: int,
+    gradient_accumulation_steps: int,
+    world_size: int,
+) -> tuple[Any, DeepSpeedOptimizerWrapper | None, DeepSpeedSchedulerWrapper | None]:
+    """(engine, optimizer, scheduler) of a model under a plugin's configuration, its "auto" values filled.
+
+    The scheduler is None where the engine does not move it (one of torch's own). `micro_batch_size` is the samples of
+    one process and backward. Raises PrepareError for an optimizer or scheduler that is given twice (here and in the
+    file) or not at all, ConfigurationError for values that contradict each other.
+    """
+    return required("deepspeed", _start_engine)(
+        plugin, model, optimizer, scheduler, micro_batch_size, gradient_accumulation_steps, world_size
+    )
+
+
+def _start_engine(
+    plugin: DeepSpeedPlugin,
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    micro_batch_size: int,
+    accumulation: int,
+    world_size: int,
+) -> tuple[Any, DeepSpeedOptimizerWrapper | None, DeepSpeedSchedulerWrapper | None]:
+    import deepspeed
+    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+
+    _check_given("optimizer", optimizer, DummyOptim, plugin)
+    callable_ = getattr(scheduler, "lr_scheduler_callable", None)
+    if callable_ is None:
+        _check_given("scheduler", scheduler, DummyScheduler, plugin)
+    _fill(
+        plugin,
+        facts={
+            "train_micro_batch_size_per_gpu": micro_batch_size,
+            "gradient_accumulation_steps": accumulation,
+            "train_batch_size": micro_batch_size * accumulation * world_size,
+        },
+        defaults=_defaults(model, optimizer, scheduler),
+    )
+    arguments: dict[str, Any] = {"model": model, "config": plugin.deepspeed_config}
+    if isinstance(optimizer, DummyOptim):
+        arguments["model_parameters"] = optimizer.params
+    elif optimizer is not None:
+        arguments["optimizer"] = optimizer
+        plugin.deepspeed_config.setdefault("zero_allow_untested_optimizer", True)
+    if callable_ is not None:
+        arguments["lr_scheduler"] = callable_
+    elif type(scheduler).__name__ in VALID_LR_SCHEDULES:
+        arguments["lr_scheduler"] = scheduler
+    engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**arguments)
+    wrapped = None if optimizer is None else DeepSpeedOptimizerWrapper(own_optimizer)
+    moved = None if scheduler is None or own_scheduler is None else DeepSpeedSchedulerWrapper(own_scheduler, wrapped)
+    return engine, wrapped, moved
+
+
+def _check_given(name: str, given: Any, placeholder: type, plugin: DeepSpeedPlugin) -> None:
+    in_file = plugin.get_value(name) is not None
+    if in_file and given is not None and not isinstance(given, placeholder):
+        raise PrepareError(
+            f"the DeepSpeed config has a `{name}` and a {type(given).__name__} is given too: remove it from the "
+            f"config, or give accelerate.utils.{placeholder.__name__}"
+        )
+    if isinstance(given, placeholder) and not in_file:
+        raise PrepareError(
+            f"{placeholder.__name__} stands for the `{name}` of a DeepSpeed config, which has none: add it there, or "
+            f"give a real {name}"
+        )
+
+
+def _fill(plugin: DeepSpeedPlugin, facts: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Fill what is "auto". A set value may differ from a default of ours, never from what the program does."""
+    mismatches: list[str] = []
+    for key in facts:
+        plugin.fill_match(key, mismatches, **facts)
+    if mismatches:
+        raise ConfigurationError("the DeepSpeed config and the program differ:\n" + "\n".join(mismatches))
+    plugin.deepspeed_config_process(must_match=False, **facts, **defaults)
+
+
+def _defaults(model: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Values for what a configuration leaves "auto" and the batches do not decide."""
+    known: dict[str, Any] = {
+        "gradient_clipping": 1.0,
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+    }
+    config = getattr(model, "config", None)
+    hidden = getattr(config, "hidden_size", None) or max(getattr(config, "hidden_sizes", None) or [0])
+    if hidden:
+        known["zero_optimization.reduce_bucket_size"] = hidden * hidden
+        known["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * hidden * hidden)
+        known["zero_optimization.stage3_param_persistence_threshold"] = 10 * hidden
+    if isinstance(optimizer, DummyOptim):
+        known["optimizer.params.lr"] = optimizer.lr
+        known["optimizer.params.weight_decay"] = optimizer.weight_decay
+    if isinstance(scheduler, DummyScheduler):
+        known["scheduler.params.warmup_min_lr"] = 0
+        lr = getattr(scheduler.optimizer, "lr", None) or getattr(scheduler.optimizer, "defaults", {}).get("lr")
+        if lr is not None:
+            known["scheduler.params.warmup_max_lr"] = lr
+        known["scheduler.params.warmup_num_steps"] = scheduler.warmup_num_steps
+        if scheduler.total_num_steps is not None:
+            known["scheduler.params.total_num_steps"] = scheduler.total_num_steps
+    return known

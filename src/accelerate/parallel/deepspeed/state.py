@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole state of a DeepSpeed engine, of any ZeRO stage, as a plain run has it: any other layout can load it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...config.deepspeed import DeepSpeedPlugin
+from ...core.errors import CheckpointError, ConfigurationError
+from ..materialize import canonical_name
+from ..skeleton import complete, skeleton, without_storage
+
+
+class EngineState:
+    """An engine and the parameters that its optimizer was made with, by group."""
+
+    def __init__(self, engine: Any, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        self.engine = engine
+        self.module: nn.Module = engine.module
+        self.parameters = [list(group) for group in groups]
+        self.light = without_storage(self.module.state_dict(keep_vars=True))
+        self.skeleton = skeleton(type(self.module).__qualname__, self.light)
+
+    def groups(self) -> list[dict[str, list[int]]]:
+        """{plain name: shape} of the parameters in each group."""
+        names = {id(parameter): canonical_name(name) for name, parameter in self.module.named_parameters()}
+        return [
+            {names[id(p)]: list(getattr(p, "ds_shape", p.shape)) for p in group if id(p) in names}
+            for group in self.parameters
+        ]
+
+    # -- weights
+
+    def model_state(self) -> dict[str, Any]:
+        """The whole state, with the fp32 weights that the optimizer trains; on the host of rank 0, empty elsewhere."""
+        kept: dict[str, Any] = {}
+        is_main, taken = dist.get_rank() == 0, {}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor) and id(value) not in taken:
+                # Every rank helps to put a tensor together, once for all of its names; one keeps it.
+                whole = self._whole(value)
+                taken[id(value)] = whole.detach().to("cpu", copy=True) if is_main else None
+            if is_main:
+                kept[canonical_name(name)] = taken[id(value)] if isinstance(value, torch.Tensor) else value
+        return kept
+
+    @staticmethod
+    def _whole(value: torch.Tensor) -> torch.Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        found = safe_get_full_fp32_param(value) if _has_master(value) else None
+        if found is not None:
+            return found.view(getattr(value, "ds_shape", value.shape))
+        with _gathered(value):
+            return value.detach().clone()
+
+    @torch.no_grad()
+    def load_model_state(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Take a whole state, which every rank holds. Raises CheckpointError for names that one of the two lacks."""
+        whole = complete(state, self.light)
+        if strict and (differing := sorted(set(state) - set(self.light) | set(self.light) - set(whole))):
+            raise CheckpointError(
+                f"the state and the model differ in {len(differing)} names: {', '.join(differing[:5])}"
+            )
+        for name, target in self.module.state_dict(keep_vars=True).items():
+            value = whole.get(canonical_name(name))
+            if not isinstance(target, torch.Tensor) or value is None:
+                continue
+            with _gathered(target, modifier_rank=0):
+                target.data.copy_(value)
+            if _has_master(target):
+                self._set(target, value, None)
+
+    # -- optimizer
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer that steps; ZeRO's own is around it."""
+        return getattr(self.engine.optimizer, "optimizer", self.engine.optimizer)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the optimizer has whole parameters: no ZeRO, no master weights."""
+        return not any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in self._flat())
+
+    def _flat(self) -> Iterator[nn.Parameter]:
+        for group in self.parameters:
+            yield from group
+
+    def _keys(self) -> list[str]:
+        """The entries that are tensors of a parameter's shape (exp_avg, ...)."""
+        entries = [entry for entry in self.inner.state.values() if entry]
+        return sorted({k for entry in entries for k, v in entry.items() if isinstance(v, torch.Tensor) and v.dim()})
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """As `optimizer.state_dict()` of a plain run gives it: on the host of rank 0, empty on the other ranks."""
+        if self.is_plain:
+            state: dict[str, Any] = self.engine.optimizer.state_dict()
+            return state if dist.get_rank() == 0 else {}
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        keys = self._keys()
+        first: dict[str, Any] = next((entry for entry in self.inner.state.values() if entry), {})
+        scalars = {k: v for k, v in first.items() if k not in keys}
+        found: dict[int, dict[str, Any]] = {}
+        for position, parameter in enumerate(self._flat()):
+            whole = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
+            if dist.get_rank() == 0 and all(value is not None for value in whole.values()) and keys:
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                found[position] = {
+                    **{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()},
+                    **{key: value.view(shape).to("cpu", copy=True) for key, value in whole.items()},
+                }
+        return {"state": found, "param_groups": self._options()} if dist.get_rank() == 0 else {}
+
+    def _options(self) -> list[dict[str, Any]]:
+        """The options of each group, with its parameters by number."""
+        held, first = [], 0
+        for group, members in zip(self.engine.optimizer.param_groups, self.parameters, strict=False):
+            options = {key: value for key, value in group.items() if key != "params" and _is_plain_value(value)}
+            held.append({**options, "params": list(range(first, first + len(members)))})
+            first += len(members)
+        return held
+
+    @torch.no_grad()
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """Take the state of a plain run's optimizer, which every rank holds."""
+        if self.is_plain:
+            self.engine.optimizer.load_state_dict(state)
+            return
+        self._fill_in(next(iter(state["state"].values()), {}))
+        keys = self._keys()
+        for position, parameter in enumerate(self._flat()):
+            for key, value in state["state"].get(position, {}).items():
+                if key in keys:
+                    self._set(parameter, value, key)
+        for group, saved in zip(self.engine.optimizer.param_groups, state["param_groups"], strict=False):
+            group.update({key: value for key, value in saved.items() if key in group and key != "params"})
+
+    def _fill_in(self, saved: Mapping[str, Any]) -> None:
+        """Give the inner optimizer the entries of a saved state, zero; counters have the saved value."""
+        zero = self.engine.optimizer
+        names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        for flat in next((getattr(zero, name) for name in names if hasattr(zero, name)), []):
+            entry = self.inner.state[flat]
+            for key, value in saved.items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    entry.setdefault(key, torch.zeros_like(flat))
+                elif isinstance(entry.get(key), int):  # DeepSpeed's own optimizers count in whole numbers
+                    entry[key] = int(value)
+                else:
+                    entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def _set(self, parameter: Any, value: torch.Tensor, key: str | None) -> None:
+        """Fill this rank's part of a parameter's fp32 weights, or of an entry of its state."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        from deepspeed.utils.tensor_fragment import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+        value = value.detach().to(device=self.engine.device, dtype=torch.float32)
+        if hasattr(parameter, "ds_id"):
+            # The last rank's part is padded, which DeepSpeed's own functions for whole values leave out.
+            size = parameter.ds_tensor.ds_numel
+            start = size * dist.get_rank()
+            part = value.new_zeros(size)
+            own = value.flatten()[start : start + size]
+            part[: own.numel()] = own
+            if key is None:
+                safe_set_local_fp32_param(parameter, part)
+            else:
+                safe_set_local_optimizer_state(parameter, part, key)
+        elif hasattr(parameter, "_hp_mapping"):
+            if key is None:
+                safe_set_full_fp32_param(parameter, value)
+            else:
+                safe_set_full_optimizer_state(parameter, value, key)
+
+
+def computing_weights(model: Any, plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    """The weights that an engine computes with: whole on every rank below stage 3, on rank 0 with stage 3.
+
+    Raises ConfigurationError (a ValueError) where stage 3 is not to gather them.
+    """
+    if model.zero_optimization_partition_weights():
+        if not model.zero_gather_16bit_weights_on_model_save():
+            raise ConfigurationError(
+                "Cannot get 16bit model weights because `stage3_gather_16bit_weights_on_model_save` in DeepSpeed "
+                "config is False. Set it to True there, or `zero3_save_16bit_model` in the plugin. `save_state` saves "
+                "all of the fp32 weights; `model.save_checkpoint(folder)` the engine's own checkpoint, from which "
+                "`zero_to_fp32.py` takes them."
+            )
+        return dict(model._zero3_consolidated_16bit_state_dict() or {})
+    from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+
+    return dict(clone_tensors_for_torch_save(model.module.state_dict()))
+
+
+def _gathered(parameter: torch.Tensor, modifier_rank: int | None = None) -> AbstractContextManager[Any]:
+    """A block in which a parameter is whole; with `modifier_rank` the ranks take that one's values at its end."""
+    if not hasattr(parameter, "ds_id"):
+        return nullcontext()
+    import deepspeed
+
+    block: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank)
+    return block
+
+
+def _has_master(value: torch.Tensor) -> bool:
+    """Whether an engine trains a parameter. Stage 3 also holds models that only answer, without an optimizer."""
+    return value.requires_grad and (hasattr(value, "_z3_optimizer") or not hasattr(value, "ds_id"))
+
+
+def _is_plain_value(value: Any) -> bool:
+    return value is None or isinstance(value, int | float | str | tuple | list | torch.Tensor)

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's ZeRO: an engine holds the model, its optimizer and the steps of a window."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...config.deepspeed import DeepSpeedPlugin, get_active_deepspeed_plugin
+from ...core import env
+from ...core.devices import kind_of
+from ...core.errors import ConfigurationError, PrepareError
+from ...core.imports import is_available
+from ...precision.base import Precision
+from ...runtime import group
+from ...state import AcceleratorState, GradientState, PartialState
+from ..base import Bundle, Strategy, Traffic
+from ..compile import Compile, compile_regions_deepspeed
+from ..report.communication import dtype_name
+from .communication import engine_traffic
+from .engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DummyOptim, DummyScheduler, start_engine
+from .memory import engine_bytes, engine_masters
+from .state import EngineState, computing_weights
+
+
+class DeepSpeedZero(Strategy):
+    """One engine drives one model: it reduces, clips, steps and moves its scheduler in the backward of a window's end.
+
+    The plugin in force (`AcceleratorState().select_deepspeed_plugin`) is that of the model prepared next; each model
+    that trains has an Accelerator of its own.
+    """
+
+    name = "DeepSpeed"
+    holds_parts = True
+    divides_loss = False
+
+    def __init__(self, device: torch.device, precision: Precision) -> None:
+        super().__init__(device, precision)
+        if not is_available("deepspeed"):
+            raise ConfigurationError(
+                "deepspeed_plugin is given and DeepSpeed is not installed: pip install deepspeed (or "
+                "accelerate[deepspeed]); on a machine without a GPU with DS_BUILD_OPS=0 and --no-build-isolation"
+            )
+        if device.type == "cpu" and env.get("DS_ACCELERATOR") is None:
+            # DeepSpeed looks for a device of its own; it asks once, when it is imported.
+            env.publish({"DS_ACCELERATOR": "cpu"})
+        if not dist.is_initialized():
+            group.start_alone(kind_of(device).backend)
+        if env.get("LOCAL_RANK") is None:
+            # An engine reads its place from there; a process that nobody launched is the first.
+            env.publish({"LOCAL_RANK": PartialState().local_process_index})
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        self.engine: DeepSpeedEngineWrapper | None = None
+        self._states: dict[int, EngineState] = {}
+        self._warned = False
+
+    @property
+    def plugin(self) -> DeepSpeedPlugin:
+        return get_active_deepspeed_plugin(AcceleratorState())
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        return dist.get_rank(), dist.get_world_size()
+
+    def prepare_together(self, objects: list[Any], split_batches: bool = False) -> list[Any]:
+        """The objects of one `prepare`: the engine in the model's place, its optimizer and scheduler in theirs.
+
+        Raises PrepareError where they cannot make one engine, ConfigurationError where they contradict the config.
+        """
+        models = [i for i, obj in enumerate(objects) if isinstance(obj, nn.Module) and not _is_engine(obj)]
+        optimizers = [i for i, obj in enumerate(objects) if _is_optimizer(obj)]
+        schedulers = [i for i, obj in enumerate(objects) if _is_scheduler(obj)]
+        if not models:
+            if optimizers:
+                raise PrepareError(
+                    "DeepSpeed makes one engine of a model and its optimizer: give both to one call of prepare()"
+                )
+            return objects
+        for kind, found in (("models", models), ("optimizers", optimizers), ("schedulers", schedulers)):
+            if len(found) > 1:
+                raise PrepareError(
+                    f"prepare() got {len(found)} {kind}: a DeepSpeed engine has one. Make an Accelerator for each "
+                    "model that trains, with deepspeed_plugins={name: plugin, ...}"
+                )
+        plugin = self.plugin
+        micro = _micro_batch_size(plugin, objects, split_batches)
+        steps = _accumulation_steps(plugin)
+        model = objects[models[0]]
+        optimizer = objects[optimizers[0]] if optimizers else None
+        scheduler = objects[schedulers[0]] if schedulers else None
+        if optimizer is None and plugin.get_value("optimizer") is None and _stage(plugin) in (1, 2):
+            raise PrepareError(
+                f"ZeRO stage {_stage(plugin)} needs an optimizer: give it to the same call of prepare(), or use stage "
+                "3 (or 0) for a model that does not train"
+            )
+        engine, wrapped, moved = self._start(plugin, model, optimizer, scheduler, micro, steps)
+        result = list(objects)
+        result[models[0]] = engine
+        if optimizers:
+            result[optimizers[0]] = wrapped
+        if schedulers and moved is not None:
+            result[schedulers[0]] = moved
+        return result
+
+    def _start(
+        self, plugin: DeepSpeedPlugin, model: nn.Module, optimizer: Any, scheduler: Any, micro: int, steps: int
+    ) -> tuple[Any, Any, Any]:
+        plugin.set_moe_leaf_modules(model)
+        for transform in self.transforms:
+            if not isinstance(transform, Compile):
+                model = transform.apply(model)
+        groups = _parameter_groups(model, optimizer)
+        engine, wrapped, moved = start_engine(
+            plugin, model, optimizer, scheduler, micro_batch_size=micro, gradient_accumulation_steps=steps,
+            world_size=dist.get_world_size(),
+        )  # fmt: skip
+        self._states[id(engine)] = EngineState(engine, groups)
+        for transform in self.transforms:
+            if isinstance(transform, Compile):
+                _compile(engine, transform)
+        if wrapped is not None or self.engine is None:
+            if self.engine is not None:
+                warnings.warn(
+                    "this Accelerator drives a DeepSpeed engine already; accelerator.backward stays with the first "
+                    "one. Make an Accelerator for each model that trains."
+                )
+            else:
+                self.engine = DeepSpeedEngineWrapper(engine)
+        return engine, wrapped, moved
+
+    def prepare(self, bundle: Bundle) -> Bundle:
+        """Engines are ready; a model that comes alone (`prepare_model`) is placed, and does not train."""
+        for position, model in enumerate(bundle.models):
+            if not _is_engine(model) and bundle.place[position]:
+                bundle.models[position] = model.to(self.device)
+        return bundle
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self._driven().backward(loss, sync_gradients=GradientState().sync_gradients, **kwargs)
+
+    def backward_items(
+        self,
+        loss: torch.Tensor,
+        factor: Callable[[], torch.Tensor] | None = None,
+        models: Iterable[nn.Module] = (),
+        **kwargs: Any,
+    ) -> None:
+        self._driven().backward_items(loss, factor, **kwargs)
+
+    def _driven(self) -> DeepSpeedEngineWrapper:
+        if self.engine is None:
+            raise PrepareError("backward() before prepare(): DeepSpeed has no engine yet")
+        return self.engine
+
+    def reduce_items(self, count: torch.Tensor) -> Any:
+        return dist.all_reduce(count, async_op=True)
+
+    def traffic(self, model: nn.Module, backwards: int) -> list[Traffic] | None:
+        return engine_traffic(model, backwards) if _is_engine(model) else []
+
+    def held(self, models: Sequence[nn.Module], windows: bool) -> dict[str, int]:
+        found = Counter(super().held([model for model in models if not _is_engine(model)], windows))
+        for model in models:
+            if _is_engine(model):
+                found.update(engine_bytes(model))
+        return dict(found)
+
+    def masters(self, model: nn.Module) -> Iterable[torch.Tensor]:
+        return engine_masters(model) if _is_engine(model) else super().masters(model)
+
+    def dtypes(self, model: nn.Module) -> tuple[str, str]:
+        if not _is_engine(model):
+            return super().dtypes(model)
+        computes = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+        return dtype_name(computes), dtype_name(model.communication_data_type)  # type: ignore[arg-type]
+
+    def clip_grad_norm(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """The norm of the gradients that the engine has clipped, in its step, by its own `gradient_clipping`."""
+        if self.engine is None:
+            raise PrepareError("clip_grad_norm_() before prepare(): DeepSpeed has no engine yet")
+        limit = self.plugin.get_value("gradient_clipping", 0.0)
+        if limit != max_norm and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"clip_grad_norm_(max_norm={max_norm}): the engine clips by gradient_clipping={limit} of its "
+                "configuration, before this call. Set that value to the one that you want."
+            )
+        return self.engine.get_global_grad_norm()  # type: ignore[return-value]
+
+    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        raise ConfigurationError(
+            "DeepSpeed does not support `clip_grad_value_`: its engine has stepped by now. Use gradient_clipping."
+        )
+
+    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The weights that compute, as the API gives them. Raises ValueError where stage 3 is not to gather them."""
+        return computing_weights(model, self.plugin) if _is_engine(model) else model.state_dict()
+
+    def save_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The full state with the optimizer's fp32 weights: on the host of rank 0, empty on the other ranks."""
+        return self._states[id(model)].model_state() if _is_engine(model) else model.state_dict()
+
+    def load_state_dict(self, model: nn.Module, state: dict[str, torch.Tensor], strict: bool = True) -> None:
+        """Take a full state, which every rank holds."""
+        if _is_engine(model):
+            self._states[id(model)].load_model_state(state, strict)
+        else:
+            model.load_state_dict(state, strict=strict)
+
+    def optimizer_state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The full state as `optimizer.state_dict()` of a plain run gives it: on rank 0, empty on the other ranks."""
+        return self._states[id(model)].optimizer_state()
+
+    def load_optimizer_state_dict(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
+        """Take a plain run's optimizer state, which every rank holds."""
+        self._states[id(model)].load_optimizer_state(state)
+
+    def plain(self, model: nn.Module) -> nn.Module | None:
+        return self._states[id(model)].skeleton if _is_engine(model) else None
+
+    def plain_groups(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, list[int]]]:
+        return self._states[id(model)].groups()
+
+    def trained_by(self, optimizer: Any, models: list[nn.Module]) -> nn.Module | None:
+        """The engine that made an optimizer."""
+        inner = getattr(optimizer, "optimizer", optimizer)
+        return next((model for model in models if getattr(model, "optimizer", None) is inner), None)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model.module if _is_engine(model) else model  # type: ignore[return-value]
+
+    def release(self) -> None:
+        """Give up the engine's memory and hooks."""
+        if self.engine is not None:
+            self.engine.engine.destroy()
+        self.engine = None
+        self._states.clear()
+
+
+def _is_engine(model: Any) -> bool:
+    import deepspeed
+
+    return isinstance(model, deepspeed.DeepSpeedEngine)
+
+
+def _is_optimizer(obj: Any) -> bool:
+    return isinstance(obj, torch.optim.Optimizer | DummyOptim) and not isinstance(obj, DeepSpeedOptimizerWrapper)
+
+
+def _is_scheduler(obj: Any) -> bool:
+    return isinstance(obj, torch.optim.lr_scheduler.LRScheduler | DummyScheduler) or _is_engines_scheduler(obj)
+
+
+def _is_engines_scheduler(obj: Any) -> bool:
+    from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
+
+    return type(obj).__name__ in VALID_LR_SCHEDULES
+
+
+def _parameter_groups(model: nn.Module, optimizer: Any) -> list[list[nn.Parameter]]:
+    """The parameters of each group; ZeRO leaves the objects, but not the optimizer's lists of them."""
+    if optimizer is None:
+        return [[parameter for parameter in model.parameters() if parameter.requires_grad]]
+    if isinstance(optimizer, DummyOptim):
+        # Often a generator, which is read once.
+        optimizer.params = listed = list(optimizer.params)
+        return [list(group["params"]) for group in listed] if listed and isinstance(listed[0], dict) else [listed]
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _stage(plugin: DeepSpeedPlugin) -> int:
+    return int(plugin.get_value("zero_optimization.stage", 0))
+
+
+def _micro_batch_size(plugin: DeepSpeedPlugin, objects: list[Any], split_batches: bool) -> int:
+    """Samples of one process and backward: what the config says, else the loaders. They must not contradict."""
+    key = "train_micro_batch_size_per_gpu"
+    asked = plugin.get_value(key, "auto")
+    sizes = []
+    for obj in objects:
+        if isinstance(obj, torch.utils.data.DataLoader):
+            size = getattr(obj, "batch_size", None)
+            size = getattr(obj.batch_sampler, "batch_size", None) if size is None else size
+            if isinstance(size, int):
+                sizes.append(max(1, size // dist.get_world_size()) if split_batches else size)
+    if asked != "auto":
+        if sizes and asked not in sizes:
+            raise ConfigurationError(
+                f"the DeepSpeed config has {key}={asked}, the loaders have batches of {', '.join(map(str, sizes))} a "
+                "process: make them equal, or set it to auto"
+            )
+        return int(asked)
+    if not sizes:
+        raise PrepareError(
+            "When using DeepSpeed, `accelerate.prepare()` requires you to pass at least one of training or evaluation "
+            f"dataloaders with `batch_size` attribute returning an integer value, or set an integer value for `{key}` "
+            "in the DeepSpeed config file, or assign one to "
+            f"`AcceleratorState().deepspeed_plugin.deepspeed_config['{key}']`."
+        )
+    return min(sizes) if plugin.is_train_batch_min else max(sizes)
+
+
+def _accumulation_steps(plugin: DeepSpeedPlugin) -> int:
+    """Backwards of a window: the config's and the Accelerator's, where one of them says something."""
+    state, asked = GradientState(), plugin.get_value("gradient_accumulation_steps", "auto")
+    if asked == "auto" or (plugin.accumulation_by_default and state.num_steps != 1):
+        plugin.deepspeed_config["gradient_accumulation_steps"] = state.num_steps
+        return state.num_steps
+    if state.num_steps not in (1, asked):
+        raise ConfigurationError(
+            f"the DeepSpeed config has gradient_accumulation_steps={asked}, the Accelerator {state.num_steps}: make "
+            "them equal, or set it to auto"
+        )
+    state.plugin_kwargs["num_steps"] = int(asked)
+    return int(asked)
+
+
+def _compile(engine: Any, transform: Compile) -> None:
+    arguments = transform.options.to_kwargs()
+    if transform.options.use_regional_compilation:
+        compile_regions_deepspeed(engine.module, **arguments)
+        return
+    engine.compile(backend=arguments.pop("backend", "inductor"), compile_kwargs=arguments)

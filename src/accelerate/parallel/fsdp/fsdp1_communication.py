@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What FSDP1 sends in an optimizer step, told from how its units' flat parameters lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ..base import Traffic
+
+
+def flat_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
+    """Messages of a window of so many backwards. Bytes are those of whole units, as they are gathered."""
+    gathers, gathered, scatters, scattered, sums, summed = 0, 0, 0, 0, 0, 0
+    for unit, handle in flat_handles(model):
+        flat, kind = handle.flat_param, handle._sharding_strategy.name
+        trained = flat.requires_grad
+        if kind == "NO_SHARD":
+            if trained:
+                sums, summed = sums + 1, summed + flat.numel() * handle._reduce_dtype.itemsize
+            continue
+        whole = flat._sharded_size.numel() * handle.world_size
+        # Resharded: for each forward, and for the backward but of the root. Else kept from the first forward of a
+        # window to its last backward.
+        times = backwards * (1 if unit is model else 2) if kind in ("FULL_SHARD", "HYBRID_SHARD") else 1
+        gathers, gathered = gathers + times, gathered + times * whole * handle._fwd_bwd_param_dtype.itemsize
+        if not trained:
+            continue
+        size = whole * handle._reduce_dtype.itemsize
+        scatters, scattered = scatters + 1, scattered + size
+        if "HYBRID" in kind:
+            sums, summed = sums + 1, summed + size // handle.world_size
+    found = [Traffic("all-gather of parameters", gathers, gathered)]
+    found.append(Traffic("reduce-scatter of gradients", scatters, scattered))
+    found.append(Traffic("all-reduce of gradients between copies", sums, summed))
+    return [one for one in found if one.messages]
+
+
+def unsharded_gradients(model: nn.Module) -> int:
+    """Bytes by which whole gradients are larger than this rank's parts of them."""
+    larger = 0
+    for _, handle in flat_handles(model):
+        flat = handle.flat_param
+        if flat.requires_grad and handle.uses_sharded_strategy:
+            dtype = handle._fwd_bwd_param_dtype if handle._keep_low_precision_grads else flat.dtype
+            whole = flat._unpadded_unsharded_size.numel() * dtype.itemsize
+            larger += whole - flat._sharded_size.numel() * flat.dtype.itemsize
+    return larger
+
+
+def flat_dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype] | None:
+    """(computes in, gradients are reduced in); None for a model without parameters."""
+    return next(((one._fwd_bwd_param_dtype, one._reduce_dtype) for _, one in flat_handles(model)), None)
+
+
+def flat_handles(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """(unit, what holds its flat parameter) of each unit that has parameters of its own."""
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        handle: Any = unit._handle
+        if handle is not None:
+            yield unit, handle

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fully sharded data parallelism: torch's `fully_shard` (FSDP2)."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ...config.fsdp import EFFICIENT_LOADING, FullyShardedDataParallelPlugin
+from ...core import env
+from ...parallelism_config import ParallelismConfig
+from ...precision.base import Precision
+from ...runtime import mesh
+from .. import materialize
+from ..activation import checkpoint_activations
+from ..remap import ParameterPlaces, switch_parameters
+from ..report import memory
+from ..report.communication import shard_gradients
+from ..sharded import ShardedStrategy
+from ..tensor import strategy as tensor
+from . import state as fsdp_state
+from .common import FullySharded
+from .units import find_modules, select_units
+from .unsharded import WholeParameters
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class FullyShardedDataParallel(FullySharded, ShardedStrategy):
+    """Each rank keeps a part of every parameter, gradient and optimizer state, and gathers a unit when it computes."""
+
+    name = "FSDP2"
+
+    def spread(self, device: torch.device, precision: Precision, parallelism: ParallelismConfig | None) -> None:
+        ShardedStrategy.__init__(self, device, precision, parallelism)
+        self.shards = mesh.fsdp_mesh(self.layout, self.mesh, device)
+        self.copies = mesh.group_of(self.mesh, "dp_cp")
+        self.whole = WholeParameters(self.copies)
+
+    @property
+    def is_sharded(self) -> bool:  # type: ignore[override]
+        """Whether state is saved in parts, each rank its own (`state_dict_type`)."""
+        return self.plugin.state_dict_type.name == "SHARDED_STATE_DICT"  # type: ignore[union-attr]
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        if isinstance(model, FSDPModule):
+            self.lower(model)
+            return model
+        split = None
+        if self.layout.tp_enabled and self.mesh is not None:
+            split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler)
+        shard_model(model, self.plugin, self.shards, self.device, split=split, full_outputs=self.full_outputs)
+        self.lower(model)
+        self.whole.add(model, [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)])
+        return model
+
+    def held(self, models: Sequence[nn.Module], windows: bool) -> dict[str, int]:
+        found = super().held(models, windows)
+        if windows:
+            # Until the window's last backward every rank keeps whole gradients.
+            found[memory.GRADIENTS] = sum(shard_gradients(self.unwrap(model)) for model in models)
+        return found
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        sharded = _sharded_module(model)
+        if sharded is None:
+            yield
+            return
+        sharded.set_requires_gradient_sync(False)
+        try:
+            with self.whole.deferred(sharded):
+                yield
+        finally:
+            sharded.set_requires_gradient_sync(True)
+
+
+def shard_model(
+    model: nn.Module,
+    plugin: FullyShardedDataParallelPlugin,
+    shards: DeviceMesh,
+    device: torch.device,
+    ranks: dist.ProcessGroup | None = None,
+    split: Callable[[nn.Module], Any] | None = None,
+    full_outputs: bool = False,
+) -> nn.Module:
+    """Shard a model in place over `shards`: one dimension, or (copies, shards).
+
+    `ranks` are those that hold the same model before this (None: all): they get the weights of the first of them.
+    Where only that one has them (`cpu_ram_efficient_loading`, or the others built the model without storage) they are
+    spread one tensor at a time; where no rank has them, each module is initialised alone. `split` is applied first
+    (tensor parallelism). With `full_outputs` what the model returns is fp32, whatever it computed in.
+    """
+    options = copy.copy(plugin)
+    options.set_auto_wrap_policy(model)
+    ignored = {parameter for part in find_modules(model, plugin.ignored_modules) for parameter in part.parameters()}
+    units = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
+    whole = _Names(model, ignored)
+    upcast(model, plugin)
+    home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else device
+
+    def shard(equal: bool) -> None:
+        modules = units
+        if split is not None:
+            if equal:
+                # What is split is cut from equal weights, so these come first, and whole.
+                materialize.make_equal(_not_sharded_yet(model), device, ranks)
+            split(model)
+        if plugin.activation_checkpointing:
+            modules = checkpoint_activations(model, units, device, bool(plugin.activation_checkpointing_offload))
+        for unit in [*modules, model]:
+            if equal and split is None:
+                materialize.make_equal(_not_sharded_yet(unit), device, ranks)
+            _shard_unit(unit, unit is model, plugin, shards, whole.find(model), full_outputs)
+
+    from_first = bool(plugin.cpu_ram_efficient_loading)
+    materialize.lay_out(model, device, shard, ranks, home, from_first, plugin.param_init_fn)
+    return model
+
+
+class _Names:
+    """Parameters remembered by name, while the objects are replaced."""
+
+    def __init__(self, model: nn.Module, parameters: set[nn.Parameter]) -> None:
+        chosen = {id(parameter) for parameter in parameters}
+        self.names = {name for name, tensor in materialize.named_tensors(model) if id(tensor) in chosen}
+
+    def find(self, model: nn.Module) -> set[nn.Parameter]:
+        if not self.names:
+            return set()
+        named = ((materialize.canonical_name(name), parameter) for name, parameter in model.named_parameters())
+        return {parameter for name, parameter in named if name in self.names}
+
+
+def _not_sharded_yet(unit: nn.Module) -> list[torch.Tensor]:
+    """The tensors that `fully_shard(unit)` will take, after it took those of the units inside."""
+    inner = {
+        id(tensor)
+        for module in unit.modules()
+        if isinstance(module, FSDPModule)
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    return [tensor for tensor in (*unit.parameters(), *unit.buffers()) if id(tensor) not in inner]
+
+
+def _shard_unit(
+    unit: nn.Module,
+    is_root: bool,
+    plugin: FullyShardedDataParallelPlugin,
+    shards: DeviceMesh,
+    whole: set[nn.Parameter],
+    full_outputs: bool,
+) -> None:
+    policy: Any = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    if is_root and full_outputs:
+        policy = dataclasses.replace(policy, output_dtype=torch.float32)
+    reshard: Any = plugin.reshard_after_forward
+    if is_root and reshard:
+        # What the root gathers is the first that the backward needs: torch keeps it by default.
+        reshard = None
+    fully_shard(
+        unit,
+        mesh=shards,
+        reshard_after_forward=reshard,
+        mp_policy=policy,
+        offload_policy=plugin.cpu_offload,  # type: ignore[arg-type]
+        ignored_params=whole,
+    )
+
+
+def upcast(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Under mixed precision the shards, which the optimizer trains, are fp32; what computes is cast from them."""
+    policy = plugin.mixed_precision_policy
+    if policy is None or getattr(policy, "param_dtype", None) in (None, torch.float32):
+        return
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.to(torch.float32)
+
+
+def _sharded_module(model: nn.Module) -> FSDPModule | None:
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, FSDPModule) else None
+
+
+# The API's functions for those who shard by hand. `accelerator` gives the plugin, the device and the mesh.
+
+
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Shard a model in place as `accelerator.prepare` would; optimizers are not touched."""
+    if isinstance(model, FSDPModule):
+        return model
+    layout, whole_mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
+    if layout is None or whole_mesh is None:
+        layout = mesh.all_sharded(dist.get_world_size())
+        whole_mesh = mesh.build_mesh(layout, dist.get_world_size(), accelerator.device.type)
+    shards = mesh.fsdp_mesh(layout, whole_mesh, accelerator.device)
+    return shard_model(model, accelerator.state.fsdp_plugin, shards, accelerator.device)
+
+
+def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Have the units that the plugin's wrap policy finds recompute in the backward, in place."""
+    plugin = copy.copy(accelerator.state.fsdp_plugin)
+    plugin.set_auto_wrap_policy(model)
+    units = select_units(model, plugin.auto_wrap_policy, set())
+    checkpoint_activations(model, units, accelerator.device, bool(plugin.activation_checkpointing_offload))
+    return model
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Any, model: nn.Module, full_sd: Mapping[str, torch.Tensor], cpu_offload: bool = False
+) -> None:
+    """Fill a sharded model from a full state that rank 0 holds; parameters without storage get one."""
+    materialize.allocate(model, accelerator.device, torch.device("cpu") if cpu_offload else None)
+    fsdp_state.load_full_model_state(model, dict(full_sd), accelerator.device)
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Have libraries that load weights before `prepare` do so on rank 0 only (FSDP_CPU_RAM_EFFICIENT_LOADING)."""
+    env.publish({EFFICIENT_LOADING: True})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Have libraries that load weights before `prepare` do so on every rank."""
+    env.publish({EFFICIENT_LOADING: False})
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device
+) -> Callable[[nn.Module], Any]:
+    """`param_init_fn` that gives parameters which are tied in `model` one new parameter, on `device`, everywhere."""
+    ties: dict[tuple[int, str], int] = {}
+    for number, places in enumerate(ParameterPlaces(model).shared()):
+        ties.update({(id(module), name): number for module, name in places})
+    if not ties:
+        return param_init_fn
+    made: dict[int, nn.Parameter] = {}
+
+    def init_and_tie(module: nn.Module) -> nn.Module:
+        param_init_fn(module)
+        for name, parameter in list(module._parameters.items()):
+            number = ties.get((id(module), name))
+            if number is None or parameter is None:
+                continue
+            if number not in made:
+                # Only what this call has given storage counts: a parameter left on meta is not it.
+                made[number] = (
+                    parameter
+                    if not parameter.is_meta
+                    else nn.Parameter(
+                        torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                    )
+                )
+            module._parameters[name] = made[number]
+        return module
+
+    return init_and_tie
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:
+    """Have an optimizer train sharded parameters; `mapping` leads from each former one, or its `data_ptr()`, to it."""
+    switch_parameters(optimizer, mapping)
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """The same mapping under the names that the plain model has."""
+    return {materialize.canonical_name(name): value for name, value in named_params.items()}
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """A gradient scaler for sharded parameters: an overflow on one rank is an overflow on all."""
+    return torch.amp.GradScaler(**kwargs)

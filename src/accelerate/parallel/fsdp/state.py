@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole state of sharded models and optimizers: taken to rank 0, and spread from there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ...core.errors import CheckpointError
+from .. import materialize
+
+
+def full_options(model: nn.Module) -> StateDictOptions:
+    """How a whole state is taken: to the host of rank 0. FSDP1 on the CPU gives every rank a copy."""
+    # torch 2.13: FSDP1 that copies to the host what is there already reads freed memory.
+    on_host = next((parameter.device.type == "cpu" for parameter in model.parameters()), False)
+    return StateDictOptions(full_state_dict=True, cpu_offload=not (on_host and is_fsdp1(model)))
+
+
+def is_fsdp1(model: nn.Module) -> bool:
+    """Whether some part of a model is wrapped in torch's older FullyShardedDataParallel."""
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole state under plain names, copied to the host of rank 0; empty on the others. Every rank calls it."""
+    return detached(get_model_state_dict(model, options=full_options(model)))
+
+
+def load_full_model_state(
+    model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device, strict: bool = True
+) -> None:
+    """Take a whole state, which rank 0 alone needs to hold, one tensor at a time. Every rank calls it.
+
+    Raises PrepareError for a tensor of the model that the state lacks (with `strict`) or has in another shape, and
+    CheckpointError for one that the model lacks.
+    """
+    targets = _state_tensors(model)
+    known = {name for names, _ in targets for name in names}
+    if strict and (unknown := [name for name in state if name not in known]):
+        raise CheckpointError(f"the state holds {len(unknown)} tensors the model does not: {', '.join(unknown[:5])}")
+    # A tied tensor has several names, and a state may hold it under any of them.
+    chosen = [(next((name for name in names if name in state), names[0]), tensor) for names, tensor in targets]
+    offered = [[name for name, _ in chosen]]
+    dist.broadcast_object_list(offered, src=0, device=device)
+    chosen = [(name, tensor) for name, (_, tensor) in zip(offered[0], chosen, strict=True)]
+    materialize.spread(dict(state), chosen, device, strict=strict)
+
+
+def _state_tensors(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
+    """(its plain names, tensor) for all that a state dict holds."""
+    found: dict[int, tuple[list[str], torch.Tensor]] = {}
+    persistent = {materialize.canonical_name(name) for name in model.state_dict()}
+    for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            name = materialize.canonical_name(name)
+            if name in persistent:
+                found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
+
+
+def full_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]] | None = None
+) -> dict[str, Any]:
+    """The whole state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0.
+
+    Copied to host memory. Every rank calls it. `groups` are the plain names in each of the optimizer's groups; None
+    reads them off the model.
+    """
+    options = full_options(model)
+    optimizer = _plain(optimizer)
+    # What torch gives aliases the optimizer's counters, which its next step would change under the reader.
+    named: Any = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    if dist.get_rank() != 0:
+        return {}
+    names = [name for group in groups or _groups(model, optimizer) for name in group]
+    positions = {name: position for position, name in enumerate(names)}
+    listed_groups = []
+    for saved, held in zip(_groups_in_order(named, positions), optimizer.param_groups, strict=True):
+        listed = [positions[name] for name in saved["params"]]
+        listed_groups.append({**{key: saved[key] for key in held if key in saved}, "params": sorted(listed)})
+    return {"state": {positions[name]: state for name, state in named["state"].items()}, "param_groups": listed_groups}
+
+
+def load_full_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    groups: Sequence[Sequence[str]] | None = None,
+) -> None:
+    """Take the state of a plain run's optimizer, which rank 0 alone needs to hold. Every rank calls it."""
+    optimizer = _plain(optimizer)
+    named: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        groups = groups or _groups(model, optimizer)
+        names = [name for group in groups for name in group]
+        held = [len(group) for group in groups]
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        if held != saved:
+            raise CheckpointError(f"the optimizer's groups have {held} parameters, those of the state {saved}")
+        named["state"] = {names[position]: copy.deepcopy(value) for position, value in state["state"].items()}
+        named["param_groups"] = [
+            {**copy.deepcopy(group), "params": [names[position] for position in group["params"]]}
+            for group in state["param_groups"]
+        ]
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, optimizer, named, options=options)
+
+
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The plain names of an optimizer's parameters, by group, in its order."""
+    known = {id(parameter): materialize.canonical_name(name) for name, parameter in model.named_parameters()}
+    try:
+        return [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    except KeyError:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} holds parameters that are not in {type(model).__name__}: its state can "
+            "only be taken with the one model that it trains"
+        ) from None
+
+
+def _groups_in_order(named: Mapping[str, Any], positions: Mapping[str, int]) -> list[dict[str, Any]]:
+    return sorted(
+        named["param_groups"], key=lambda group: min((positions[name] for name in group["params"]), default=0)
+    )
+
+
+def unwrapped(value: torch.Tensor) -> torch.Tensor:
+    """The same memory as a plain tensor or DTensor, where fp8 has wrapped a weight to gather it in float8."""
+    if not isinstance(value, DTensor):
+        inner: torch.Tensor = getattr(value, "_tensor", value)
+        return inner
+    inner = getattr(value.to_local(), "_tensor", None)  # type: ignore[assignment]
+    if inner is None:
+        return value
+    return DTensor.from_local(
+        inner, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+
+
+def detached(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state that shares no memory with the model; names of one tied tensor share theirs with each other."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def own(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) not in copies:
+            copies[id(value)] = unwrapped(value).detach().clone()
+        return copies[id(value)]
+
+    return {name: own(value) for name, value in state.items()}
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside a prepared one."""
+    return getattr(optimizer, "optimizer", optimizer)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which modules of a model are sharded as one: the units of FSDP, chosen by a wrap policy; the parameters of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.errors import PrepareError
+
+Policy = Callable[..., bool]
+
+
+def select_units(model: nn.Module, policy: Policy | None, ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """The modules that are units of their own, children before parents, without the model itself.
+
+    `policy(module=, recurse=, nonwrapped_numel=)` is asked as torch's `auto_wrap_policy` is. A unit whose parameter is
+    tied to one outside it is given up: both ends of a tie must be gathered together.
+    """
+    if policy is None:
+        return []
+    ignored_ids = {id(parameter) for parameter in ignored}
+    units, _ = _descend(model, policy, ignored_ids, is_root=True, seen=set())
+    return _keep_ties_together(model, units, ignored_ids)
+
+
+def _descend(
+    module: nn.Module, policy: Policy, ignored: set[int], is_root: bool, seen: set[int]
+) -> tuple[list[nn.Module], int]:
+    """(units below and at `module`, parameters in them)."""
+    numel = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in ignored)
+    if id(module) in seen or not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return [], 0
+    seen.add(id(module))
+    units: list[nn.Module] = []
+    wrapped = 0
+    for child in module.children():
+        below, count = _descend(child, policy, ignored, False, seen)
+        units += below
+        wrapped += count
+    rest = numel - wrapped
+    if not is_root and rest > 0 and policy(module=module, recurse=False, nonwrapped_numel=rest):
+        return [*units, module], numel
+    return units, wrapped
+
+
+def _keep_ties_together(model: nn.Module, units: list[nn.Module], ignored: set[int]) -> list[nn.Module]:
+    """Units without those that would gather only one end of a tied parameter."""
+    while True:
+        owners = _owning_units(model, units)
+        split = next(
+            (found for key, found in owners.items() if key not in ignored and len(found) > 1),
+            None,
+        )
+        if split is None:
+            return units
+        # The parameter then belongs to what encloses both ends.
+        units = [unit for unit in units if id(unit) not in split]
+
+
+def _owning_units(model: nn.Module, units: list[nn.Module]) -> dict[int, set[int]]:
+    """Parameter id -> ids of the innermost units that hold it (that of the model for the rest)."""
+    chosen = {id(unit) for unit in units}
+    owners: dict[int, set[int]] = {}
+
+    def visit(module: nn.Module, unit: int) -> None:
+        unit = id(module) if id(module) in chosen else unit
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), set()).add(unit)
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, id(model))
+    return owners
+
+
+def find_modules(model: nn.Module, modules: Iterable[nn.Module] | str | None) -> list[nn.Module]:
+    """Modules given as such, or by a regular expression that matches their whole names.
+
+    Raises PrepareError where the expression matches none, or a given module is not in the model.
+    """
+    if modules is None:
+        return []
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+        if not found:
+            raise PrepareError(f"ignored_modules={modules!r} matches the name of no module of {type(model).__name__}")
+        return found
+    listed = list(modules)
+    inside = {id(module) for module in model.modules()}
+    for module in listed:
+        if id(module) not in inside:
+            raise PrepareError(
+                f"ignored_modules holds a {type(module).__name__} that is not in {type(model).__name__}"
+            )
+    return listed
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """The parameters of modules (given as such or by a regular expression over names), moved to `device`."""
+    parameters: set[nn.Parameter] = set()
+    for module in find_modules(model, modules):
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            module.to(device)
+        parameters |= set(module.parameters())
+    return parameters
+
+
+def groups(state: Any) -> list[Any]:
+    """The groups of parameters that a unit of FSDP2 gathers and reduces at once, from what torch keeps of the unit."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # Before torch 2.12: one group, or None where the unit has no parameters of its own.
+    return [state._fsdp_param_group] if state._fsdp_param_group else []

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What sharded and split models send in an optimizer step, told from how their parameters lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..base import Traffic
+from ..fsdp import units
+from ..tensor.layers import ColumnLinear, RowEmbedding, RowLinear
+from .memory import local_bytes
+
+
+def shard_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
+    """FSDP2: every unit is gathered for each forward, again for its backward where it was resharded between, and its
+    gradients are scattered once. Bytes are those of whole units, as they are gathered. A unit with nothing to train is
+    gathered for a backward only where one passes it: then the number is an upper one."""
+    gathers, gathered, scatters, scattered, copies, copied, passed = 0, 0, 0, 0, 0, 0, True
+    for _, group, resharded in shard_groups(model):
+        again, ranks = 1 + resharded, group.mesh_info.shard_mesh_size
+        gathers += backwards * again
+        gathered += backwards * again * sum(_whole(p, group.mp_policy.param_dtype, ranks) for p in group.fsdp_params)
+        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        if not trained:
+            passed = passed and not resharded
+            continue
+        dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
+        size = sum(_whole(p, dtype, ranks) for p in trained)
+        scatters, scattered = scatters + 1, scattered + size
+        if group._is_hsdp:
+            copies, copied = copies + 1, copied + size // ranks
+    found = [Traffic("all-gather of parameters", gathers, gathered, about=not passed)]
+    found.append(Traffic("reduce-scatter of gradients", scatters, scattered))
+    if copies:
+        found.append(Traffic("all-reduce of gradients between copies", copies, copied))
+    return [one for one in found if one.messages]
+
+
+def shard_gradients(model: nn.Module) -> int:
+    """FSDP2: bytes of the gradients before they are scattered, where a window keeps them whole."""
+    shards = [(p, group.mp_policy) for _, group, _ in shard_groups(model) for p in group.fsdp_params]
+    inside = {id(p.sharded_param) for p, _ in shards}
+    whole = sum(
+        p._orig_size.numel() * (policy.reduce_dtype or policy.param_dtype or p.sharded_param.dtype).itemsize
+        for p, policy in shards
+        if p.sharded_param.requires_grad
+    )
+    return whole + local_bytes(p for p in model.parameters() if p.requires_grad and id(p) not in inside)
+
+
+def shard_dtypes(model: nn.Module) -> tuple[str, str] | None:
+    """(computes in, gradients are averaged in) of a model that FSDP2 shards, None for any other."""
+    for _, group, _ in shard_groups(model):
+        policy = group.mp_policy
+        compute = policy.param_dtype
+        return dtype_name(compute), dtype_name(policy.reduce_dtype or compute)
+    return None
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """A dtype in words; None is the parameters' own."""
+    return "the parameters' dtype" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def shard_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any, bool]]:
+    """(module, its group of parameters, whether that is resharded between forward and backward) of each FSDP2 unit."""
+    root = None
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        root = root or module
+        state = module._get_fsdp_state()
+        # torch decides for the outermost unit at its first forward: what it gathers last is needed first.
+        kept = module is root and state._auto_reshard_after_forward
+        for group in units.groups(state):
+            yield module, group, bool(group._reshard_after_forward) and not kept
+
+
+def _whole(parameter: Any, dtype: torch.dtype | None, ranks: int) -> int:
+    """Bytes of a parameter of which each of `ranks` has an equal part, the last one's padded."""
+    return int(parameter.padded_sharded_param_size.numel()) * ranks * (dtype or parameter.sharded_param.dtype).itemsize
+
+
+def split_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
+    """Tensor parallelism: where a split ends its parts are summed, where it begins gradients are; layers that read the
+    same tensor share that. Along the sequence a sum is a scatter, and a gather the other way. Bytes are a token's."""
+    split = [module for module in model.modules() if isinstance(module, (ColumnLinear, RowLinear, RowEmbedding))]
+    along = any(isinstance(module, RowLinear) and module.along_sequence for module in split)
+    found: dict[str, tuple[int, float]] = {}
+
+    def count(what: str, module: nn.Module, width: int) -> None:
+        messages, sent = found.get(what, (0, 0.0))
+        weight: Any = module.weight
+        found[what] = messages + backwards, sent + backwards * width * weight.dtype.itemsize
+
+    seen: set[int] = set()
+    for module in split:
+        if isinstance(module, RowEmbedding):
+            count("sums of activations over tp, forward", module, module.embedding_dim)
+            continue
+        if isinstance(module, RowLinear):
+            count(f"{'scatters' if along else 'sums'} of activations over tp, forward", module, module.out_features)
+            if along:
+                count("gathers of gradients over tp, backward", module, module.out_features)
+            continue
+        if module.gathered:
+            count("gathers of outputs over tp, forward", module, module.out_features)
+        if id(module.shared) in seen:
+            continue
+        seen.add(id(module.shared))
+        if along and not (module.gathered or module.as_dtensor):
+            count("gathers of activations over tp, forward", module, module.in_features)
+            count("scatters of gradients over tp, backward", module, module.in_features)
+        else:
+            count("sums of gradients over tp, backward", module, module.in_features)
+    return [Traffic(what, messages, sent, " a token") for what, (messages, sent) in found.items()]

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was asked for and what became of it: the layout, every kind of parameter and module, messages, memory."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..base import Strategy, Traffic
+from . import memory
+from .communication import shard_groups
+
+_OFTEN_NONE = (memory.BUFFERS, memory.MASTERS)
+_KINDS = (memory.PARAMETERS, memory.BUFFERS, memory.GRADIENTS, memory.MASTERS, memory.STATE, memory.BUCKETS)
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: what it is about, what was asked for (and where), what is the case."""
+
+    name: str
+    got: str
+    asked: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The sections of an explanation; `str()` of it is what `explain` prints."""
+
+    sections: dict[str, list[Row]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for title, rows in self.sections.items():
+            width = max((len(row.name) for row in rows), default=0)
+            lines.append(title)
+            for row in rows:
+                asked = f"   (asked: {row.asked})" if row.asked else ""
+                lines.append(f"  {row.name:<{width}}  {row.got}{asked}")
+        return "\n".join(lines)
+
+    def find(self, section: str, name: str) -> str:
+        """What is the case for one line. Raises KeyError where there is none."""
+        rows = self.sections.get(section, ())
+        for row in rows:
+            if row.name == name:
+                return row.got
+        known = ", ".join(row.name for row in rows) if rows else ", ".join(self.sections)
+        raise KeyError(f"the report has no line {name!r} in {section!r}; there are: {known}")
+
+
+def explain(
+    asked: Iterable[Row],
+    strategy: Strategy,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    steps: int,
+    held: Sequence[dict[str, int]] | None = None,
+    sync_each_batch: bool = False,
+) -> Report:
+    """The report of a run. `asked` are the lines of what the user wanted; `steps` the backwards of a window.
+
+    `sync_each_batch`: gradients are averaged in each of these. `held` is what `held_bytes` gave on each rank;
+    None: on this one only.
+    """
+    sections = {"run": [*asked, *_layout(strategy)]}
+    for number, model in enumerate(models):
+        inner = strategy.unwrap(model)
+        # FSDP1 stays around the model, FSDP2 changes its class.
+        plain = inner.module if type(inner).__name__ == "FullyShardedDataParallel" else inner
+        kind = type(plain).__name__.removeprefix("FSDP")
+        title = f"model {number}: {kind}" if len(models) > 1 else f"model: {kind}"
+        sections[title] = [*_modules(model), *_parameters(inner), *_dtypes(strategy, model)]
+        sent = _traffic(strategy, model, steps, sync_each_batch)
+        sections[f"messages of {title}, of this rank in an optimizer step"] = sent
+    place = ["this rank"] if held is None else [f"rank {rank}" for rank in range(len(held))]
+    held = held or [held_bytes(strategy, models, optimizers, steps > 1 and not sync_each_batch)]
+    sections["memory"] = [Row(name, _memory(found)) for name, found in zip(place, held, strict=True)]
+    return Report(sections)
+
+
+def held_bytes(
+    strategy: Strategy, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], windows: bool
+) -> dict[str, int]:
+    """Bytes that this rank holds: of parameters, buffers, gradients as large as they get, masters, optimizer state.
+
+    `windows`: gradients accumulate over several backwards and are averaged in the last one alone.
+    """
+    found = strategy.held(models, windows)
+    found[memory.BUFFERS] = memory.of_buffers(models)
+    found[memory.STATE] = memory.of_optimizers(optimizers)
+    return {kind: found.get(kind, 0) for kind in _KINDS}
+
+
+def _memory(found: dict[str, int]) -> str:
+    inside = {name: count for name, count in found.items() if name != memory.BUCKETS}
+    text = ", ".join(f"{name} {size_of(count)}" for name, count in inside.items() if count or name not in _OFTEN_NONE)
+    text += f": {size_of(sum(inside.values()))}"
+    if found[memory.BUCKETS]:
+        text += f", and buckets of messages {size_of(found[memory.BUCKETS])}"
+    return text + ("" if found[memory.STATE] else " (before the first step)")
+
+
+def size_of(count: float) -> str:
+    """A number of bytes in words: `1.50 MiB`."""
+    power = 0
+    while count >= 1024 and power < len(_UNITS) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.0f} B" if power == 0 else f"{count:.2f} {_UNITS[power]}"
+
+
+def _layout(strategy: Strategy) -> list[Row]:
+    index, count = strategy.data_shard
+    rows = [Row("strategy", strategy.name), Row("data", f"part {index} of {count}")]
+    mesh = getattr(strategy, "mesh", None)
+    if mesh is not None:
+        sizes = zip(mesh.mesh_dim_names, mesh.shape, mesh.get_coordinate() or (), strict=False)
+        rows.append(Row("mesh", " x ".join(f"{name}={size} (here {at})" for name, size, at in sizes)))
+    return rows
+
+
+def _pattern(name: str) -> str:
+    """A name without its numbers: equal layers become one line."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
+
+
+def _grouped(named: Iterable[tuple[str, str]]) -> list[Row]:
+    counts = Counter((_pattern(name), text) for name, text in named)
+    return [Row(name or "(whole)", text + (f"   x {n}" if n > 1 else "")) for (name, text), n in counts.items()]
+
+
+def _modules(model: nn.Module) -> list[Row]:
+    """What modules were turned into: wrapped, sharded, compiled, converted."""
+    return _grouped(
+        (name, ", ".join(marks)) for name, module in model.named_modules() if (marks := list(_marks(module, model)))
+    )
+
+
+def _marks(module: nn.Module, root: nn.Module) -> Iterable[str]:
+    kind = type(module).__name__
+    if isinstance(module, DistributedDataParallel):
+        yield "DistributedDataParallel"
+    if isinstance(module, FSDPModule):
+        yield f"FSDP2 unit, {_after_forward(module, root)}"
+    elif kind == "FullyShardedDataParallel":
+        yield "FSDP1 unit"
+    elif kind == "DeepSpeedEngine":
+        yield f"DeepSpeed engine, ZeRO stage {int(module.zero_optimization_stage())}"  # type: ignore[operator]
+    if kind == "OptimizedModule" or module._compiled_call_impl is not None:
+        yield "compiled"
+    if kind == "CheckpointWrapper":
+        yield "recomputed in the backward"
+    if "Float8" in kind or type(module).__module__.startswith("transformer_engine"):
+        yield f"fp8 ({kind})"
+
+
+def _after_forward(unit: nn.Module, root: nn.Module) -> str:
+    for inner, group, again in shard_groups(root):
+        if inner is unit and again:
+            size = group.post_forward_mesh_info.shard_mesh_size
+            parts = "" if size == group.mesh_info.shard_mesh_size else f" to groups of {size}"
+            return f"resharded after forward{parts}"
+    return "kept whole after forward"
+
+
+def _parameters(model: nn.Module) -> list[Row]:
+    def text(parameter: nn.Parameter) -> str:
+        shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+        frozen = "" if parameter.requires_grad else ", frozen"
+        if (part := getattr(parameter, "ds_tensor", None)) is not None:
+            shape = tuple(parameter.ds_shape)  # type: ignore[attr-defined]
+            kept = "whole" if parameter.numel() else "in parts"
+            return f"{dtype} {shape}, kept {kept}, here {part.numel()} numbers by ZeRO 3{frozen}"
+        if not isinstance(parameter, DTensor):
+            return f"{dtype} {shape}{frozen}"
+        names = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
+        places = ", ".join(f"{name}: {placement}" for name, placement in zip(names, parameter.placements, strict=True))
+        return f"{dtype} {shape}, here {tuple(parameter._local_tensor.shape)} by {places}{frozen}"
+
+    return _grouped((name, text(parameter)) for name, parameter in model.named_parameters())
+
+
+def _dtypes(strategy: Strategy, model: nn.Module) -> list[Row]:
+    masters = list(strategy.masters(model))
+    compute, reduction = strategy.dtypes(model)
+    return [
+        Row("parameters", _counted(model.parameters())),
+        *([Row("masters of parameters", _counted(masters))] if masters else []),
+        Row("computes in", compute),
+        Row("gradients are averaged in", reduction),
+    ]
+
+
+def _counted(tensors: Iterable[torch.Tensor]) -> str:
+    """How many numbers there are of each dtype."""
+    kept = Counter[str]()
+    for tensor in tensors:
+        kept[str(tensor.dtype).removeprefix("torch.")] += getattr(tensor, "ds_numel", tensor.numel())
+    return ", ".join(f"{count:,} in {name}" for name, count in kept.items())
+
+
+def _traffic(strategy: Strategy, model: nn.Module, steps: int, sync_each_batch: bool) -> list[Row]:
+    times = steps if sync_each_batch else 1
+    found: list[Traffic] | None = strategy.traffic(model, steps // times)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [Row("none", "one process")]
+    if found is None:
+        return [Row("not counted", f"{strategy.name} decides what it sends")]
+    if not found:
+        return [Row("none", "this layout sends nothing for it")]
+    return [
+        Row(one.what, f"{'about ' * one.about}{times * one.messages} messages, {size_of(times * one.sent)}{one.unit}")
+        for one in found
+    ]

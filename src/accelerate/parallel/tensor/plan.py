@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which module is split how: the words of a tensor-parallel plan, what they match, and plans inferred from names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from ...core.errors import PrepareError
+from . import styles as kinds
+from .layers import SharedInput
+
+Plan = Mapping[str, "str | ParallelStyle"]
+Styles = dict[str, ParallelStyle]
+
+# The words of a plan. Columns split the outputs, rows the inputs; a pair of them meets in one all-reduce.
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": kinds.Columns,
+    "rowwise": kinds.Rows,
+    "colwise_rep": lambda: kinds.Columns(Replicate()),
+    "colwise_gather_output": lambda: kinds.Columns(Replicate()),
+    "rowwise_rep": lambda: kinds.Rows(whole_input=True),
+    "rowwise_split_input": lambda: kinds.Rows(whole_input=True),
+    "embedding_rowwise": lambda: kinds.Rows(whole_input=True),
+    "embedding_colwise": lambda: kinds.Columns(Replicate()),
+    "replicate": kinds.Whole,
+    "replicated_with_grad_allreduce": kinds.PerHead,
+    # Along the sequence: the stream is split before a module, or whole again after it.
+    "sequence_split": kinds.Entry,
+    "sequence_parallel": kinds.AlongSequence,
+    "sequence_parallel_gather": lambda: kinds.AlongSequence(gather=True),
+    "sequence_gather": kinds.Exit,
+    "rowwise_sequence": lambda: kinds.Rows(along_sequence=True),
+}
+
+# Names that the linear layers of attention and MLP blocks usually have: (columns, row) of one parent.
+_PAIRS: tuple[tuple[frozenset[str], str], ...] = (
+    (frozenset({"q_proj", "k_proj", "v_proj"}), "o_proj"),
+    (frozenset({"q_proj", "k_proj", "v_proj"}), "out_proj"),
+    (frozenset({"wq", "wk", "wv"}), "wo"),
+    (frozenset({"gate_proj", "up_proj"}), "down_proj"),
+    (frozenset({"up_proj"}), "down_proj"),
+    (frozenset({"w1", "w3"}), "w2"),
+    (frozenset({"fc1"}), "fc2"),
+    (frozenset({"up"}), "down"),
+)
+# A norm of each head, beside them.
+_HEAD_NORMS = frozenset({"q_norm", "k_norm", "q_layernorm", "k_layernorm"})
+# Queries, keys and values in one matrix: which of its rows belong together cannot be seen.
+_FUSED = frozenset({"qkv", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "wqkv", "in_proj"})
+# Counts of heads that an attention module keeps; a rank computes its share of them.
+_HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
+
+
+def match_plan(model: nn.Module, plan: Plan, strict: bool = True) -> Styles:
+    """Module name -> style, in the order of the model. The first pattern that fits a name counts.
+
+    Raises PrepareError for an unknown word, and (with `strict`) for a pattern that fits no module.
+    """
+    patterns = {pattern: re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")) for pattern in plan}
+    unused = set(plan)
+    found: Styles = {}
+    for name, _ in model.named_modules():
+        for pattern, expression in patterns.items():
+            if expression.fullmatch(name):
+                unused.discard(pattern)
+                if name not in found:
+                    found[name] = _style(pattern, plan[pattern])
+    for name, _ in model.named_parameters():
+        if named := [pattern for pattern in unused if patterns[pattern].fullmatch(name)]:
+            raise PrepareError(
+                f"the tensor-parallel plan splits the parameter {name} by itself ({named[0]}): only modules are split"
+            )
+    if unused and strict:
+        raise PrepareError(
+            f"the tensor-parallel plan names modules that {type(model).__name__} does not have: "
+            f"{', '.join(sorted(unused))}"
+        )
+    _share_inputs(found)
+    return found
+
+
+def known_styles(model: nn.Module) -> Styles:
+    """What a model's own plan says of its modules in words that are known here."""
+    own: Plan = getattr(model, "_tp_plan", None) or {}
+    return match_plan(model, {pattern: word for pattern, word in own.items() if word in STYLES}, strict=False)
+
+
+def _style(pattern: str, asked: str | ParallelStyle) -> ParallelStyle:
+    if isinstance(asked, ParallelStyle):
+        return asked
+    if asked not in STYLES:
+        if str(asked).startswith(("moe_", "ep_", "grouped_gemm")):
+            raise PrepareError(
+                f"the tensor-parallel plan asks for {asked!r} at {pattern}: layers of experts are not split. Give a "
+                "plan without them (each rank then holds all experts), or shard the model with FSDP2 instead"
+            )
+        raise PrepareError(
+            f"the tensor-parallel plan asks for {asked!r} at {pattern}, which is not offered; known are {list(STYLES)}"
+        )
+    return STYLES[asked]()
+
+
+def _share_inputs(styles: Styles) -> None:
+    """Columns of one parent usually read the same tensor: they are given the means to share its way."""
+    siblings: dict[str, list[kinds.Columns]] = {}
+    for name, style in styles.items():
+        if isinstance(style, kinds.Columns):
+            siblings.setdefault(name.rpartition(".")[0], []).append(style)
+    for listed in siblings.values():
+        shared = SharedInput(len(listed))
+        for style in listed:
+            style.shared = shared
+
+
+def infer_plan(model: nn.Module, size: int) -> dict[str, str]:
+    """A plan for attention and MLP blocks whose linear layers have usual names, and for the vocabulary at both ends.
+
+    Raises PrepareError where no block is recognised, or one has parts whose place in the split is not known.
+    """
+    plan: dict[str, str] = {}
+    for name, parent in model.named_modules():
+        children = dict(parent.named_children())
+        if isinstance(parent, nn.MultiheadAttention) or _FUSED & children.keys():
+            what = next(iter(sorted(_FUSED & children.keys())), "in_proj_weight")
+            raise PrepareError(
+                f"no tensor-parallel plan can be inferred for {name or type(parent).__name__}: {what} holds queries, "
+                "keys and values in one matrix. Give a plan, with a layer of its own for each."
+            )
+        plan.update(_plan_of_block(name, children))
+    if not plan:
+        raise PrepareError(
+            f"no tensor-parallel plan can be inferred for {type(model).__name__}: no module of it has linear layers "
+            "named like an attention or MLP block (q_proj, k_proj, v_proj, o_proj; up_proj, down_proj). Give a plan, "
+            "as tp_handler=TorchTensorParallelConfig(plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'})"
+        )
+    embedding, head = vocabulary_ends(model, plan)
+    if embedding is not None and head is not None and model.get_submodule(head).out_features % size == 0:  # type: ignore[operator]
+        plan |= {embedding: "embedding_rowwise", head: "colwise_gather_output"}
+    return plan
+
+
+def _plan_of_block(name: str, children: Mapping[str, nn.Module]) -> dict[str, str]:
+    linear = {key for key, child in children.items() if isinstance(child, nn.Linear)}
+    for columns, row in _PAIRS:
+        if not columns <= linear or row not in linear:
+            continue
+        prefix = f"{name}." if name else ""
+        plan = {f"{prefix}{key}": "colwise" for key in sorted(columns)}
+        plan[f"{prefix}{row}"] = "rowwise"
+        strange = []
+        for key, child in children.items():
+            if key in columns | {row} or not any(True for _ in child.parameters()):
+                continue
+            # A norm over all heads at once would need a sum over the ranks inside of it.
+            whole = max(parameter.numel() for parameter in child.parameters()) >= _outputs(children, columns)
+            if key in _HEAD_NORMS and not whole:
+                plan[f"{prefix}{key}"] = "replicated_with_grad_allreduce"
+            else:
+                strange.append(key)
+        if strange:
+            likely = {re.sub(r"\b\d+\b", "*", key): word for key, word in plan.items()}
+            raise PrepareError(
+                f"no tensor-parallel plan can be inferred for {name}: how {', '.join(strange)} takes part in the "
+                "split is not known. Where it computes before or behind the split layers, and not between them, give "
+                f"tp_handler=TorchTensorParallelConfig(plan={likely})"
+            )
+        return plan
+    return {}
+
+
+def _outputs(children: Mapping[str, nn.Module], columns: frozenset[str]) -> int:
+    return min(int(children[key].out_features) for key in columns)  # type: ignore[arg-type]
+
+
+def vocabulary_ends(model: nn.Module, inner: Collection[str]) -> tuple[str | None, str | None]:
+    """The names of the embedding and the output layer of a language model, None where they cannot be told.
+
+    `inner` are layers that are known to be others.
+    """
+    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    pairs = [
+        (name, head)
+        for name, embedding in embeddings.items()
+        for head, module in model.named_modules()
+        if head not in inner
+        and isinstance(module, nn.Linear)
+        and tuple(module.weight.shape) == tuple(embedding.weight.shape)
+    ]
+    return pairs[0] if len(pairs) == 1 else (None, None)
+
+
+def split_losses(model: nn.Module, styles: Styles) -> None:
+    """Have the output layer stay split over the vocabulary. Raises PrepareError where it cannot be told."""
+    own = getattr(model, "get_output_embeddings", lambda: None)()
+    names = {id(module): name for name, module in model.named_modules()}
+    inner = [name for name, style in styles.items() if not _gathers(style)]
+    head = names.get(id(own), vocabulary_ends(model, inner)[1])
+    if head is None:
+        raise PrepareError(
+            f"loss_parallel=True: which layer of {type(model).__name__} gives the logits cannot be told (a linear "
+            "layer of the embedding's shape, or get_output_embeddings())"
+        )
+    styles[head] = kinds.VocabularyColumns()
+    tied = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and module.weight is model.get_submodule(head).weight
+    ]
+    for name in tied:
+        styles[name] = kinds.Rows(whole_input=True)
+
+
+def _gathers(style: ParallelStyle) -> bool:
+    return isinstance(style, ColwiseParallel) and style.output_layouts[0].is_replicate()
+
+
+def check_plan(model: nn.Module, styles: Styles, size: int) -> list[tuple[nn.Module, dict[str, int]]]:
+    """Raises PrepareError for a module that cannot be split so; (module, attribute -> its value on one rank)."""
+    modules = dict(model.named_modules())
+    parents: dict[str, None] = {}
+    for name, style in styles.items():
+        _check_module(name, modules[name], style, size)
+        if isinstance(style, ColwiseParallel) and isinstance(style.output_layouts[0], Shard):
+            parents.setdefault(name.rpartition(".")[0])
+    rows = {name.rpartition(".")[0] for name, style in styles.items() if isinstance(style, RowwiseParallel)}
+    attentions = [name for name in parents if name in rows]
+    shares = [(modules[name], _shares_of_heads(name, modules[name], size)) for name in attentions]
+    for name in attentions:
+        _check_head_size(name, modules[name], styles, modules, size)
+    _check_pairs(modules, styles)
+    return shares
+
+
+def _check_pairs(modules: Mapping[str, nn.Module], styles: Styles) -> None:
+    """Parts have to meet a layer that reads parts: a pair of siblings of which one only is split is refused."""
+    columns = [name for name, style in styles.items() if _gives_parts(style)]
+    rows = [name for name, style in styles.items() if type(style) is kinds.Rows and not style.whole_input]
+    for split, others, facing, word, better in (
+        (columns, rows, ("out_features", "in_features"), "colwise", ("rowwise", "colwise_gather_output")),
+        (rows, columns, ("in_features", "out_features"), "rowwise", ("colwise", "rowwise_split_input")),
+    ):
+        paired = {name.rpartition(".")[0] for name in others}
+        for name in split:
+            parent = name.rpartition(".")[0]
+            width = getattr(modules[name], facing[0])
+            left = [] if parent in paired else _facing(parent, modules, styles, width, facing[1])
+            if left:
+                raise PrepareError(
+                    f"the tensor-parallel plan splits {name} ({word!r}) and leaves {left[0]} whole, which has the "
+                    f"other end of the same features. Say {better[0]!r} at {left[0]}, or {better[1]!r} at {name}"
+                )
+
+
+def _gives_parts(style: ParallelStyle) -> bool:
+    return type(style) is kinds.Columns and isinstance(style.output_layouts[0], Shard)
+
+
+def _facing(parent: str, modules: Mapping[str, nn.Module], styles: Styles, width: int, side: str) -> list[str]:
+    """The linear children of a module that no style names and whose `side` has this width."""
+    named = ((f"{parent}.{key}" if parent else key, child) for key, child in modules[parent].named_children())
+    return [
+        name
+        for name, child in named
+        if isinstance(child, nn.Linear) and name not in styles and getattr(child, side) == width
+    ]
+
+
+def _check_module(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
+    if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+        return
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise PrepareError(
+            f"the tensor-parallel plan splits {name}, a {type(module).__name__}: only linear layers and embeddings are"
+        )
+    if isinstance(module.weight, DTensor):
+        raise PrepareError(f"the tensor-parallel plan splits {name}, which is laid out already")
+    if isinstance(style, kinds.Rows) and isinstance(module, nn.Embedding) and module.max_norm is not None:
+        raise PrepareError(
+            f"the tensor-parallel plan splits the rows of {name}, which max_norm changes as they are read"
+        )
+    columns = isinstance(style, ColwiseParallel)
+    if isinstance(module, nn.Linear):
+        width = "out_features" if columns else "in_features"
+    else:
+        width = "embedding_dim" if columns else "num_embeddings"
+    found = getattr(module, width, None)
+    if found is not None and found % size:
+        raise PrepareError(f"tp_size={size} does not divide {width}={found} of {name}")
+
+
+def _check_head_size(
+    name: str, module: nn.Module, styles: Styles, modules: Mapping[str, nn.Module], size: int
+) -> None:
+    """Where a module tells the size of a head but not their number: no column of it may end inside a head."""
+    head = getattr(module, "head_dim", None)
+    if not isinstance(head, int) or isinstance(head, bool) or head < 1:
+        return
+    for child, style in styles.items():
+        if child.rpartition(".")[0] != name or not isinstance(style, ColwiseParallel):
+            continue
+        width = int(modules[child].out_features)  # type: ignore[arg-type]
+        if width % head == 0 and (width // size) % head:
+            raise PrepareError(
+                f"tp_size={size} does not divide the {width // head} heads of {child} (out_features={width}, "
+                f"head_dim={head}): a head is never split"
+            )
+
+
+def _shares_of_heads(name: str, module: nn.Module, size: int) -> dict[str, int]:
+    """Attribute -> this rank's number of heads, for an attention module that counts them."""
+    shares = {}
+    for key in _HEADS:
+        count: Any = getattr(module, key, None)
+        if not isinstance(count, int) or isinstance(count, bool):
+            continue
+        if count % size:
+            raise PrepareError(f"tp_size={size} does not divide {key}={count} of {name}: a head is never split")
+        shares[key] = count // size
+    return shares

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism: linear layers split over ranks by a plan, the model's own, a user's or an inferred one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from ...config.parallel import TorchTensorParallelConfig
+from ...core.errors import ConfigurationError, PrepareError
+from ...core.modules import get_model_tp_size
+from ...parallelism_config import ParallelismConfig
+from ...precision.base import Precision
+from ...runtime import mesh
+from .. import materialize
+from ..remap import ParameterPlaces
+from ..sharded import ShardedStrategy
+from . import loss as tensor_loss
+from . import plan as tensor_plan
+from . import random as tensor_random
+from . import sequence as tensor_sequence
+from . import styles as tensor_styles
+
+
+class TensorParallel(ShardedStrategy):
+    """Every rank computes its part of each split layer, on the same data. Beside FSDP, FSDP's strategy drives."""
+
+    name = "tensor parallel"
+
+    def __init__(self, device: torch.device, precision: Precision, parallelism: ParallelismConfig) -> None:
+        super().__init__(device, precision, parallelism)
+        if self.mesh is None or list(self.mesh.mesh_dim_names or ()) != ["tp"]:
+            raise ConfigurationError(
+                f"{mesh.describe(parallelism)}: tensor parallelism alone uses every rank for tp; with dp sizes FSDP2 "
+                "drives, which needs an fsdp_plugin"
+            )
+        self._sums = PartialSums()
+
+    def wrap_model(self, model: nn.Module) -> nn.Module:
+        ranks = self.mesh["tp"]  # type: ignore[index]
+
+        def split(equal: bool) -> None:
+            if equal:
+                tensors = (tensor for _, tensor in materialize.named_tensors(model))
+                materialize.make_equal(tensors, self.device, None)
+            split_model(model, ranks, self.layout.tp_handler)
+
+        materialize.lay_out(model, self.device, split)
+        self.lower(model)
+        self._sums.add(model)
+        return model
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        super().backward(loss, **kwargs)
+        self._sums.finish()
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        with self._sums.deferred():
+            yield
+
+
+class PartialSums:
+    """Gradients of whole parameters that see a part of the tokens, or of the heads: each rank has a summand.
+
+    They accumulate as they are and are summed over the ranks once, at the end of a window, in one message.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: list[nn.Parameter] = []
+        self._deferred = False
+
+    def add(self, model: nn.Module) -> None:
+        self._parameters += [
+            parameter
+            for parameter in model.parameters()
+            if isinstance(parameter, DTensor) and all(place.is_replicate() for place in parameter.placements)
+        ]
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """A block whose backwards leave summands where they are."""
+        before, self._deferred = self._deferred, True
+        try:
+            yield
+        finally:
+            self._deferred = before
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self._deferred:
+            return
+        kinds: dict[tuple[Any, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
+                kinds.setdefault((gradient.device_mesh, gradient.dtype), []).append(parameter)
+        for (ranks, _), listed in kinds.items():
+            parts = [parameter.grad.to_local() for parameter in listed]  # type: ignore[union-attr]
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            dist.all_reduce(flat, group=ranks.get_group())
+            for parameter, part, total in zip(listed, parts, flat.split([p.numel() for p in parts]), strict=True):
+                whole: Any = parameter
+                parameter.grad = DTensor.from_local(total.view_as(part), ranks, whole.placements, run_check=False)
+
+
+def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParallelConfig | None = None) -> bool:
+    """Split the layers of a model in place over `ranks`, whose weights must be equal. False: it was split before.
+
+    Without a plan in `options` the model's own (`_tp_plan`) is taken, else one is inferred.
+    Raises PrepareError, before anything is split, for a plan or a size that does not fit the model.
+    """
+    options = options or TorchTensorParallelConfig()
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        if get_model_tp_size(model) == ranks.size():
+            # As transformers has split it while it was loaded; random numbers are left to us.
+            tensor_random.draw_apart(model, tensor_plan.known_styles(model), ranks)
+        return False
+    modules = dict(model.named_modules())
+    _refuse_engine(modules, ranks.size())
+    styles = _styles(model, options, ranks.size())
+    heads = tensor_plan.check_plan(model, styles, ranks.size())
+    places = ParameterPlaces(model)
+    for name, style in styles.items():
+        # Every rank cuts its part out of the weights it has: they are equal, nothing has to be sent.
+        style.src_data_rank = None
+        parallelize_module(modules[name], ranks, style, src_data_rank=None)
+    for module, shares in heads:
+        for key, share in shares.items():
+            setattr(module, key, share)
+    _retie(places)
+    tensor_random.draw_apart(model, styles, ranks)
+    if options.loss_parallel:
+        tensor_loss.split_losses_while_alive(model)
+        model.register_forward_hook(lambda module, args, output: tensor_styles.plain_losses(output))
+    return True
+
+
+def _refuse_engine(modules: dict[str, nn.Module], size: int) -> None:
+    for name, module in modules.items():
+        if type(module).__module__.startswith("transformer_engine"):
+            raise PrepareError(
+                f"tp_size={size}: {name} is a layer of Transformer Engine, which is not split. Compute in fp8 through "
+                "torchao (AORecipeKwargs), whose layers are, or leave tp_size at 1"
+            )
+
+
+def _styles(model: nn.Module, options: TorchTensorParallelConfig, size: int) -> tensor_plan.Styles:
+    """Module name -> how it is split, by the user's plan, the model's own, or an inferred one."""
+    if options.plan is not None:
+        styles = tensor_plan.match_plan(model, options.plan)
+    elif own := getattr(model, "_tp_plan", None):
+        # A family of models shares a plan: rules for parts that this one lacks stand in it.
+        styles = tensor_plan.match_plan(model, own, strict=False)
+        if not styles:
+            raise PrepareError(f"no rule of the tensor-parallel plan of {type(model).__name__} fits a module of it")
+    else:
+        styles = tensor_plan.match_plan(model, tensor_plan.infer_plan(model, size))
+    if options.loss_parallel:
+        tensor_plan.split_losses(model, styles)
+    if options.sequence_parallel:
+        styles = tensor_sequence.along_sequence(model, styles)
+    return styles
+
+
+def _retie(places: ParameterPlaces) -> None:
+    """Have modules that shared a parameter share what stands in its place."""
+    for owners in places.shared():
+        present = [module._parameters[name] for module, name in owners]
+        first = present[0]
+        if any(_layout(parameter) != _layout(first) for parameter in present):
+            names = ", ".join(sorted({f"{type(module).__name__}.{name}" for module, name in owners}))
+            raise PrepareError(
+                f"the tensor-parallel plan splits a tied parameter ({names}) in two ways. Split both ends alike "
+                "(embedding_rowwise and colwise_gather_output), or neither."
+            )
+        for module, name in owners:
+            module._parameters[name] = first
+
+
+def _layout(parameter: Any) -> Any:
+    return parameter.placements if isinstance(parameter, DTensor) else None
