@@ -5,31 +5,39 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .accumulation import AccumulatedBatch, Accumulation
+from .checkpointing.loading import LoadReport
+from .checkpointing.preemption import DEFAULT_SIGNALS
+from .checkpointing.weights import save, save_model
 from .collectives import gather_object
-from .config.training import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
+from .config.training import DataLoaderConfiguration, ProfileKwargs, ProjectConfiguration, TorchDynamoPlugin
 from .core import memory
 from .core.enums import DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .data_loader import prepare_data_loader, skip_first_batches
-from .data_loader.diagnose import uneven_epoch
+from .first_step import FirstStepCheck
 from .logging import get_logger
 from .optimizer import AcceleratedOptimizer
 from .parallel.base import Bundle
-from .parallel.ddp import strategy as ddp
+from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .process_control import ProcessControl
 from .resolve import Request, resolve
+from .run_checkpoints import HookHandle, RunCheckpoints
+from .run_objects import RunObjects
 from .run_options import RunOptions
-from .run_services import RunServices
 from .scheduler import AcceleratedScheduler
-from .state import GradientState
+from .state import GradientState, PartialState
+from .telemetry.profile import profile
+from .tracking.group import TrackerGroup
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
@@ -42,6 +50,7 @@ if TYPE_CHECKING:
     from .config.precision import AutocastKwargs
     from .config.training import GradientAccumulationPlugin
     from .parallel.base import Strategy
+    from .parallel.prepared import PreparedModel
     from .parallel.report.explain import Report
     from .parallelism_config import ParallelismConfig
     from .precision.base import Precision
@@ -53,7 +62,7 @@ logger = get_logger(__name__)
 _NOT_GIVEN: Any = object()
 
 
-class Accelerator(ProcessControl, RunOptions, RunServices):
+class Accelerator(ProcessControl, RunOptions):
     """Makes a PyTorch training loop run on any device and any number of processes.
 
     Args:
@@ -137,19 +146,29 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         self.rng_types = [RNGType.GENERATOR.value] if rng_types is None else [str(kind) for kind in rng_types]
         self.flag_tensor = None
 
-        # One batch after another: where in the accumulation window we are, and the context that says so.
-        self.step = 0
         self._exact = resolved.plan.exact
-        self._window = _Window(self, ())
+        self._accumulation = Accumulation(self.gradient_state)
+        # The block of `accumulate()` without models, made once: it is entered for each batch.
+        self._batch = AccumulatedBatch(self._accumulation, ())
         self._items = ItemWindow(self.strategy)
-        self._said: set[str] = set()
-        self._accumulated: tuple[torch.nn.Module, ...] = ()
-
-        self._models: list[torch.nn.Module] = []
-        self._optimizers: list[AcceleratedOptimizer] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[Any] = []
-        self._start_services(log_with, project_dir, project_config, resume)
+        self._objects = RunObjects()
+        self.project_configuration = _project(project_config, project_dir)
+        self._trackers = TrackerGroup(log_with, self.project_configuration.logging_dir)
+        self._checkpoints = RunCheckpoints(
+            self._objects,
+            self.strategy,
+            self.precision,
+            self.state,
+            self._accumulation,
+            self._items,
+            self.project_configuration,
+            self._trackers,
+        )
+        self._first_step = FirstStepCheck(self._objects, self._checkpoints, self.gradient_state)
+        if resume is not None:
+            if resume != "auto":
+                raise ConfigurationError(f"resume={resume!r}: it is 'auto', or None for a run that starts anew")
+            self._checkpoints.resume_at_first_use()
 
     # -- prepare
 
@@ -223,25 +242,25 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
                     )
         for model in bundle.models:
             self.precision.convert(model, functools.partial(_repoint, bundle.optimizers))
-        fresh = iter(self.strategy.prepare(bundle).models)
+        fresh = self.strategy.prepare(bundle)
         if bundle.models and not evaluation:
-            self.strategy.draw_alike()
-        result = [next(fresh) if twin is None else twin for twin in known]
-        for model, twin in zip(result, known, strict=True):
-            if twin is None:
-                model._is_accelerate_prepared = True  # type: ignore[assignment]
-                self._models.append(model)
-        return result
+            self.strategy.sync_rng_state()
+        for prepared in fresh:
+            prepared.module._is_accelerate_prepared = True  # type: ignore[assignment]
+        self._objects.models += fresh
+        modules = iter(prepared.module for prepared in fresh)
+        return [next(modules) if twin is None else twin for twin in known]
 
     def _prepared_twin(self, model: torch.nn.Module) -> torch.nn.Module | None:
         """The prepared form of a model that has been here before."""
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel) and model not in self._models:
+        known = [prepared.module for prepared in self._objects.models]
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel) and model not in known:
             raise PrepareError(
                 f"the {type(model.module).__name__} given to prepare is wrapped in DistributedDataParallel already: "
                 "hand in the plain model, prepare wraps it"
             )
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
-        for prepared in self._models:
+        for prepared in known:
             if prepared is model or extract_model_from_parallel(prepared, keep_torch_compile=False) is plain:
                 logger.warning(
                     f"{type(plain).__name__} was given to prepare twice: the prepared model is returned, nothing is "
@@ -255,52 +274,35 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
     ) -> AcceleratedOptimizer:
         """One optimizer, wrapped: it steps when an accumulation window ends."""
         if isinstance(optimizer, AcceleratedOptimizer):
-            if optimizer not in self._optimizers:
-                self._optimizers.append(optimizer)
+            if optimizer not in self._objects.optimizers:
+                self._objects.optimizers.append(optimizer)
             return optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
         prepared = AcceleratedOptimizer(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
-        self.precision.drive(optimizer)
-        prepared._before_first_step = functools.partial(self._look_before_first_step, prepared)
+        self.precision.attach_master_weights(optimizer)
+        prepared._before_first_step = self._first_step
         prepared._after_step.extend(self.strategy.after_step)
-        self._optimizers.append(prepared)
-        self._attend_steps()
+        self._objects.optimizers.append(prepared)
+        self._checkpoints.watch_steps()
         return prepared
-
-    def _look_before_first_step(self, optimizer: AcceleratedOptimizer) -> None:
-        """Before its first step: say what makes it train something else than it seems to."""
-        self._check_resumed()
-        self._going_on.note_step()
-        loader = self.gradient_state.active_dataloader
-        note = None if loader is None else uneven_epoch(loader, self.gradient_state.num_steps)
-        if note is not None and note not in self._said:
-            self._said.add(note)
-            logger.warning(note)
-        held = {id(parameter) for model in self._models for parameter in model.parameters()}
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self._models and own and not any(id(parameter) in held for parameter in own):
-            logger.warning(
-                f"the {type(optimizer.optimizer).__name__} steps on parameters that belong to no prepared model"
-                + (": their gradients are not averaged over the processes" if self.use_distributed else "")
-                + ". Was the model replaced after the optimizer was made, or never given to prepare?"
-            )
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
         """One learning-rate scheduler, wrapped: it moves with the prepared optimizer it belongs to."""
         if isinstance(scheduler, AcceleratedScheduler):
-            if scheduler not in self._schedulers:
-                self._schedulers.append(scheduler)
+            if scheduler not in self._objects.schedulers:
+                self._objects.schedulers.append(scheduler)
             return scheduler
         own = getattr(scheduler, "optimizer", None)
-        optimizers = [found for found in self._optimizers if own in (found, found.optimizer)] or self._optimizers
+        known = self._objects.optimizers
+        optimizers = [found for found in known if own in (found, found.optimizer)] or known
         prepared = AcceleratedScheduler(
             scheduler,
             list(optimizers),
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
-        self._schedulers.append(prepared)
+        self._objects.schedulers.append(prepared)
         return prepared
 
     def prepare_data_loader(
@@ -310,7 +312,7 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
         """One loader, sharded over the processes; its batches come on this process's device."""
-        if data_loader in self._dataloaders:
+        if data_loader in self._objects.dataloaders:
             return data_loader
         config = self.dataloader_config
         index, count = self.strategy.data_shard
@@ -332,8 +334,8 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
             torch_device_mesh=self.torch_device_mesh,
             exact=self._exact,
         )
-        self._dataloaders.append(prepared)
-        self._going_on.attend(prepared)
+        self._objects.dataloaders.append(prepared)
+        self._checkpoints.controller.add_loader(prepared)
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -345,19 +347,19 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
     def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """One batch of an accumulation window: gradients are synchronised at the window's last batch only."""
         if not models:
-            return self._window
-        return _Window(self, models)
+            return self._batch
+        return AccumulatedBatch(self._accumulation, tuple(self.prepared_model(model) for model in models))
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
         """Backwards in the block accumulate gradients without communicating."""
-        with self.strategy.no_sync(model):
+        with self.prepared_model(model).no_sync():
             yield
 
     @staticmethod
-    def trigger_sync_in_backward(model: torch.nn.Module) -> None:
-        """Let the next backward synchronise gradients although its forward ran under `no_sync`."""
-        ddp.sync_next_backward(model)
+    def trigger_sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """A block whose backward synchronizes gradients although the forward ran under `no_sync`."""
+        return sync_in_backward(model)
 
     def backward(self, loss: torch.Tensor, num_items: int | float | torch.Tensor | None = None, **kwargs: Any) -> None:
         """Backward of a loss, divided by the accumulation steps and scaled as the precision needs.
@@ -369,9 +371,9 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
             kwargs: handed to `loss.backward`.
         """
         if num_items is not None:
-            models = self._accumulated or self._models
+            models = [prepared.module for prepared in self._accumulation.models or self._objects.models]
             self._items.backward(loss, num_items, self.gradient_state.sync_gradients, models, **kwargs)
-            for optimizer in self._optimizers:
+            for optimizer in self._objects.optimizers:
                 if self._items.close not in optimizer._after_step:
                     optimizer._after_step.append(self._items.close)
             return
@@ -387,7 +389,7 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Backward of a LOMO optimizer, which updates the parameters during it."""
-        fused = [found for found in self._optimizers if hasattr(found.optimizer, "fused_backward")]
+        fused = [found for found in self._objects.optimizers if hasattr(found.optimizer, "fused_backward")]
         if not fused:
             raise ValueError("lomo_backward needs a prepared LOMO optimizer (package lomo_optim)")
         for optimizer in fused:
@@ -401,10 +403,10 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         """Take the loss scale of fp16 training out of the gradients; once between two steps, however often called."""
         if self.scaler is None:
             return
-        given = self._optimizers if optimizer is None else optimizer
+        given = self._objects.optimizers if optimizer is None else optimizer
         for found in given if isinstance(given, (list, tuple)) else [given]:
             if not isinstance(found, AcceleratedOptimizer):
-                found = next((prepared for prepared in self._optimizers if prepared.optimizer is found), None)
+                found = next((one for one in self._objects.optimizers if one.optimizer is found), None)
                 if found is None:
                     raise PrepareError("unscale_gradients takes an optimizer that prepare returned")
             found.unscale()
@@ -417,7 +419,7 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
             return parameters
         parameters = list(parameters)
         wanted = {id(parameter) for parameter in parameters}
-        for optimizer in self._optimizers:
+        for optimizer in self._objects.optimizers:
             if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
                 optimizer.unscale()
         return parameters
@@ -441,7 +443,7 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
 
         `even_batches` overrides the setting of the prepared map-style loaders inside the block.
         """
-        return self.strategy.join(joinables, self._dataloaders, even_batches)
+        return self.strategy.join(joinables, self._objects.dataloaders, even_batches)
 
     def maybe_context_parallel(
         self,
@@ -472,21 +474,26 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         call it alone; with `all_ranks` the memory of every rank is shown, and every process must call it. Returns
         the report on each process that calls it; the main process prints it.
         """
-        from .parallel.report.explain import Row, explain, held_bytes
+        from .parallel.report.explain import Row, explain, memory_usage
 
-        optimizers = [optimizer.optimizer for optimizer in self._optimizers]
-        asked = [Row(name, str(got), origin) for name, (got, origin) in self.plan.values().items()]
+        models = self._objects.models
+        optimizers = [optimizer.optimizer for optimizer in self._objects.optimizers]
+        requested = [Row(name, str(got), origin) for name, (got, origin) in self.plan.values().items()]
         steps = self.gradient_accumulation_steps
         # An engine that keeps windows by itself reduces where it does.
         each = self.gradient_state.sync_each_batch and self.strategy.divides_loss
-        held = None
+        usage = None
         if all_ranks:
-            held = gather_object([held_bytes(self.strategy, self._models, optimizers, steps > 1 and not each)])
-        report = explain(asked, self.strategy, self._models, optimizers, steps, held, each)
+            usage = gather_object([memory_usage(models, optimizers, steps > 1 and not each)])
+        report = explain(requested, self.strategy, models, optimizers, steps, usage, each)
         self.print(report)
         return report
 
     # -- models
+
+    def prepared_model(self, model: torch.nn.Module) -> PreparedModel:
+        """How a model is laid out: its state, its memory and what it sends. Also of a module that was not prepared."""
+        return self._objects.find_model(model) or self.strategy.as_prepared(model)
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -498,8 +505,9 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         """The full state of a prepared model, on every process that can hold it, under the plain model's names."""
         if any(has_offloaded_params(module) for module in model.modules()):
             return get_state_dict_offloaded_model(model)
-        with self.precision.shown([model], [], self.strategy.others_in_place):
-            return self.strategy.state_dict(model) if unwrap else model.state_dict()
+        prepared = self.prepared_model(model)
+        with self.precision.swap_in_master_weights([model], [], [prepared.swappable()]):
+            return prepared.state_dict() if unwrap else model.state_dict()
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Whether some part of the model is spread over several devices."""
@@ -509,9 +517,8 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         """Forget all prepared objects and return the device's cached memory; a None comes back for each object."""
         released = memory.release_memory(*objects)
         self.strategy.release()
-        for held in (self._models, self._optimizers, self._schedulers, self._dataloaders):
-            held.clear()
-        self._going_on.forget()
+        self._objects.clear()
+        self._checkpoints.controller.clear()
         self.step = 0
         return released
 
@@ -519,43 +526,196 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         """The same as `free_memory`."""
         return self.free_memory(*objects)
 
+    # -- checkpoints
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        blocking: bool = True,
+        layout: str = "native",
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Save models, optimizers, schedulers, loaders, generators and registered objects; returns the folder.
+
+        Every process calls it. The folder appears whole or not at all. With automatic naming the folder is
+        `<project_dir>/checkpoints/checkpoint_<iteration>`.
+
+        Args:
+            output_dir: the folder; may be left out with automatic naming.
+            safe_serialization: weights in safetensors, else in torch's own format.
+            blocking: False returns when the state is copied; the disk is written meanwhile.
+            layout: `native`, or `compat` for the API's own file names and formats.
+        """
+        if save_model_func_kwargs:
+            names = ", ".join(sorted(save_model_func_kwargs))
+            raise ConfigurationError(f"save_state got arguments that nothing here takes: {names}")
+        return self._checkpoints.save(output_dir, safe_serialization, blocking, layout)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> LoadReport:
+        """Load what `save_state` saved, on any number of processes; every process calls it.
+
+        Args:
+            input_dir: the folder; left out, the newest valid checkpoint of the project.
+            load_kwargs: as for `torch.load`. Of these, `weights_only=False` trusts a folder in the API's own format
+                that holds pickled objects; tensors go to where the run has them, whatever `map_location` says.
+            load_model_func_kwargs: `strict`, `models_only`, `allow_pickle` of `accelerate.checkpointing.load_run`.
+        """
+        return self._checkpoints.load(input_dir, load_kwargs, **load_model_func_kwargs)
+
+    def resume(self, signals: Sequence[str] = DEFAULT_SIGNALS) -> LoadReport | None:
+        """Go on from the project's newest valid checkpoint, if there is one; None where the run starts anew.
+
+        Loaders then go on behind the last batch that was trained on; `report.epoch` is the epoch that they are in.
+        From here on the run also saves when it is asked to stop: at the next batch after one of `signals` has
+        reached any process, all of them save and exit with code 0. An empty list listens to none. Call it when all
+        objects are prepared and registered; `Accelerator(resume="auto")` calls it at the first pass over a loader.
+
+        Example:
+            start = accelerator.resume()
+            for epoch in range(start.epoch if start else 0, epochs):
+                ...
+        """
+        return self._checkpoints.resume(signals)
+
+    @property
+    def resumed(self) -> LoadReport | None:
+        """What `resume` has loaded; None where the run starts anew. With `resume="auto"` it is loaded by now."""
+        return self._checkpoints.controller.report
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Objects with `state_dict` and `load_state_dict` that `save_state` and `load_state` shall include."""
+        self._checkpoints.register(*objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> HookHandle:
+        """`hook(models, weights, output_dir)` is called before `save_state` writes; `weights` may be changed."""
+        return self._checkpoints.register_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> HookHandle:
+        """`hook(models, input_dir)` is called before `load_state` loads; models it takes out are not loaded."""
+        return self._checkpoints.register_load_hook(hook)
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """The weights of a prepared model in files of at most `max_shard_size` (bytes, or "10GB"), with an index."""
+        state = self.get_state_dict(model)
+        save_model(
+            state,
+            save_directory,
+            max_shard_size,
+            safe_serialization,
+            process=PartialState(),
+            save_on_each_node=self.project_configuration.save_on_each_node,
+        )
+        self.state.wait_for_everyone()
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """`torch.save` (or safetensors) on one process of the run, or of each machine with `save_on_each_node`."""
+        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
+
+    # -- trackers
+
+    @property
+    def project_dir(self) -> str | None:
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        return self.project_configuration.logging_dir
+
+    @property
+    def log_with(self) -> list[Any]:
+        return self._trackers.log_with
+
+    @log_with.setter
+    def log_with(self, log_with: list[Any]) -> None:
+        self._trackers.log_with = log_with
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that `init_trackers` has started; empty on processes that do not log."""
+        return self._trackers.trackers
+
+    @trackers.setter
+    def trackers(self, trackers: list[GeneralTracker]) -> None:
+        self._trackers.trackers = trackers
+
+    def init_trackers(self, *args: Any, **kwargs: Any) -> None:
+        """`init_trackers(project_name, config=None, init_kwargs={})`: start the trackers of `log_with`.
+
+        `config` are the run's hyperparameters; `init_kwargs` the arguments of each tracker under its name.
+        """
+        if self.is_main_process:
+            self._trackers.start(*args, **kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of this name (its client object with `unwrap`); a blank one where this process does not log."""
+        return self._trackers.get(name, unwrap)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """`log(values, step=None, log_kwargs={})`: hand a dict of values to every tracker."""
+        self._trackers.log(*args, **kwargs)
+
+    def end_training(self) -> None:
+        """Finish what runs in the background, close the trackers, leave the process group."""
+        self._checkpoints.end_training()
+
+    # -- profile
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """A block under torch's profiler; with `output_trace_dir` each process writes its trace there."""
+        options = profile_handler or self.plan.handlers.profile
+        return profile(options, self.state.process_index, self.state.wait_for_everyone)
+
+    # -- what was prepared, under the names that libraries read
+
+    @property
+    def step(self) -> int:
+        """Batches of the present accumulation window so far."""
+        return self._accumulation.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._accumulation.step = step
+
+    @property
+    def _models(self) -> list[torch.nn.Module]:
+        return [prepared.module for prepared in self._objects.models]
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self._objects.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self._objects.schedulers
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return self._objects.dataloaders
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return self._objects.custom
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # Its state is shared by design: a copied model or trainer keeps this one.
         return self
-
-
-class _Window:
-    """One batch of an accumulation window: counts it, and keeps its backward silent where it is not the last."""
-
-    __slots__ = ("accelerator", "contexts", "models")
-
-    def __init__(self, accelerator: Accelerator, models: tuple[torch.nn.Module, ...]) -> None:
-        self.accelerator = accelerator
-        self.models = models
-        self.contexts: list[contextlib.AbstractContextManager[Any]] = []
-
-    def __enter__(self) -> None:
-        accelerator = self.accelerator
-        state = accelerator.gradient_state
-        options = state.plugin_kwargs
-        if options.get("sync_with_dataloader", True) and state.end_of_dataloader:
-            accelerator.step = 0
-            sync = True
-        else:
-            accelerator.step += 1
-            sync = accelerator.step % options.get("num_steps", 1) == 0
-        state.sync_gradients = sync
-        accelerator._accumulated = self.models
-        if not sync and not options.get("sync_each_batch", False):
-            for model in self.models:
-                context = accelerator.strategy.no_sync(model)
-                context.__enter__()
-                self.contexts.append(context)
-
-    def __exit__(self, *error: Any) -> None:
-        self.accelerator._accumulated = ()
-        while self.contexts:
-            self.contexts.pop().__exit__(*error)
 
 
 def _repoint(optimizers: list[torch.optim.Optimizer], pairs: Any) -> None:
@@ -585,3 +745,12 @@ def _loader_config(config: DataLoaderConfiguration | None, split_batches: Any) -
     if split_batches is not _NOT_GIVEN:
         config.split_batches = bool(split_batches)
     return config
+
+
+def _project(project: ProjectConfiguration | None, project_dir: str | None) -> ProjectConfiguration:
+    if project is not None and not isinstance(project, ProjectConfiguration):
+        raise ConfigurationError(f"project_config takes a ProjectConfiguration, not {type(project).__name__}")
+    project = project or ProjectConfiguration(project_dir=project_dir)
+    if project_dir is not None and project.project_dir is None:
+        project.set_directories(project_dir)
+    return project

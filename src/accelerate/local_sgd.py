@@ -61,7 +61,8 @@ class LocalSGD:
     def _average(self) -> None:
         accelerator = self.accelerator
         accelerator.wait_for_everyone()
-        with torch.no_grad(), accelerator.precision.shown([self.model], [], accelerator.strategy.others_in_place):
+        contexts = [accelerator.prepared_model(self.model).swappable()]
+        with torch.no_grad(), accelerator.precision.swap_in_master_weights([self.model], [], contexts):
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             for parameter, mean in zip(
                 parameters, collectives.reduce([p.data for p in parameters], "mean"), strict=True

@@ -35,8 +35,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._is_overflow = False
         self._unscaled = False
         self.steps_made = 0  # by this process; those that the gradient scaler left out count too
-        # Called once, before the first step: the accelerator's look at what this optimizer holds.
-        self._before_first_step: Callable[[], None] | None = None
+        # Called once with this optimizer, before its first step: a check of what it trains.
+        self._before_first_step: Callable[[AcceleratedOptimizer], None] | None = None
         # Called after each step: what belonged to the gradients that are used up is closed.
         self._after_step: list[Callable[[], None]] = []
         if device_placement:
@@ -110,7 +110,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if not self.gradient_state.sync_gradients:
             return None
         if self._before_first_step is not None:
-            self._before_first_step()
+            self._before_first_step(self)
             self._before_first_step = None
         if self.scaler is None:
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)

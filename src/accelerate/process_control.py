@@ -151,7 +151,7 @@ class ProcessControl:
             use_gather_object,
             strategy.data_shard[1],
             strategy.data_group,
-            strategy.parts_group,
+            strategy.sequence_group,
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

@@ -9,10 +9,10 @@ import torch
 
 from .config.training import DataLoaderConfiguration, check_accumulation_steps
 from .core.enums import FP8BackendType
-from .optimizer import AcceleratedOptimizer
 from .parallel.base import Strategy
 from .precision.base import Precision
 from .resolve import Plan
+from .run_objects import RunObjects
 from .state import AcceleratorState, GradientState
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class RunOptions:
     precision: Precision
     strategy: Strategy
     dataloader_config: DataLoaderConfiguration
-    _optimizers: list[AcceleratedOptimizer]
+    _objects: RunObjects
 
     # -- options by the API's names
 
@@ -124,7 +124,7 @@ class RunOptions:
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether some optimizer left its last step out because gradients were not finite."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._objects.optimizers)
 
     # -- the layout
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.checkpointing import ModelPart, OptimizerPart, RunState
+from accelerate.checkpointing import PreparedModel, PreparedOptimizer, RunState
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class SmallRun:
 
     def bundle(self, **more: Any) -> RunState:
         fields = {
-            "models": [ModelPart(self.model)],
-            "optimizers": [OptimizerPart(self.optimizer)],
+            "models": [PreparedModel(self.model)],
+            "optimizers": [PreparedOptimizer(self.optimizer)],
             "schedulers": [self.scheduler],
             "custom": [self.registered],
             **more,

@@ -14,7 +14,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate.checkpointing import ModelPart, OptimizerPart, Options, RunState, load_newest, load_run, save_run
+from accelerate.checkpointing import (
+    Options,
+    PreparedModel,
+    PreparedOptimizer,
+    RunState,
+    load_newest,
+    load_run,
+    save_run,
+)
 from accelerate.checkpointing.compat import load_pickled
 from accelerate.core.errors import CheckpointError
 from accelerate.data_loader import prepare_data_loader
@@ -41,7 +49,7 @@ class Counted:
 def test_a_folder_of_the_api_goes_on_where_it_stopped(process):
     model, optimizer, scheduler = build()
     counted = Counted()
-    run = RunState([ModelPart(model)], [OptimizerPart(optimizer)], [scheduler], custom=[counted])
+    run = RunState([PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler], custom=[counted])
     report = load_run(run, FOLDER, process=process)
     expected = json.loads((FOLDER / "expected.json").read_text())
     drawn = {"python": random.random(), "numpy": float(np.random.rand()), "torch": torch.rand(()).item()}
@@ -56,7 +64,7 @@ def test_a_folder_of_the_api_goes_on_where_it_stopped(process):
 def test_the_api_names_of_layout_compat(tmp_path, process):
     model, optimizer, scheduler = build()
     run = RunState(
-        [ModelPart(model)], [OptimizerPart(optimizer)], [scheduler], custom=[Counted()], progress={"step": 4}
+        [PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler], custom=[Counted()], progress={"step": 4}
     )
     save_run(run, tmp_path / "c", process=process, options=Options(layout="compat"))
     theirs = {path.name for path in FOLDER.iterdir()} - {"expected.json"}
@@ -82,7 +90,7 @@ def test_a_crafted_pickle_is_not_run(tmp_path, process, name):
     torch.save({"x": Trap(tmp_path / "owned")}, tmp_path / "c" / name)
     model, optimizer, scheduler = build()
     before = [parameter.clone() for parameter in model.parameters()]
-    run = RunState([ModelPart(model)], [OptimizerPart(optimizer)], [scheduler], custom=[Counted()])
+    run = RunState([PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler], custom=[Counted()])
     with pytest.raises(CheckpointError, match=f"{name}.*mkdir.*allow_pickle=True"):
         load_run(run, tmp_path / "c", process=process)
     assert not (tmp_path / "owned").exists()
@@ -99,7 +107,7 @@ def test_trust_is_given_by_the_user_alone(tmp_path):
 
 def test_a_missing_file_is_named_and_a_folder_without_manifest_is_not_picked(tmp_path, process):
     model, optimizer, scheduler = build()
-    run = RunState([ModelPart(model)], [OptimizerPart(optimizer)], [scheduler])
+    run = RunState([PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler])
     shutil.copytree(FOLDER, tmp_path / "checkpoint_0")
     with pytest.raises(CheckpointError, match="another library wrote it"):
         load_newest(run, tmp_path, process=process)
@@ -131,7 +139,7 @@ def test_the_seed_of_a_pickled_sampler_is_read_and_nothing_of_it_is_built(tmp_pa
     torch.save(state, tmp_path / "c" / "dl_state_dict_1.bin")
     (tmp_path / "c" / "sampler_1.bin").write_bytes(b"no archive")
     loaders = [loader(1), loader(5)]
-    run = RunState([ModelPart(model)], [OptimizerPart(optimizer)], [scheduler], loaders, custom=[Counted()])
+    run = RunState([PreparedModel(model)], [PreparedOptimizer(optimizer)], [scheduler], loaders, custom=[Counted()])
     report = load_run(run, tmp_path / "c", process=process)
     assert not (tmp_path / "owned").exists()
     wanted = loader(77)

@@ -112,7 +112,7 @@ def test_stopped_anywhere_and_started_again_the_run_ends_where_it_would_have(nam
         assert (left.value.code, cut.batches) == (0, stop), "it stops behind the batch that was worked on"
         again = Run(tmp_path / str(stop), resume="auto")
         loop(again)
-        assert again.steps.done == whole.steps.done == again.accelerator._progress()["step"]
+        assert again.steps.done == whole.steps.done == again.accelerator._checkpoints._progress()["step"]
         assert again.accelerator.resumed.step == stop
         assert all(map(torch.equal, again.weights(), whole.weights())), (name, stop)
 
@@ -213,4 +213,4 @@ def test_progress_and_tracker_runs_are_in_the_checkpoint(tmp_path):
     assert (report.step, report.epoch, report.trackers) == (10, 2, {"service": "run 7"})
     assert report.manifest.progress["step"] == 10
     # The epoch is that of the loader that was trained on, not of the one prepared first.
-    assert again.accelerator._progress()["epoch"] == 2
+    assert again.accelerator._checkpoints._progress()["epoch"] == 2

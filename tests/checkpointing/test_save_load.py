@@ -21,9 +21,9 @@ import torch
 from accelerate.checkpointing import (
     CheckpointMismatch,
     CorruptCheckpoint,
-    ModelPart,
-    OptimizerPart,
     Options,
+    PreparedModel,
+    PreparedOptimizer,
     RunState,
     load_newest,
     load_run,
@@ -153,7 +153,7 @@ def test_another_model_is_listed_and_not_loaded(tmp_path, small_run, process, sa
     other.model.extra = torch.nn.Linear(2, 2)
     other.model.norm = torch.nn.BatchNorm1d(6)
     del other.model.second
-    bundle = other.bundle(optimizers=[OptimizerPart(torch.optim.AdamW(other.model.parameters()))])
+    bundle = other.bundle(optimizers=[PreparedOptimizer(torch.optim.AdamW(other.model.parameters()))])
     before = other.weights()
     with pytest.raises(CheckpointMismatch) as caught:
         load_run(bundle, tmp_path / "c", process=process)
@@ -184,7 +184,7 @@ def test_another_optimizer_and_other_numbers_of_objects(tmp_path, small_run, pro
         (torch.optim.AdamW(parameters[::-1]), r"parameter 0: shape \[4, 4\] saved, \[4\] here"),
     ):
         with pytest.raises(CheckpointMismatch, match=needle):
-            load_run(other.bundle(optimizers=[OptimizerPart(optimizer)]), tmp_path / "c", process=process)
+            load_run(other.bundle(optimizers=[PreparedOptimizer(optimizer)]), tmp_path / "c", process=process)
     with pytest.raises(CheckpointMismatch, match="1 schedulers saved, 0 here; 1 registered objects saved, 2 here"):
         load_run(other.bundle(schedulers=[], custom=[other.registered] * 2), tmp_path / "c", process=process)
     assert same_tensors(before, other.weights())
@@ -275,13 +275,13 @@ def test_models_that_load_in_their_own_way(tmp_path, process):
             self.note = state["note"]
 
     one, other = Extra("a"), Extra("b")
-    save_run(RunState(models=[ModelPart(one)]), tmp_path / "c", process=process)
-    load_run(RunState(models=[ModelPart(other)]), tmp_path / "c", process=process)
+    save_run(RunState(models=[PreparedModel(one)]), tmp_path / "c", process=process)
+    load_run(RunState(models=[PreparedModel(other)]), tmp_path / "c", process=process)
     assert other.note == "a" and torch.equal(one.weight, other.weight)
     half = torch.nn.Linear(30, 20).to(torch.bfloat16)
     wide = torch.nn.Linear(30, 20)
-    save_run(RunState(models=[ModelPart(half), ModelPart(one)]), tmp_path / "c", process=process)
-    load_run(RunState(models=[ModelPart(wide), ModelPart(other)]), tmp_path / "c", process=process)
+    save_run(RunState(models=[PreparedModel(half), PreparedModel(one)]), tmp_path / "c", process=process)
+    load_run(RunState(models=[PreparedModel(wide), PreparedModel(other)]), tmp_path / "c", process=process)
     assert torch.equal(wide.weight, half.weight.float()) and (tmp_path / "c" / "model_1.safetensors").exists()
 
 
@@ -307,7 +307,7 @@ def test_a_manifest_of_the_future_and_one_that_points_outside(tmp_path, small_ru
 KILLED = """
 import sys, torch
 from pathlib import Path
-from accelerate.checkpointing import ModelPart, Options, OptimizerPart, RunState, Writer, save_run
+from accelerate.checkpointing import PreparedModel, Options, PreparedOptimizer, RunState, Writer, save_run
 from accelerate.state import PartialState
 
 root, background = Path(sys.argv[1]), sys.argv[2] == "background"
@@ -319,7 +319,8 @@ for number in range(10_000):
     # The whole state is the number, so that a mix of two saves is seen.
     with torch.no_grad():
         model.weight.fill_(number); model.bias.fill_(number)
-    run = RunState(models=[ModelPart(model)], optimizers=[OptimizerPart(optimizer)], progress={"number": number})
+    parts = dict(models=[PreparedModel(model)], optimizers=[PreparedOptimizer(optimizer)])
+    run = RunState(**parts, progress={"number": number})
     save_run(run, root / "same", process=state, writer=writer)
     save_run(run, root / f"checkpoint_{number}", process=state, writer=writer,
              options=Options(checkpoints=root, total_limit=2))
@@ -343,7 +344,9 @@ def test_killed_anywhere_what_is_listed_as_valid_is_whole(tmp_path, process, mod
         started.send_signal(signal.SIGKILL)
         started.wait()
         model = torch.nn.Linear(1000, 1000)
-        bundle = RunState(models=[ModelPart(model)], optimizers=[OptimizerPart(torch.optim.AdamW(model.parameters()))])
+        bundle = RunState(
+            models=[PreparedModel(model)], optimizers=[PreparedOptimizer(torch.optim.AdamW(model.parameters()))]
+        )
         for load, place in ((load_newest, root), (load_run, root / "same")):
             report = load(bundle, place, process=process)
             number = report.progress["number"]

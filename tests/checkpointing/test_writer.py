@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from accelerate.checkpointing import (
-    ModelPart,
     PendingGradients,
     PreemptionWatch,
+    PreparedModel,
     RunState,
     Writer,
     load_run,
@@ -86,10 +86,10 @@ def test_an_error_surfaces_once_at_the_next_call(tmp_path, small_run, process, m
 
 LEAVING = """
 import sys, torch
-from accelerate.checkpointing import ModelPart, RunState, Writer, save_run
+from accelerate.checkpointing import PreparedModel, RunState, Writer, save_run
 from accelerate.state import PartialState
 model = torch.nn.Linear(1500, 1500)
-save_run(RunState(models=[ModelPart(model)]), sys.argv[1], process=PartialState(cpu=True), writer=Writer())
+save_run(RunState(models=[PreparedModel(model)]), sys.argv[1], process=PartialState(cpu=True), writer=Writer())
 if sys.argv[2] == "raise":
     raise SystemExit(3)
 """
@@ -111,9 +111,9 @@ def test_gradients_of_an_open_window(tmp_path, process):
     model(data).sum().backward()
     for pending in (True, False):
         part = PendingGradients([model], lambda: pending)  # noqa: B023
-        save_run(RunState(models=[ModelPart(model)], rank_state=part), tmp_path / "c", process=process)
+        save_run(RunState(models=[PreparedModel(model)], rank_state=part), tmp_path / "c", process=process)
         taken = PendingGradients([other], lambda: True)
-        load_run(RunState(models=[ModelPart(other)], rank_state=taken), tmp_path / "c", process=process)
+        load_run(RunState(models=[PreparedModel(other)], rank_state=taken), tmp_path / "c", process=process)
         if pending:
             assert torch.equal(other.weight.grad, model.weight.grad) and other.bias.grad is None
         else:

@@ -11,8 +11,8 @@ import random, sys, time
 from pathlib import Path
 import torch
 from accelerate.checkpointing import (
-    CheckpointMismatch, CorruptCheckpoint, FullyShardedState, ModelPart, Options, OptimizerPart, RunState, Writer,
-    load_newest, load_run, resume, save_run, verify,
+    CheckpointMismatch, CorruptCheckpoint, FullyShardedState, Options, PreparedModel, PreparedOptimizer, RunState,
+    Writer, load_newest, load_run, resume, save_run, verify,
 )
 from torch.utils.data import DataLoader
 from accelerate.core.errors import CheckpointError
@@ -39,7 +39,7 @@ def make(seed=0):
     return model, optimizer
 
 def bundle(model, optimizer, **more):
-    return RunState(models=[ModelPart(model)], optimizers=[OptimizerPart(optimizer)], **more)
+    return RunState(models=[PreparedModel(model)], optimizers=[PreparedOptimizer(optimizer)], **more)
 
 def step(model, optimizer, data):
     model(data).square().mean().backward()
@@ -183,6 +183,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from accelerate.parallel.fsdp.fsdp2 import Fsdp2Model
+from accelerate.precision.base import Precision
 
 data = torch.randn(16, 4, generator=torch.Generator().manual_seed(7))
 layout, names = sys.argv[2], sys.argv[3:]
@@ -204,8 +206,9 @@ def build(seed, width=8):
     model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh(), torch.nn.Linear(width, 2))
     lay_out(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    part = FullyShardedState.of([model], [optimizer])
-    models, optimizers = part.parts()
+    prepared = Fsdp2Model(model, Precision(), torch.device("cpu"), saves_shards=True)
+    models, optimizers = [prepared], [PreparedOptimizer(optimizer, prepared)]
+    part = FullyShardedState(models, optimizers)
     return model, optimizer, RunState(models=models, optimizers=optimizers, sharded=part)
 
 def stream():

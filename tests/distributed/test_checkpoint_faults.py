@@ -15,18 +15,18 @@ import torch
 from ranks import run_ranks
 from torch.distributed import TCPStore
 
-from accelerate.checkpointing import ModelPart, RunState, load_newest, verify
+from accelerate.checkpointing import PreparedModel, RunState, load_newest, verify
 from accelerate.state import PartialState
 
 KILLED = """
 import sys, torch
 from pathlib import Path
-from accelerate.checkpointing import ModelPart, Options, RunState, Writer, load_newest, resume, save_run
+from accelerate.checkpointing import PreparedModel, Options, RunState, Writer, load_newest, resume, save_run
 from accelerate.state import PartialState
 
 state = PartialState(cpu=True)
 root, model = Path(sys.argv[1]), torch.nn.Linear(700, 700)
-part = ModelPart(model)
+part = PreparedModel(model)
 report = resume(RunState(models=[part]), root, process=state)
 number = -1 if report is None else report.progress["number"]
 assert report is None or torch.equal(model.weight, torch.full((700, 700), float(number)))
@@ -75,7 +75,7 @@ def test_ranks_killed_in_the_middle_lose_nothing(tmp_path):
             processes[victim].wait()
         del store
         model = torch.nn.Linear(700, 700)
-        report = load_newest(RunState(models=[ModelPart(model)]), root, process=PartialState(cpu=True))
+        report = load_newest(RunState(models=[PreparedModel(model)]), root, process=PartialState(cpu=True))
         # A background save counts when the next call has come back.
         assert report.progress["number"] >= last - 1 and report.skipped == []
         assert torch.equal(model.weight, torch.full((700, 700), float(report.progress["number"])))
@@ -97,8 +97,8 @@ os.chdir(mine)
 
 import torch
 from accelerate.checkpointing import (
-    FullyShardedState, ModelPart, Options, PreemptionWatch, RunState, load_fsdp_model, load_fsdp_optimizer, load_run,
-    merge_fsdp_weights, save_fsdp_model, save_fsdp_optimizer, save_run, saving, verify,
+    FullyShardedState, Options, PreemptionWatch, PreparedModel, PreparedOptimizer, RunState, load_fsdp_model,
+    load_fsdp_optimizer, load_run, merge_fsdp_weights, save_fsdp_model, save_fsdp_optimizer, save_run, saving, verify,
 )
 from accelerate.core.errors import CheckpointError
 from accelerate.state import PartialState
@@ -106,7 +106,7 @@ from accelerate.state import PartialState
 state = PartialState(cpu=True)
 torch.manual_seed(3)
 model = torch.nn.Linear(30, 4)
-run = RunState(models=[ModelPart(model)], progress={"step": 1})
+run = RunState(models=[PreparedModel(model)], progress={"step": 1})
 
 # Each machine sees its own disk only.
 saving._VISIBLE = 0.5
@@ -122,7 +122,7 @@ assert f"random_states_{rank}.json" in names and f"random_states_{1 - rank}.json
 assert "model.safetensors" in names
 drawn = torch.rand(3)
 other = torch.nn.Linear(30, 4)
-report = load_run(RunState(models=[ModelPart(other)]), "out/checkpoint_0", process=state)
+report = load_run(RunState(models=[PreparedModel(other)]), "out/checkpoint_0", process=state)
 assert torch.equal(other.weight, model.weight) and torch.equal(torch.rand(3), drawn) and report.notes == []
 # On a shared disk the same option writes one checkpoint.
 save_run(run, root / "shared", process=state, options=Options(save_on_each_node=True))

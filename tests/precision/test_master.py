@@ -329,7 +329,7 @@ def test_nothing_holds_a_model_or_an_optimizer_that_is_gone():
     accelerator = start(steps=1)
     parts = prepared(accelerator)
     train(accelerator, parts, batches()[:2])
-    master = weakref.ref(accelerator.precision.masters(parts[0])[0])
+    master = weakref.ref(accelerator.precision.master_weights(parts[0])[0])
     optimizer = weakref.ref(parts[1].optimizer)
     accelerator.free_memory()
     del parts

@@ -29,8 +29,6 @@ EXPORTS = {
     "checkpointing.preemption": ["PreemptionWatch"],
     "checkpointing.saving": ["Options", "save_run"],
     "checkpointing.session": [
-        "ModelPart",
-        "OptimizerPart",
         "RunState",
         "ShardedPart",
         "check_custom",
@@ -46,6 +44,7 @@ EXPORTS = {
     ],
     "checkpointing.weights": ["clean_state_dict_for_safetensors", "load", "save", "save_model"],
     "checkpointing.writer": ["Writer"],
+    "parallel.prepared": ["PreparedModel", "PreparedOptimizer"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -9,37 +9,43 @@ from typing import Any
 import torch
 
 from ..core.errors import CheckpointError
+from ..parallel.prepared import PreparedModel
 
 
 class RankState:
-    """The `rank_state` of a `RunState`: an open window, and what a strategy keeps for each process.
+    """The `rank_state` of a `RunState`: an unfinished window, and what prepared models keep on each process.
 
-    It comes back in the layout that saved it; in another one of as many processes it has no place, and is dropped.
+    It is loaded in the layout that saved it; in another one of as many processes it has no place, and is dropped.
     """
 
-    def __init__(self, strategy: Any, models: Sequence[torch.nn.Module], mesh: dict[str, int], window: Any) -> None:
-        self.strategy, self.models, self.mesh, self.window = strategy, list(models), dict(mesh), window
+    def __init__(
+        self, layout: str, models: Sequence[PreparedModel], mesh: dict[str, int], window: OpenWindow | None
+    ) -> None:
+        self.models, self.window = list(models), window
+        self.layout = {"strategy": layout, **mesh}
 
     def state_dict(self) -> dict[str, Any]:
+        own = [state for model in self.models if (state := model.rank_state()) is not None]
         return {
-            "layout": {"strategy": self.strategy.name, **self.mesh},
+            "layout": self.layout,
             "window": None if self.window is None else self.window.state_dict(),
-            "strategy": self.strategy.rank_state(self.models),
+            "strategy": {"models": own} if own else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Take the state back; a note for what has no place here."""
-        window, own = state["window"], state["strategy"]
-        here = {"strategy": self.strategy.name, **self.mesh}
-        if state["layout"] != here:
+        window = state["window"]
+        if state["layout"] != self.layout:
             lost = "unfinished gradients, " if window is not None and window["gradients"] else ""
             return [
-                f"saved under {_told(state['layout'])}, loaded under {_told(here)}: {lost}places in streams of random "
-                "numbers of single processes are dropped"
+                f"saved under {_told(state['layout'])}, loaded under {_told(self.layout)}: {lost}places in streams of "
+                "random numbers of single processes are dropped"
             ]
         if window is not None and self.window is not None:
             self.window.load_state_dict(window)
-        self.strategy.load_rank_state(self.models, own)
+        own = [model for model in self.models if model.rank_state() is not None]
+        for model, saved in zip(own, state["strategy"].get("models", ()), strict=True):
+            model.load_rank_state(saved)
         return []
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
+from ..parallel.prepared import PreparedModel
 from ..runtime.agreement import Council, Process
 from .commit import settle
 from .layout import candidates, list_checkpoints
 from .manifest import CorruptCheckpoint, Manifest
 from .matching import CheckpointMismatch, check_counts, check_optimizer
-from .session import ModelPart, RunState, set_rng_state
+from .session import RunState, set_rng_state
 from .source import CompatSource, ModelSource, NativeSource, Source, open_source
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class LoadReport:
 class _Plan:
     """Everything of a checkpoint but the weights, read and checked; applying it needs no file but theirs."""
 
-    models: list[tuple[ModelPart, ModelSource]]
+    models: list[tuple[PreparedModel, ModelSource]]
     optimizers: list[Callable[[], Any]]
     shared: dict[str, Any]
     rank: dict[str, Any]
@@ -150,7 +151,7 @@ def _read(run: RunState, source: Source, process: Process, strict: bool, models_
     source.check_sizes()
     if not models_only:
         check_counts(run, source)
-    models: list[tuple[ModelPart, ModelSource]] = []
+    models: list[tuple[PreparedModel, ModelSource]] = []
     if not run.load_hooks:
         models = _match(run.models, source, strict, notes)
     if process.local_process_index == 0:
@@ -161,7 +162,7 @@ def _read(run: RunState, source: Source, process: Process, strict: bool, models_
     if models_only:
         return _Plan(models, [], {"progress": source.progress}, {}, notes)
     for index, part in enumerate(run.optimizers if not source.is_whole else ()):
-        if part.sharded and source.about_optimizer(index) is not None:
+        if part.saves_shards and source.about_optimizer(index) is not None:
             check_optimizer(index, part, dict, source.about_optimizer(index), source.folder)
     optimizers: list[Callable[[], Any]] = []
     for index, part in enumerate(_held_whole(run.optimizers, source)):
@@ -172,7 +173,7 @@ def _read(run: RunState, source: Source, process: Process, strict: bool, models_
     return _Plan(models, optimizers, source.shared(), rank, notes)
 
 
-def _match(parts: Sequence[ModelPart], source: Source, strict: bool, notes: list[str]) -> list[Any]:
+def _match(parts: Sequence[PreparedModel], source: Source, strict: bool, notes: list[str]) -> list[Any]:
     matched = [(part, source.model(index, part)) for index, part in enumerate(_held_whole(parts, source))]
     for index, (part, weights) in enumerate(matched):
         notes.extend(weights.compare(index, part, strict))
@@ -181,7 +182,7 @@ def _match(parts: Sequence[ModelPart], source: Source, strict: bool, notes: list
 
 def _held_whole(parts: Sequence[Any], source: Source) -> list[Any]:
     """The parts that are loaded from their whole state: all of them, but where shards meet a sharded run."""
-    return [part for part in parts if not part.sharded or source.is_whole]
+    return [part for part in parts if not part.saves_shards or source.is_whole]
 
 
 def _apply(run: RunState, source: Source, plan: _Plan, strict: bool, models_only: bool) -> None:
@@ -200,7 +201,7 @@ def _apply(run: RunState, source: Source, plan: _Plan, strict: bool, models_only
     if models_only:
         return
     for part, read in zip(_held_whole(run.optimizers, source), plan.optimizers, strict=True):
-        part.load(read())
+        part.load_state_dict(read())
     for scheduler, state in zip(run.schedulers, plan.shared["schedulers"], strict=True):
         scheduler.load_state_dict(state)
     _load_ours(run, plan)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.errors import CheckpointError
+from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from .codec import memory_of
-from .session import ModelPart, OptimizerPart, RunState
+from .session import RunState
 
 if TYPE_CHECKING:
     from .source import Source
@@ -74,12 +75,12 @@ def compare_names(saved: Mapping[str, tuple[int, ...] | None], module: torch.nn.
 
 
 def compare_model(
-    index: int, part: ModelPart, saved: Mapping[str, tuple[int, ...] | None], path: Path, strict: bool
+    index: int, part: PreparedModel, saved: Mapping[str, tuple[int, ...] | None], path: Path, strict: bool
 ) -> Differences:
     """The differences between a model's file and the model. Raises CheckpointMismatch for any when `strict`."""
-    found = compare_names(saved, part.target)
+    found = compare_names(saved, part.state_template)
     if found and strict:
-        name = type(part.target).__qualname__
+        name = type(part.state_template).__qualname__
         raise CheckpointMismatch(
             f"{path} does not fit model {index} ({name}): {found}. Nothing was loaded. Build the model as it was "
             "saved, or pass strict=False to load what fits."
@@ -112,7 +113,7 @@ def check_counts(run: RunState, source: Source) -> None:
 
 
 def check_optimizer(
-    index: int, part: OptimizerPart, read: Callable[[], Any], about: Mapping[str, Any] | None, folder: Path
+    index: int, part: PreparedOptimizer, read: Callable[[], Any], about: Mapping[str, Any] | None, folder: Path
 ) -> None:
     """Raise CheckpointMismatch when an optimizer's state belongs to other parameters or another kind of optimizer."""
     here = part.describe()

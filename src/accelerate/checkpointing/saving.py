@@ -225,13 +225,13 @@ def _appears(folder: Path, seconds: float) -> bool:
 
 def _collect(draft: Draft, run: RunState, process: Process, options: Options, blocking: bool) -> None:
     """Fill the draft with what this rank writes. State that takes the ranks' messages is asked for on every rank."""
-    if len({part.sharded for part in run.models} | {part.sharded for part in run.optimizers}) > 1:
+    if len({part.saves_shards for part in run.models} | {part.saves_shards for part in run.optimizers}) > 1:
         raise CheckpointError("a run whose models and optimizers are partly sharded and partly not cannot be saved")
     whole = draft.home == process.process_index
-    models = [part for part in run.models if not part.sharded]
-    optimizers = [part for part in run.optimizers if not part.sharded]
-    weights = [part.full_state() for part in models]
-    states = [part.full_state() for part in optimizers]
+    models = [part for part in run.models if not part.saves_shards]
+    optimizers = [part for part in run.optimizers if not part.saves_shards]
+    weights = [dict(part.checkpoint_state_dict()) for part in models]
+    states = [part.state_dict() for part in optimizers]
     if draft.error is not None:
         return
     modules = [part.module for part in run.models]
@@ -241,8 +241,10 @@ def _collect(draft: Draft, run: RunState, process: Process, options: Options, bl
     draft.about = {
         "progress": _plain(run.progress),
         "mesh": dict(run.mesh),
-        "models": [{"class": type(part.target).__qualname__, "sharded": part.sharded} for part in run.models],
-        "optimizers": [{**part.describe(), "sharded": part.sharded} for part in run.optimizers],
+        "models": [
+            {"class": type(part.state_template).__qualname__, "sharded": part.saves_shards} for part in run.models
+        ],
+        "optimizers": [{**part.describe(), "sharded": part.saves_shards} for part in run.optimizers],
     }
     if run.sharded is not None:
         draft.sharded = run.sharded.stage(blocking, options.layout == "compat")

@@ -16,6 +16,7 @@ import torch
 
 from ..core.devices import accelerator_type, module_of
 from ..core.errors import CheckpointError
+from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from .blocks import BlockIO, CorruptFile, Segment
 from .codec import TensorSink, decode, encode
 from .manifest import CorruptCheckpoint, Manifest
@@ -32,66 +33,6 @@ class HasState(Protocol):
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
-
-
-@dataclass
-class ModelPart:
-    """A model of a run.
-
-    Fields:
-        module: the model as prepared; what hooks are given.
-        inner: the module whose names the weights have (the unwrapped one); `module` where None.
-        state_dict: gives the full state. Every rank calls it, so it may communicate; rank 0 writes what it gives.
-            None takes `inner.state_dict()`.
-        load_state_dict: takes (full state, strict) on every rank. None reads into the tensors of `inner` in place.
-        sharded: its state is written and read by `RunState.sharded` instead.
-    """
-
-    module: torch.nn.Module
-    inner: torch.nn.Module | None = None
-    state_dict: Callable[[], State] | None = None
-    load_state_dict: Callable[[State, bool], Any] | None = None
-    sharded: bool = False
-
-    @property
-    def target(self) -> torch.nn.Module:
-        return self.inner if self.inner is not None else self.module
-
-    def full_state(self) -> dict[str, Any]:
-        return dict(self.state_dict() if self.state_dict is not None else self.target.state_dict())
-
-
-@dataclass
-class OptimizerPart:
-    """An optimizer of a run (plain or wrapped); the callables as in `ModelPart`.
-
-    `groups` are {plain name: shape} of the parameters in each group, where the optimizer holds something else (slices,
-    flattened parameters); None reads them off the optimizer.
-    """
-
-    optimizer: Any
-    state_dict: Callable[[], State] | None = None
-    load_state_dict: Callable[[Any], Any] | None = None
-    sharded: bool = False
-    groups: list[dict[str, list[int]]] | None = None
-
-    def full_state(self) -> Any:
-        return self.state_dict() if self.state_dict is not None else self.optimizer.state_dict()
-
-    def load(self, state: Any) -> None:
-        (self.load_state_dict or self.optimizer.load_state_dict)(state)
-
-    def describe(self) -> dict[str, Any]:
-        """What a state must agree on with the optimizer that takes it."""
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        groups = getattr(inner, "param_groups", [])
-        return {
-            "class": type(inner).__qualname__,
-            "options": sorted({key for group in groups for key in group if key != "params"} - {"initial_lr"}),
-            "shapes": [[list(parameter.shape) for parameter in group["params"]] for group in groups]
-            if self.groups is None
-            else [list(group.values()) for group in self.groups],
-        }
 
 
 class ShardedPart(Protocol):
@@ -125,12 +66,12 @@ class RunState:
             it comes back in the report of a load.
         rank_state: state that differs on every rank (unfinished gradients, say), or None.
         save_hooks, load_hooks: the user's, called on every rank as the API calls them.
-        sharded: writes and reads the parts that are marked `sharded`.
+        sharded: writes and reads the models and optimizers that save shards.
         mesh: {dimension: size} of the layout that saves; told in the manifest.
     """
 
-    models: Sequence[ModelPart] = ()
-    optimizers: Sequence[OptimizerPart] = ()
+    models: Sequence[PreparedModel] = ()
+    optimizers: Sequence[PreparedOptimizer] = ()
     schedulers: Sequence[HasState] = ()
     dataloaders: Sequence[Any] = ()
     scaler: HasState | None = None

@@ -6,7 +6,6 @@ The shards are safetensors files; what is no tensor is a JSON document beside th
 
 from __future__ import annotations
 
-import functools
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,66 +28,37 @@ from ..core.constants import MODEL_NAME
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
 from ..parallel.fsdp.state import is_fsdp1, unwrapped
+from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from .codec import TensorSink, decode, encode, memory_of
 from .dcp_legacy import PlainPlanner, PlainReader
 from .layout import model_shards, optimizer_shards
 from .matching import CheckpointMismatch, Differences
-from .session import ModelPart, OptimizerPart
 
 _OPTIONS = "options.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class FullyShardedState:
-    """The sharded models and optimizers of a run: the `sharded` part of a `RunState`.
+    """The models and optimizers of a run that save shards: the `sharded` part of a `RunState`.
 
-    `models` are (index, module); `optimizers` are (index, its module, optimizer). Every rank calls every method.
+    Every rank calls every method.
     """
 
-    def __init__(
-        self,
-        models: Sequence[tuple[int, torch.nn.Module]],
-        optimizers: Sequence[tuple[int, torch.nn.Module, torch.optim.Optimizer]] = (),
-    ) -> None:
-        self.models = list(models)
-        self.optimizers = list(optimizers)
-        # By model: a module whose state has the whole model's names and shapes, where ranks hold different ones.
-        self.wholes: dict[int, torch.nn.Module] = {}
+    def __init__(self, models: Sequence[PreparedModel], optimizers: Sequence[PreparedOptimizer] = ()) -> None:
+        self.update(models, optimizers)
         self._group: Any = None
         self._host: dict[tuple[Path, str], torch.Tensor] = {}  # copies of the last background save, used again
 
-    @classmethod
-    def of(cls, models: Sequence[torch.nn.Module], optimizers: Sequence[Any]) -> FullyShardedState:
-        """Of a run's models and optimizers (plain or wrapped), each optimizer joined to the model it steps.
+    def update(self, models: Sequence[PreparedModel], optimizers: Sequence[PreparedOptimizer] = ()) -> None:
+        """Take the objects of the next save; the group of background saves stays.
 
-        Raises CheckpointError for an optimizer whose parameters are in none of the models, or in several.
+        Raises CheckpointError for an optimizer whose parameters are in none of the models.
         """
-        rows = []
-        for index, wrapped in enumerate(optimizers):
-            optimizer = getattr(wrapped, "optimizer", wrapped)
-            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            owners = [model for model in models if stepped <= {id(parameter) for parameter in model.parameters()}]
-            if not owners:
-                raise CheckpointError(
-                    f"optimizer {index} ({type(optimizer).__qualname__}) steps parameters that are not those of one "
-                    "prepared model. Sharded state is saved by model: give each model an optimizer of its own."
-                )
-            rows.append((index, owners[0], optimizer))
-        return cls(list(enumerate(models)), rows)
-
-    def parts(self) -> tuple[list[ModelPart], list[OptimizerPart]]:
-        """The parts of a `RunState`. They load whole states too, which a run that was not sharded has saved."""
-        models = [
-            ModelPart(model, load_state_dict=functools.partial(_load_whole_model, model), sharded=True)
-            for _, model in self.models
-        ]
-        optimizers = [
-            OptimizerPart(
-                optimizer, load_state_dict=functools.partial(_load_whole_optimizer, model, optimizer), sharded=True
-            )
-            for _, model, optimizer in self.optimizers
-        ]
-        return models, optimizers
+        self.models = [(index, prepared.inner) for index, prepared in enumerate(models)]
+        self.optimizers = [(index, _model_of(index, one), one.inner) for index, one in enumerate(optimizers)]
+        # By model: a module whose state has the names and shapes of the entire model, where ranks hold different ones.
+        templates = ((index, prepared.template) for index, prepared in enumerate(models))
+        self.templates = {index: template for index, template in templates if template is not None}
 
     def stage(self, blocking: bool = True, compat: bool = False) -> Callable[[Path], None]:
         """The shards of this rank as they are now. With `blocking=False` they are copied to host memory, and written
@@ -100,7 +70,7 @@ class FullyShardedState:
             flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
             tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
             rest = {name: value for name, value in flat.items() if name not in tensors}
-            rest = _of_all_ranks(rest) if self.wholes else rest
+            rest = _of_all_ranks(rest) if self.templates else rest
             jobs.append((optimizer_shards(Path(), index), tensors, rest))
         group = None
         if not blocking:
@@ -147,8 +117,8 @@ class FullyShardedState:
                 continue  # a rank does not see the shapes of what it holds a slice of; `load` compares them
             path = model_shards(folder, index)
             saved = model_shapes(path)
-            whole = self.wholes.get(index)
-            held = self._model_state(model) if whole is None else whole.state_dict()
+            template = self.templates.get(index)
+            held = self._model_state(model) if template is None else template.state_dict()
             here = {name: tuple(value.shape) for name, value in held.items() if isinstance(value, torch.Tensor)}
             found = Differences(
                 missing=[name for name in here if name not in saved],
@@ -175,7 +145,7 @@ class FullyShardedState:
             flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
             tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
             read_shards(path, tensors, strict=True)
-            options = {name: value for name, value in read_options(path).items() if name in flat or not self.wholes}
+            options = {name: value for name, value in read_options(path).items() if name in flat or not self.templates}
             set_optimizer_state_dict(model, optimizer, {**flat, **options, **tensors}, options=_FLAT)
 
     @staticmethod
@@ -206,23 +176,13 @@ def load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optim
     set_optimizer_state_dict(model, optimizer, state)
 
 
-def _load_whole_model(model: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Each rank takes its shards out of the whole state."""
-    tensors: dict[str, Any] = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    set_model_state_dict(model, tensors, options=StateDictOptions(full_state_dict=True, strict=strict))
-
-
-def _load_whole_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Each rank takes its shards out of the whole state, whose parameters are numbered as the optimizer has them."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    ordered = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    by_name: dict[str, Any] = {
-        "state": {ordered[position]: values for position, values in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [ordered[position] for position in group["params"]]} for group in state["param_groups"]
-        ],
-    }
-    set_optimizer_state_dict(model, optimizer, by_name, options=StateDictOptions(full_state_dict=True))
+def _model_of(index: int, optimizer: PreparedOptimizer) -> torch.nn.Module:
+    if optimizer.model is None:
+        raise CheckpointError(
+            f"optimizer {index} ({type(optimizer.inner).__qualname__}) steps parameters that are not those of one "
+            "prepared model. Sharded state is saved by model: give each model its own optimizer."
+        )
+    return optimizer.model.inner
 
 
 def write_shards(

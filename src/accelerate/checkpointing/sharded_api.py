@@ -72,7 +72,9 @@ def _with_masters(function: Callable[..., Any]) -> Callable[..., Any]:
             # Anything that waits for everyone will do; masters are an accelerator's.
             return function(*args, **kwargs)
         optimizers = [getattr(one, "optimizer", one) for name, one in given.items() if name == "optimizer"]
-        with precision.shown([given["model"]], optimizers, accelerator.strategy.others_in_place):
+        model = given["model"]
+        contexts = [accelerator.prepared_model(model).swappable()]
+        with precision.swap_in_master_weights([model], optimizers, contexts):
             return function(*args, **kwargs)
 
     return call

@@ -11,12 +11,13 @@ import torch
 
 from ..core.constants import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError
+from ..parallel.prepared import PreparedModel
 from . import compat
 from .blocks import BlockIO, CorruptFile
 from .layout import model_shards, numbered, optimizer_shards
 from .manifest import MANIFEST, CorruptCheckpoint, Manifest, check_files, check_sizes, read_manifest
 from .matching import Differences, compare_model
-from .session import ModelPart, RunState, read_document, read_document_into
+from .session import RunState, read_document, read_document_into
 from .tensorfile import read_header, read_into, read_tensors
 
 
@@ -69,7 +70,7 @@ class Source:
     def read_fresh(self, name: str) -> bool:
         return False
 
-    def model(self, index: int, part: ModelPart) -> ModelSource:
+    def model(self, index: int, part: PreparedModel) -> ModelSource:
         for name in (numbered(SAFE_MODEL_NAME, index, ".safetensors"), numbered(MODEL_NAME, index, ".bin")):
             path = self.folder / name
             if path.exists():
@@ -91,12 +92,12 @@ class Source:
         raise NotImplementedError
 
     def sharded_optimizer(self, index: int) -> Any:
-        optimizer = self.run.optimizers[index].optimizer
+        optimizer = self.run.optimizers[index]
         return _shards().read_optimizer(
             optimizer_shards(self.folder, index),
-            getattr(optimizer, "optimizer", optimizer),
-            [part.target for part in self.run.models],
-            self.run.optimizers[index].groups,
+            optimizer.inner,
+            [part.state_template for part in self.run.models],
+            optimizer.group_shapes(),
         )
 
     def about_optimizer(self, index: int) -> Mapping[str, Any] | None:
@@ -153,7 +154,7 @@ class NativeSource(Source):
             return lambda: state
         part = self.run.optimizers[index]
         # Where the state's memory is there already it is read in place, so that none is needed twice.
-        current = None if part.state_dict or part.load_state_dict else part.full_state()
+        current = None if part.is_partial else part.state_dict()
         name = numbered("optimizer", index, "")
         return read_document_into(self.io, self.folder, name, self.manifest, current, f"optimizer {index}")
 
@@ -245,23 +246,20 @@ class ModelSource:
         """The whole state in host memory."""
         raise NotImplementedError
 
-    def compare(self, index: int, part: ModelPart, strict: bool) -> list[str]:
+    def compare(self, index: int, part: PreparedModel, strict: bool) -> list[str]:
         """Notes on what differs from the model; with `strict` any difference is a CheckpointMismatch."""
-        if part.sharded and _shards().is_fsdp1(part.module):
+        if part.saves_shards and _shards().is_fsdp1(part.module):
             return []  # it is flattened: its own loader knows its names
         saved = {**self.shapes(), **dict.fromkeys(self.extra)}
         self.differences = compare_model(index, part, saved, self.path, strict)
         return [f"model {index}: {self.differences}"] if self.differences else []
 
-    def load(self, part: ModelPart, strict: bool) -> None:
+    def load(self, part: PreparedModel, strict: bool) -> None:
         state = {**self.state(), **self.extra}
         for name in self.differences.shapes:
             state.pop(name, None)
-        if part.load_state_dict is not None:
-            part.load_state_dict(state, strict)
-            return
         # What is missing or unexpected was judged before; tied names may be missing rightly.
-        part.target.load_state_dict(state, strict=False)
+        part.load_state_dict(state, strict if part.is_partial else False)
 
 
 class TensorFile(ModelSource):
@@ -282,14 +280,14 @@ class TensorFile(ModelSource):
     def state(self) -> dict[str, Any]:
         return dict(read_tensors(self.source.io, self.path))
 
-    def load(self, part: ModelPart, strict: bool) -> None:
-        if part.load_state_dict is not None or self.extra or not _loads_plainly(part.target):
+    def load(self, part: PreparedModel, strict: bool) -> None:
+        if part.is_partial or self.extra or not _loads_plainly(part.state_template):
             super().load(part, strict)
             return
         saved = self.shapes()
         targets = {
             name: tensor
-            for name, tensor in part.target.state_dict().items()
+            for name, tensor in part.state_template.state_dict().items()
             if name in saved and name not in self.differences.shapes
         }
         read_into(self.source.io, self.path, targets)

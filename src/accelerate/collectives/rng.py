@@ -59,7 +59,7 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
         _write(rng_type, generator, state)
 
 
-def draw_alike(group: dist.ProcessGroup, device: torch.device) -> None:
+def sync_rng_state(group: dist.ProcessGroup, device: torch.device) -> None:
     """Give the ranks of one group the states of its first rank's generators, of the CPU and of `device`."""
     for module in (torch,) if device.type == "cpu" else (torch, devices.module_of(device.type)):
         state = module.get_rng_state().to(device)

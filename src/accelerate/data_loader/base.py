@@ -30,9 +30,9 @@ class DataLoaderStateMixin:
     remainder = -1
     batch_counts: tuple[int, ...] | None = None
     batch_weight = 1.0
-    # Called before each pass, and when the next batch is asked for, at the place after the one that was worked on.
-    before_pass: tuple[Callable[[], None], ...] = ()
-    between_batches: tuple[Callable[[], None], ...] = ()
+    # Called with the loader before each pass, and when the next batch is requested, after the last one was used.
+    before_pass: tuple[Callable[[Any], None], ...] = ()
+    between_batches: tuple[Callable[[Any], None], ...] = ()
     _open_passes = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -133,7 +133,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[Any]:
         for call in self.before_pass:
-            call()
+            call(self)
         resumed, self._pending = self._pending, None
         self._successor = None
         if resumed is not None:
@@ -174,7 +174,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 # The next batch is read without this one in memory, unless its reader keeps it.
                 del batch
                 for call in self.between_batches:
-                    call()
+                    call(self)
             self._order = None
             self._end_epoch(self.iteration + 1)
         finally:

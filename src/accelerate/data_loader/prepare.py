@@ -155,7 +155,7 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> Any:
             return SkipDataLoader.around(dataloader, skip_batches=num_batches)
         return _without_first(dataloader, num_batches)
     for call in dataloader.before_pass:
-        call()
+        call(dataloader)
     options = dataloader.options()
     base = dataloader.base_dataloader
     if is_iterable(base) or kind is not DataLoaderShard:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,14 +14,14 @@ import torch.distributed as dist
 
 from ..precision.base import Precision
 from .gradients import gradients_of, multiply
-from .report import memory
+from .prepared import PreparedModel
 
 
 @dataclass
 class Bundle:
-    """What one call of `prepare` lays out together: models, and the raw optimizers that hold their parameters.
+    """What one call of `prepare` lays out together: models, and the plain optimizers that hold their parameters.
 
-    `place[i]` says whether model i is to be moved to the device; `evaluation` that no gradients will be taken.
+    `place[i]` says whether model i is moved to the device; `evaluation` that no gradients will be taken.
     """
 
     models: list[torch.nn.Module] = field(default_factory=list)
@@ -29,51 +30,38 @@ class Bundle:
     evaluation: bool = False
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Messages of one kind that a rank sends in an optimizer step: how many, and their bytes (`unit`: of what).
-
-    `about`: how bytes are shared out to messages is another library's to decide.
-    """
-
-    what: str
-    messages: int
-    sent: float
-    unit: str = ""
-    about: bool = False
-
-
 class Strategy:
-    """How models live on the processes of a run."""
+    """How models live on the processes of a run. What concerns one model is in the `PreparedModel` it makes."""
 
     name = "single process"
-    # Whether no process holds a whole model: its state is then written and read in parts.
-    is_sharded = False
-    # Whether a process holds parts of models only: taking a whole state is then everybody's work.
-    holds_parts = False
-    # Whether a loss is divided by the steps of its window before `backward`; an engine may do that by itself.
+    # Whether a loss is divided by the steps of its accumulation window before `backward`; an engine may do that.
     divides_loss = True
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
         self.device = device
         self.precision = precision
+        # Applied to each model that trains; those with `before_layout` come before it is laid out.
         self.transforms: tuple[Any, ...] = ()
-        # What has to happen when an optimizer has stepped.
+        # Called when an optimizer has stepped.
         self.after_step: tuple[Callable[[], None], ...] = ()
+        # The prepared models that are still in use; whoever prepared them holds them.
+        self.prepared: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+
+    # -- data
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """(index, count): which part of the data this process reads, of how many."""
+        """(index, count): which shard of the data this process reads, of how many."""
         return 0, 1
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that read the other parts of the data and are like this one otherwise; None for all ranks."""
+        """The ranks that read the other shards of the data and are like this one otherwise; None for all ranks."""
         return None
 
     @property
-    def parts_group(self) -> dist.ProcessGroup | None:
-        """The ranks that had different parts of the same samples in the last forward; None where they had the same."""
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """The ranks that had other parts of the same samples in the last forward; None where they had the same."""
         return None
 
     @property
@@ -81,25 +69,45 @@ class Strategy:
         """Over how many ranks gradients, and counts of items, are averaged."""
         return self.data_shard[1]
 
+    def split_loader(self, loader: Any) -> Any:
+        """A loader whose batches hold this rank's part of each sequence; as it is where no sequence is split."""
+        return loader
+
+    def context_parallel(
+        self, buffers: list[torch.Tensor], seq_dims: list[int], no_restore: set[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A block in which `buffers` hold this rank's part of their sequences; complete where no sequence is split."""
+        return contextlib.nullcontext()
+
+    def join(
+        self, joinables: list[Any], loaders: list[Any], even_batches: bool | None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the processes may run out of batches at different times."""
+        return contextlib.nullcontext()
+
+    # -- prepare
+
     def prepare_together(self, objects: list[Any], split_batches: bool = False) -> list[Any]:
         """The objects of one `prepare`, those replaced that can only be made together; each is prepared after this."""
         return objects
 
-    def draw_alike(self) -> None:
-        """Ranks that hold the same activations are given the same random streams; by default none share any."""
+    def prepare(self, bundle: Bundle) -> list[PreparedModel]:
+        """Lay out each model of the bundle. The optimizers' parameters stay the same objects.
 
-    def prepare(self, bundle: Bundle) -> Bundle:
-        """Template: place, lower, wrap, transform each model. The optimizers' parameters stay the same objects."""
-        for position, model in enumerate(bundle.models):
-            if bundle.place[position]:
+        The order: move to the device, wrap the forward for the precision, transforms that come before the layout, the
+        layout itself, the other transforms (compilation is the last).
+        """
+        found = []
+        for model, place in zip(bundle.models, bundle.place, strict=True):
+            if place:
                 model = model.to(self.device)
             model = self.precision.wrap_forward(model)
             model = self.transformed(model, before=True)
-            if not bundle.evaluation:
-                model = self.wrap_model(model)
-            model = self.transformed(model)
-            bundle.models[position] = model
-        return bundle
+            prepared = self.as_prepared(model) if bundle.evaluation else self.lay_out(model)
+            prepared.module = self.transformed(prepared.module)
+            found.append(prepared)
+        self.prepared.update(found)
+        return found
 
     def transformed(self, model: torch.nn.Module, before: bool = False) -> torch.nn.Module:
         """The model after the transforms that come `before` it is laid out, or after."""
@@ -108,16 +116,23 @@ class Strategy:
                 model = transform.apply(model)
         return model
 
+    def lay_out(self, model: torch.nn.Module) -> PreparedModel:
+        """Lay out one model for training."""
+        return self.as_prepared(self.wrap_model(model))
+
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        self.precision.lower(model)
+        """The model as it trains; the one method that a strategy without state of its own needs."""
+        self.precision.cast_parameters(model)
         return model
 
-    def settle(self, model: torch.nn.Module) -> None:
-        """Have a prepared model hold its own parameters, as between two steps, where a forward shows others."""
+    def as_prepared(self, module: torch.nn.Module) -> PreparedModel:
+        """A view of a module that was laid out before, or that is not laid out at all."""
+        return PreparedModel(module, self.precision)
 
-    def others_in_place(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """A block in which other tensors may stand where a prepared model has its own parameters."""
-        return contextlib.nullcontext()
+    def sync_rng_state(self) -> None:
+        """Give ranks that hold the same activations the same random streams; by default none share any."""
+
+    # -- the step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self.precision.backward(loss, **kwargs)
@@ -129,54 +144,15 @@ class Strategy:
         models: Iterable[torch.nn.Module] = (),
         **kwargs: Any,
     ) -> None:
-        """Backward of a loss that is weighed by its items, not divided by the steps of its window.
+        """Backward of a loss that is weighted by its items, not divided by the steps of its window.
 
         Where the window ends, the gradients of `models` are then multiplied by `factor()`, which waits for all ranks.
         """
         self.backward(loss, **kwargs)
         if factor is not None:
-            # Asked for only now: during the backward a sharded model shows other parameters.
+            # Read only now: during the backward a sharded model has other parameters.
             parameters = {id(p): p for model in models for p in model.parameters()}.values()
             multiply(gradients_of(parameters), factor())
-
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """A context in which backwards accumulate without communicating."""
-        return contextlib.nullcontext()
-
-    def join(
-        self, joinables: list[Any], loaders: list[Any], even_batches: bool | None
-    ) -> contextlib.AbstractContextManager[Any]:
-        """A context in which the processes may run out of batches at different times."""
-        return contextlib.nullcontext()
-
-    def context_parallel(
-        self, buffers: list[torch.Tensor], seq_dims: list[int], no_restore: set[torch.Tensor]
-    ) -> contextlib.AbstractContextManager[Any]:
-        """A block in which `buffers` hold this rank's part of their sequences; whole where no sequence is split."""
-        return contextlib.nullcontext()
-
-    def split_loader(self, loader: Any) -> Any:
-        """The loader of a batch of sequences, each rank's part of them; as it is where no sequence is split."""
-        return loader
-
-    def traffic(self, model: torch.nn.Module, backwards: int) -> list[Traffic] | None:
-        """What a prepared model sends in an optimizer step of so many backwards; None where that is not known."""
-        return None
-
-    def held(self, models: Sequence[torch.nn.Module], windows: bool) -> dict[str, int]:
-        """Bytes that this rank holds for prepared models, by the kinds of `memory`, without the optimizers' state.
-
-        `windows`: gradients accumulate over several backwards and are averaged in the last one alone.
-        """
-        return memory.of_models(models, self.precision)
-
-    def masters(self, model: torch.nn.Module) -> Iterable[torch.Tensor]:
-        """The fp32 weights that are stepped in the place of a prepared model's."""
-        return self.precision.masters(model)
-
-    def dtypes(self, model: torch.nn.Module) -> tuple[str, str]:
-        """What a prepared model computes in, and what its gradients are averaged in."""
-        return self.precision.computes_in, "the parameters' dtype"
 
     def reduce_items(self, count: torch.Tensor) -> Any:
         """Sum `count` in place over the ranks that average gradients; the handle to wait on, or None."""
@@ -191,45 +167,8 @@ class Strategy:
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
-    def state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The full state of a prepared model, under the names of the plain model."""
-        return self.unwrap(model).state_dict()
-
-    def save_state_dict(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The full state that a checkpoint holds."""
-        return self.state_dict(model)
-
-    def plain(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """A module whose `state_dict()` has the plain model's names and shapes; None where the unwrapped one has."""
-        return None
-
-    def plain_groups(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> list[dict[str, list[int]]] | None:
-        """{plain name: shape} of the parameters in each group; None where the optimizer's own have these shapes."""
-        return None
-
-    def open_gradients(self, model: torch.nn.Module) -> Any | None:
-        """What a window has accumulated so far on this process, with `state_dict` and `load_state_dict`.
-
-        None where the gradients are whole, in `.grad` of the unwrapped model's parameters, or where `holds_parts` and
-        they cannot be had.
-        """
-        return None
-
-    def rank_state(self, models: list[torch.nn.Module]) -> dict[str, Any]:
-        """What this process has for itself beside the states of its prepared models: plain data for a checkpoint."""
-        return {}
-
-    def load_rank_state(self, models: list[torch.nn.Module], state: dict[str, Any]) -> None:
-        """Take what `rank_state` gave on this process of a run of the same layout."""
-
-    def trained_by(self, optimizer: Any, models: list[torch.nn.Module]) -> torch.nn.Module | None:
-        """The prepared model of an optimizer that does not hold its parameters; None where it does."""
-        return None
-
-    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model
-
     def release(self) -> None:
-        """Give up what the prepared models hold beside themselves."""
+        """Free what the prepared models keep outside of themselves."""
+        for prepared in list(self.prepared):
+            prepared.release()
+        self.prepared.clear()

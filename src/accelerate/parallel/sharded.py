@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,14 +23,15 @@ from ..precision.fp8 import Float8Precision
 from ..runtime import group, mesh
 from . import norms
 from .accumulated import HeldGradients
-from .base import Bundle, Strategy, Traffic
+from .base import Bundle, Strategy
 from .context.loader import SequenceLoader
 from .context.region import ContextParallel
 from .fsdp import state as fsdp_state
 from .local_step import step_locally
+from .prepared import CommunicationVolume, GroupShapes, PreparedModel
 from .pretrained import ask_for_state
 from .remap import ParameterPlaces, Replacements
-from .report import communication as traffic
+from .report import communication
 from .scaling import AgreeingScaler
 
 logger = get_logger(__name__)
@@ -41,10 +42,99 @@ logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
 )
 
 
+class ShardedModel(PreparedModel):
+    """A model whose parameters are DTensors on one mesh.
+
+    `device` is that of the run; `sequence` splits its sequences, None where none is split.
+    """
+
+    is_partial = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        sequence: ContextParallel | None = None,
+    ) -> None:
+        super().__init__(module, precision)
+        self.device = device
+        self.sequence = sequence
+
+    @property
+    def inner(self) -> nn.Module:
+        inner = getattr(self.module, "_orig_mod", self.module)
+        return inner if isinstance(inner, nn.Module) else self.module
+
+    def units(self) -> Iterable[nn.Module]:
+        """The modules in which units of FSDP2 are looked for."""
+        return [self.inner]
+
+    # -- the step
+
+    def reshard(self) -> None:
+        reshard(self.units())
+
+    @contextlib.contextmanager
+    def swappable(self) -> Iterator[None]:
+        self.reshard()
+        shards = _shards(self.units())
+        # torch 2.13 takes over what stands in the modules after each `load_state_dict`, and at the first gathering.
+        for shard in shards:
+            shard.reset_sharded_param = _nothing
+        try:
+            yield
+        finally:
+            for shard in shards:
+                del shard.reset_sharded_param
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state under the user's names: on the host of rank 0, empty on the other ranks."""
+        return fsdp_state.full_model_state(self.inner)
+
+    def checkpoint_state_dict(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take a full state, which rank 0 alone needs to hold; every rank calls it."""
+        fsdp_state.load_full_model_state(self.inner, state, self.device, strict)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The full state as that of a single process: on rank 0, empty on the other ranks."""
+        return fsdp_state.full_optimizer_state(self.inner, optimizer)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take the optimizer state of a single process, which rank 0 alone needs to hold; every rank calls it."""
+        fsdp_state.load_full_optimizer_state(self.inner, optimizer, state)
+
+    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes | None:
+        return None
+
+    def accumulated_gradients(self) -> HeldGradients | None:
+        self.reshard()
+        return HeldGradients(self.inner)
+
+    # -- the report
+
+    def communication_volume(self, backwards: int) -> list[CommunicationVolume] | None:
+        attention = [] if self.sequence is None else self.sequence.communication_volume(backwards)
+        model = self.module
+        return [
+            *communication.shard_volume(model, backwards),
+            *communication.tensor_parallel_volume(model, backwards),
+            *attention,
+        ]
+
+    def dtypes(self) -> tuple[str, str]:
+        compute, reduction = communication.shard_dtypes(self.module) or super().dtypes()
+        # Which layers compute in float8, only the precision knows.
+        return (self.precision.computes_in if isinstance(self.precision, Float8Precision) else compute), reduction
+
+
 class ShardedStrategy(Strategy):
     """Parameters become DTensors on one mesh; optimizers made before that are re-pointed by identity."""
-
-    holds_parts = True
 
     def __init__(self, device: torch.device, precision: Precision, layout: ParallelismConfig | None = None) -> None:
         super().__init__(device, precision)
@@ -69,7 +159,7 @@ class ShardedStrategy(Strategy):
         return mesh.group_of(self.mesh, "dp")
 
     @property
-    def parts_group(self) -> dist.ProcessGroup | None:
+    def sequence_group(self) -> dist.ProcessGroup | None:
         return self.sequence.group if self.sequence is not None and self.sequence.was_split else None
 
     @property
@@ -77,36 +167,40 @@ class ShardedStrategy(Strategy):
         sizes = self.layout.sizes
         return self.layout.data_parallel_size * sizes["cp"] * sizes["sp"]
 
-    def draw_alike(self) -> None:
-        """Dropout over what tensor-parallel ranks hold whole has to drop the same on each of them."""
+    def sync_rng_state(self) -> None:
+        """Dropout over what each tensor-parallel rank computes completely has to drop the same on all of them."""
         ranks = mesh.group_of(self.mesh, "tp")
         if ranks is not None:
-            rng.draw_alike(ranks, self.device)
+            rng.sync_rng_state(ranks, self.device)
 
-    def prepare(self, bundle: Bundle) -> Bundle:
+    def as_prepared(self, module: nn.Module) -> ShardedModel:
+        return ShardedModel(module, self.precision, self.device, self.sequence)
+
+    def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Lay out each model and re-point the optimizers. Models for evaluation are only placed."""
         for model in bundle.models if self.sequence is not None else ():
             self.sequence.check(model)  # type: ignore[union-attr]
-        if bundle.evaluation:
-            return self._watched(super().prepare(bundle))
-        for position, model in enumerate(bundle.models):
+        found = super().prepare(bundle) if bundle.evaluation else self._prepare_training(bundle)
+        for prepared in found if self.sequence is not None else ():
+            self.sequence.watch(prepared.module)  # type: ignore[union-attr]
+        return found
+
+    def _prepare_training(self, bundle: Bundle) -> list[PreparedModel]:
+        found = []
+        for model in bundle.models:
             model = self.precision.wrap_forward(model)
             places = ParameterPlaces(model)
-            model = self.wrap_model(self.transformed(model, before=True))
+            prepared = self.lay_out(self.transformed(model, before=True))
             self.replacements.add(places.replaced())
-            model = self.transformed(model)
-            ask_for_state(model)
-            bundle.models[position] = model
+            prepared.module = self.transformed(prepared.module)
+            ask_for_state(prepared.module)
+            found.append(prepared)
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
-            _check_trains(optimizer, bundle.models)
+            _check_trains(optimizer, [prepared.module for prepared in found])
             step_locally(optimizer)
-        return self._watched(bundle)
-
-    def _watched(self, bundle: Bundle) -> Bundle:
-        for model in bundle.models if self.sequence is not None else ():
-            self.sequence.watch(model)  # type: ignore[union-attr]
-        return bundle
+        self.prepared.update(found)
+        return found
 
     def join(
         self, joinables: list[Any], loaders: list[Any], even_batches: bool | None
@@ -135,15 +229,6 @@ class ShardedStrategy(Strategy):
             return super().split_loader(loader)
         return SequenceLoader(loader, self.sequence)
 
-    def traffic(self, model: nn.Module, backwards: int) -> list[Traffic]:
-        attention = [] if self.sequence is None else self.sequence.traffic(backwards)
-        return [*traffic.shard_traffic(model, backwards), *traffic.split_traffic(model, backwards), *attention]
-
-    def dtypes(self, model: nn.Module) -> tuple[str, str]:
-        compute, reduction = traffic.shard_dtypes(model) or super().dtypes(model)
-        # Which layers compute in float8, only the precision knows.
-        return (self.precision.computes_in if isinstance(self.precision, Float8Precision) else compute), reduction
-
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -152,27 +237,9 @@ class ShardedStrategy(Strategy):
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         norms.clip_grad_value(parameters, clip_value)
 
-    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full state under the plain names: on the host of rank 0, empty on the other ranks."""
-        return fsdp_state.full_model_state(self.unwrap(model))
-
-    def load_state_dict(self, model: nn.Module, state: dict[str, torch.Tensor], strict: bool = True) -> None:
-        """Take a full state, which rank 0 alone needs to hold. Every rank calls it."""
-        fsdp_state.load_full_model_state(self.unwrap(model), state, self.device, strict)
-
-    def optimizer_state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The full state as `optimizer.state_dict()` of a plain run gives it: on rank 0, empty on the other ranks."""
-        return fsdp_state.full_optimizer_state(self.unwrap(model), optimizer)
-
-    def load_optimizer_state_dict(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> None:
-        """Take a plain run's optimizer state, which rank 0 alone needs to hold. Every rank calls it."""
-        fsdp_state.load_full_optimizer_state(self.unwrap(model), optimizer, state)
-
-    def lower(self, model: nn.Module, units: Iterable[nn.Module] | None = None) -> None:
+    def cast_parameters(self, model: nn.Module, units: Iterable[nn.Module] | None = None) -> None:
         """Lower the parameters where the precision does; FSDP2 is told. `units`: where it has the model in parts."""
-        if not self.precision.lower(model):
+        if not self.precision.cast_parameters(model):
             return
         for shard in _shards(units or [model]):
             if hasattr(shard, "_unsharded_param"):
@@ -181,34 +248,6 @@ class ShardedStrategy(Strategy):
                     "cannot be lowered any more. Prepare it before its first forward"
                 )
             shard.reset_sharded_param()
-
-    def settle(self, model: nn.Module) -> None:
-        reshard(self.units(model))
-
-    def units(self, model: nn.Module) -> Iterable[nn.Module]:
-        """The modules in which units of FSDP2 are looked for."""
-        return [self.unwrap(model)]
-
-    @contextlib.contextmanager
-    def others_in_place(self, model: nn.Module) -> Iterator[None]:
-        self.settle(model)
-        shards = _shards(self.units(model))
-        # torch 2.13 takes over what stands in the modules after each `load_state_dict`, and at the first gathering.
-        for shard in shards:
-            shard.reset_sharded_param = _nothing
-        try:
-            yield
-        finally:
-            for shard in shards:
-                del shard.reset_sharded_param
-
-    def open_gradients(self, model: nn.Module) -> HeldGradients:
-        self.settle(model)
-        return HeldGradients(self.unwrap(model))
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        inner = getattr(model, "_orig_mod", model)
-        return inner if isinstance(inner, nn.Module) else model
 
 
 def reshard(units: Iterable[nn.Module]) -> None:
@@ -221,7 +260,9 @@ def reshard(units: Iterable[nn.Module]) -> None:
 
 def _shards(units: Iterable[nn.Module]) -> list[Any]:
     """What FSDP2 keeps of each parameter."""
-    return [shard for unit in units for _, group_, _ in traffic.shard_groups(unit) for shard in group_.fsdp_params]
+    return [
+        shard for unit in units for _, group_, _ in communication.shard_groups(unit) for shard in group_.fsdp_params
+    ]
 
 
 def _nothing() -> None:

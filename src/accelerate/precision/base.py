@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,27 +37,27 @@ class Precision:
         """The model, computing its forward in this precision."""
         return model
 
-    def lower(self, model: torch.nn.Module) -> bool:
-        """Lower the parameters of a model that is laid out, before its first forward; whether some were."""
+    def cast_parameters(self, model: torch.nn.Module) -> bool:
+        """Cast the parameters of a model that is laid out, before its first forward; whether some were cast."""
         return False
 
-    def masters(self, model: torch.nn.Module) -> list[torch.Tensor]:
-        """The full-precision masters of a model's parameters, where these are lowered."""
+    def master_weights(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        """The fp32 master weights of a model whose parameters were cast."""
         return []
 
-    def drive(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer step the masters of its parameters, where there are any."""
+    def attach_master_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have an optimizer step the master weights of its parameters, where there are any."""
 
-    def shown(
+    def swap_in_master_weights(
         self,
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        open_places: Callable[[torch.nn.Module], contextlib.AbstractContextManager[None]],
+        contexts: Iterable[contextlib.AbstractContextManager[None]],
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which models and optimizers hold masters in the place of parameters.
+        """A context in which models and optimizers hold master weights instead of parameters.
 
-        `open_places(model)` is a block in which a model may (`Strategy.others_in_place`). What is written to the
-        masters counts: the parameters follow at the end. Gradients stay at the parameters.
+        `contexts` are entered first: in them the models may (`PreparedModel.swappable`). What is written to the master
+        weights counts: the parameters follow at the end. Gradients stay at the parameters.
         """
         return contextlib.nullcontext()
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,19 +22,19 @@ class MasterPrecision(MixedPrecision):
     """bf16 autocast over bf16 parameters. Each that trains has an fp32 master, in the same layout.
 
     Everywhere but in its step an optimizer shows the model's parameters. In the step its groups and its state hold the
-    masters (`master_step.Driver`). What saves and loads sees the masters in both places, under `shown`: to it this is
-    a plain fp32 run.
+    masters (`master_step.MasterStep`). What saves and loads sees the masters in both places, under
+    `swap_in_master_weights`: to it this is a plain fp32 run.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         # parameter -> its master; None for one that has been frozen so far.
         self._master_of: Any = WeakTensorKeyDictionary()
-        self._is_shown = False
+        self._is_swapped_in = False
         self.changes = 0  # grows with each entry
 
     @torch.no_grad()
-    def lower(self, model: nn.Module) -> bool:
+    def cast_parameters(self, model: nn.Module) -> bool:
         _refuse_sparse(model)
         before = self.changes
         for parameter, owners in _places(model):
@@ -59,7 +59,7 @@ class MasterPrecision(MixedPrecision):
         self._master_of[parameter] = None if full is None else nn.Parameter(full.to(torch.float32))
         self.changes += 1
 
-    def masters(self, model: nn.Module) -> list[torch.Tensor]:
+    def master_weights(self, model: nn.Module) -> list[torch.Tensor]:
         found = [self._master_of.get(parameter) for parameter in model.parameters()]
         return [master for master in found if master is not None]
 
@@ -72,26 +72,26 @@ class MasterPrecision(MixedPrecision):
         """A parameter that was frozen trains from now on."""
         self._note(parameter, parameter.data)
 
-    def drive(self, optimizer: torch.optim.Optimizer) -> None:
-        if master_step.driver_of(optimizer) is None:
-            master_step.drive(optimizer, self)
+    def attach_master_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        if master_step.master_step_of(optimizer) is None:
+            master_step.attach(optimizer, self)
 
     @contextlib.contextmanager
-    def shown(
+    def swap_in_master_weights(
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        open_places: Callable[[nn.Module], contextlib.AbstractContextManager[None]],
+        contexts: Iterable[contextlib.AbstractContextManager[None]],
     ) -> Iterator[None]:
-        if self._is_shown:
+        if self._is_swapped_in:
             yield
             return
         with contextlib.ExitStack() as stack:
-            for model in models:
-                stack.enter_context(open_places(model))
+            for context in contexts:
+                stack.enter_context(context)
             stack.enter_context(self._in_place(models, optimizers))
-            self._is_shown = True
-            stack.callback(setattr, self, "_is_shown", False)
+            self._is_swapped_in = True
+            stack.callback(setattr, self, "_is_swapped_in", False)
             yield
 
     @contextlib.contextmanager
@@ -105,9 +105,9 @@ class MasterPrecision(MixedPrecision):
         ]
         pairs = list({id(parameter): (parameter, master) for _, _, parameter, master in places}.values())
         master_step.refresh(pairs)
-        drivers = [(driver, one) for one in optimizers if (driver := master_step.driver_of(one)) is not None]
-        for driver, optimizer in drivers:
-            driver.enter(optimizer)
+        attached = [(found, one) for one in optimizers if (found := master_step.master_step_of(one)) is not None]
+        for found, optimizer in attached:
+            found.enter(optimizer)
         for module, name, _, master in places:
             module._parameters[name] = master
         try:
@@ -116,8 +116,8 @@ class MasterPrecision(MixedPrecision):
             for module, name, parameter, _ in places:
                 module._parameters[name] = parameter
             master_step.copy_back(pairs)
-            for driver, optimizer in drivers:
-                driver.leave(optimizer)
+            for found, optimizer in attached:
+                found.leave(optimizer)
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:

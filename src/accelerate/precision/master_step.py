@@ -23,7 +23,7 @@ Pairs = Sequence[tuple[nn.Parameter, nn.Parameter]]
 STATE_KEY = "master_weights"
 
 
-class Driver:
+class MasterStep:
     """What one optimizer shows, and what it holds in its step. It is handed in each time, so that nothing holds it."""
 
     def __init__(self, precision: MasterPrecision) -> None:
@@ -136,13 +136,13 @@ class Driver:
                 master.copy_(saved[number])
 
 
-def driver_of(optimizer: torch.optim.Optimizer) -> Driver | None:
-    """What drives an optimizer; None where nothing does."""
-    driver: Driver | None = optimizer.__dict__.get("_master_driver")
-    return driver
+def master_step_of(optimizer: torch.optim.Optimizer) -> MasterStep | None:
+    """The master-weight step that was attached to an optimizer; None where there is none."""
+    master_step: MasterStep | None = optimizer.__dict__.get("_master_step")
+    return master_step
 
 
-def drive(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None:
+def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None:
     """Have an optimizer step masters: around its step, and around its state for those who save that by themselves.
 
     Not through torch's hooks, none of which runs after a step that raised. Nothing here holds the optimizer.
@@ -154,9 +154,9 @@ def drive(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None:
             f"MasterWeightsKwargs: {kind.__name__} updates the parameters in the backward, where no master can take "
             "part. Use another optimizer, or leave MasterWeightsKwargs out"
         )
-    driver = Driver(precision)
-    driver.look(optimizer)
-    driver.widen(optimizer)
+    master_step = MasterStep(precision)
+    master_step.look(optimizer)
+    master_step.widen(optimizer)
     # What a scheduler has put there, which was made before.
     given = optimizer.__dict__.get("step")
 
@@ -168,48 +168,50 @@ def drive(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None:
             arguments = () if closure is None else (closure,)
             return kind.step(own, *arguments) if given is None else given(*arguments)
 
-        return call(closure) if driver.inside else driver.step(own, call, closure)
+        return call(closure) if master_step.inside else master_step.step(own, call, closure)
 
     def state_dict() -> dict[str, Any]:
         own: Any = reference()
         state: dict[str, Any] = kind.state_dict(own)
-        if not driver.inside:
-            driver.look(own)
-            state[STATE_KEY] = driver.saved()
+        if not master_step.inside:
+            master_step.look(own)
+            state[STATE_KEY] = master_step.saved()
         return state
 
     def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         own: Any = reference()
         rest = dict(state_dict)
         saved = rest.pop(STATE_KEY, {})
-        if driver.inside:
+        if master_step.inside:
             kind.load_state_dict(own, rest)
             return
-        driver.enter(own)
+        master_step.enter(own)
         try:
             kind.load_state_dict(own, rest)
-            driver.take(saved)
+            master_step.take(saved)
         finally:
-            driver.leave(own)
+            master_step.leave(own)
 
     # By this mark torch's schedulers know that steps are noted (in `_opt_called`).
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.__dict__.update(_master_driver=driver, step=step, state_dict=state_dict, load_state_dict=load_state_dict)
-    _around_modes(optimizer, driver, kind)
+    optimizer.__dict__.update(
+        _master_step=master_step, step=step, state_dict=state_dict, load_state_dict=load_state_dict
+    )
+    _around_modes(optimizer, master_step, kind)
 
 
-def _around_modes(optimizer: torch.optim.Optimizer, driver: Driver, kind: type) -> None:
+def _around_modes(optimizer: torch.optim.Optimizer, master_step: MasterStep, kind: type) -> None:
     """Schedule-free optimizers change the weights when they go from training to evaluation, and back."""
     reference = weakref.ref(optimizer)
 
     def around(name: str) -> Callable[[], Any]:
         def change() -> Any:
             own: Any = reference()
-            driver.enter(own)
+            master_step.enter(own)
             try:
                 return getattr(kind, name)(own)
             finally:
-                driver.leave(own)
+                master_step.leave(own)
 
         return change
 

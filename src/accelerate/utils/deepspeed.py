@@ -5,7 +5,7 @@ from ..core.lazy import attach
 
 EXPORTS = {
     "config.deepspeed": ["HfDeepSpeedConfig", "get_active_deepspeed_plugin"],
-    "parallel.deepspeed": [
+    "parallel.deepspeed.engine": [
         "DeepSpeedEngineWrapper",
         "DeepSpeedOptimizerWrapper",
         "DeepSpeedSchedulerWrapper",

@@ -11,7 +11,7 @@ EXPORTS = {
         "save_fsdp_model",
         "save_fsdp_optimizer",
     ],
-    "parallel.fsdp2": [
+    "parallel.fsdp.fsdp2": [
         "disable_fsdp_ram_efficient_loading",
         "enable_fsdp_ram_efficient_loading",
         "ensure_weights_retied",
@@ -22,7 +22,7 @@ EXPORTS = {
         "fsdp2_switch_optimizer_parameters",
         "get_fsdp2_grad_scaler",
     ],
-    "parallel.units": ["get_parameters_from_modules"],
+    "parallel.fsdp.units": ["get_parameters_from_modules"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -28,7 +28,7 @@ EXPORTS = {
         "send_to_device",
         "slice_tensors",
     ],
-    "parallel.gathered": ["GatheredParameters"],
+    "parallel.fsdp.gathered": ["GatheredParameters"],
     "precision.outputs": ["convert_outputs_to_fp32"],
 }
 

@@ -140,7 +140,7 @@ def check(what, accelerator, model, optimizer, expected):
     parameters, entries, rates = expected
     if accelerator.num_processes > 1:
         state = accelerator.get_state_dict(model)
-        own = accelerator.strategy.optimizer_state_dict(model, optimizer.optimizer)
+        own = accelerator.prepared_model(model).optimizer_state_dict(optimizer.optimizer)
     else:
         state, own = model.state_dict(), optimizer.state_dict()
     assert torch.allclose(torch.tensor([g["lr"] for g in optimizer.param_groups]), torch.tensor(rates)), what

@@ -85,10 +85,11 @@ def compiled(strategy, regional, backend, make):
     counters.clear()
     strategy.transforms = (Compile(TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)),)
     model, optimizer = make()
-    model = strategy.prepare(Bundle([model], [optimizer], [True])).models[0]
+    prepared = strategy.prepare(Bundle([model], [optimizer], [True]))[0]
+    model = prepared.module
     index, count = strategy.data_shard
     for number, (first, second) in enumerate(windows(make)):
-        with strategy.no_sync(model):
+        with prepared.no_sync():
             strategy.backward(model(first.chunk(count)[index]).square().mean() / 2)
         strategy.backward(model(second.chunk(count)[index]).square().mean() / 2)
         optimizer.step()
@@ -97,7 +98,7 @@ def compiled(strategy, regional, backend, make):
             graphs = counters["stats"]["unique_graphs"]
             assert graphs > 0, "nothing was compiled"
     assert counters["stats"]["unique_graphs"] == graphs, (strategy.name, regional, graphs, counters["stats"])
-    return strategy.state_dict(model)
+    return prepared.state_dict()
 
 
 def main():

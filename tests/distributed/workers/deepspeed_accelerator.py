@@ -102,7 +102,7 @@ def run(part, settings, folder, expected):
             optimizer.step()
             optimizer.zero_grad()
     accelerator.save_state(folder / f"part{part}")
-    saved = accelerator.strategy.save_state_dict(model)
+    saved = accelerator.prepared_model(model).checkpoint_state_dict()
     if accelerator.is_main_process:
         assert set(saved) == set(weights)
         for name, value in weights.items():

@@ -85,7 +85,7 @@ def check(what, settings, expected, norms, dtype=torch.float32, rough=False):
                 assert abs(norm - wanted) <= (0.03 if rough else 1e-5) * wanted, f"{what}: norm {norm}, not {wanted}"
             optimizer.step()
             optimizer.zero_grad()
-    saved = accelerator.strategy.save_state_dict(model)
+    saved = accelerator.prepared_model(model).checkpoint_state_dict()
     worst = max((value - expected[name]).abs().max().item() for name, value in saved.items()) if saved else 0.0
     assert worst < (5e-3 if rough else 1e-6), f"{what}: off by {worst}"
     accelerator.free_memory()

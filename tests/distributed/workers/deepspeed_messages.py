@@ -14,7 +14,7 @@ from deepspeed_common import config, fresh
 from torch import nn
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
-from accelerate.parallel.report.explain import held_bytes
+from accelerate.parallel.report.explain import memory_usage
 from accelerate.state import PartialState
 
 ACCUMULATION = 3
@@ -74,7 +74,7 @@ def check(stage, zero, **others):
     sent_number = Counter({kind: number for kind, (number, _) in messages.counts.items()})
     sent_bytes = Counter({kind: size for kind, (_, size) in messages.counts.items()})
     number, sent = Counter(), Counter()
-    for told in accelerator.strategy.traffic(model, ACCUMULATION):
+    for told in accelerator.prepared_model(model).communication_volume(ACCUMULATION):
         kind = KINDS[told.what.split()[0]]
         sent[kind] += told.sent
         number[kind] += told.messages
@@ -92,7 +92,7 @@ def check(stage, zero, **others):
 
 def check_memory(what, accelerator, model, optimizer, held):
     """`held`: what was there after each backward. Beside tensors that are counted an engine has some numbers."""
-    told = held_bytes(accelerator.strategy, [model], [optimizer.optimizer], windows=True)
+    told = memory_usage([accelerator.prepared_model(model)], [optimizer.optimizer], windows=True)
     buckets, rest = told.pop("buckets"), sum(told.values())
     large = max(sum(size for size in found.values() if size >= BUCKET) for found in held)
     real = max(sum(size for size in found.values() if size < BUCKET) for found in held)

@@ -41,7 +41,7 @@ config = functools.partial(deepspeed_common.config, clip=CLIP)
 
 
 def compare(accelerator, model, expected, what):
-    saved = accelerator.strategy.save_state_dict(model)
+    saved = accelerator.prepared_model(model).checkpoint_state_dict()
     if accelerator.is_main_process:
         assert set(saved) == set(expected), (what, set(saved) ^ set(expected))
         for name, value in saved.items():

@@ -94,16 +94,17 @@ def plain_run():
     return kept, norms
 
 
-def sharded_run(strategy, model, optimizer, norms, first=0, last=STEPS):
+def sharded_run(strategy, prepared, optimizer, norms, first=0, last=STEPS):
     """Steps `first` to `last` of the same run on this rank's part of each batch."""
     index, count = strategy.data_shard
+    model = prepared.module
     for number, tokens in enumerate(batches()):
         if not first * ACCUMULATION <= number < last * ACCUMULATION:
             continue
         sync = number % ACCUMULATION == ACCUMULATION - 1
         mine = tokens.chunk(count)[index]
         if not sync:
-            with strategy.no_sync(model):
+            with prepared.no_sync():
                 strategy.backward(loss_of(model, mine) / ACCUMULATION)
             continue
         strategy.backward(loss_of(model, mine) / ACCUMULATION)
@@ -113,8 +114,8 @@ def sharded_run(strategy, model, optimizer, norms, first=0, last=STEPS):
         optimizer.zero_grad()
 
 
-def check_state(strategy, model, expected, what):
-    state = strategy.state_dict(model)
+def check_state(prepared, expected, what):
+    state = prepared.state_dict()
     if dist.get_rank() == 0:
         assert list(state) == list(expected), (what, list(state))
         for name, value in expected.items():
@@ -126,8 +127,7 @@ def check_state(strategy, model, expected, what):
 
 def prepare(plugin, model, optimizer=None, parallelism=None):
     strategy = FullyShardedDataParallel(torch.device("cpu"), Precision(), plugin, parallelism)
-    bundle = strategy.prepare(Bundle([model], [optimizer] if optimizer else [], [True]))
-    return strategy, bundle.models[0]
+    return strategy, strategy.prepare(Bundle([model], [optimizer] if optimizer else [], [True]))[0]
 
 
 def check_run(what, expected, norms, parallelism=None, steps=STEPS, seed=0, model=None, **options):
@@ -135,17 +135,19 @@ def check_run(what, expected, norms, parallelism=None, steps=STEPS, seed=0, mode
     model = model or make_model(seed + PartialState().process_index)
     optimizer = make_optimizer(model)
     torch.manual_seed(seed)
-    strategy, model = prepare(Plugin(fsdp_version=2, **options), model, optimizer, parallelism)
+    strategy, prepared = prepare(Plugin(fsdp_version=2, **options), model, optimizer, parallelism)
+    model = prepared.module
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in trained} == {id(p) for p in model.parameters()}, f"{what}: the optimizer was not re-pointed"
-    sharded_run(strategy, model, optimizer, norms, last=steps)
-    check_state(strategy, model, expected[steps - 1], what)
-    return strategy, model, optimizer
+    sharded_run(strategy, prepared, optimizer, norms, last=steps)
+    check_state(prepared, expected[steps - 1], what)
+    return strategy, prepared, optimizer
 
 
 def check_settings(expected, norms):
     by_class = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    _, model, _ = check_run("blocks", expected, norms, **by_class)
+    _, prepared, _ = check_run("blocks", expected, norms, **by_class)
+    model = prepared.module
     assert model.head.weight is model.embedding.weight, "the tie is gone"
     assert all(isinstance(p, DTensor) for p in model.parameters())
     world = dist.get_world_size()
@@ -159,7 +161,10 @@ def check_settings(expected, norms):
     check_run("by size, recomputed", expected, norms, steps=4, activation_checkpointing=True, **small)
     check_run("kept after the forward", expected, norms, steps=4, reshard_after_forward=False, **by_class)
     check_run("offloaded", expected, norms, steps=4, cpu_offload=True, **by_class)
-    _, model, _ = check_run("a whole part", expected, norms, steps=4, ignored_modules="extra|blocks.1.up", **by_class)
+    _, prepared, _ = check_run(
+        "a whole part", expected, norms, steps=4, ignored_modules="extra|blocks.1.up", **by_class
+    )
+    model = prepared.module
     assert not isinstance(model.extra.weight, DTensor) and not isinstance(model.blocks[1].up.bias, DTensor)
     if world == 4:
         hybrid = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
@@ -179,16 +184,16 @@ def check_loading(expected, norms):
 
 def check_resume(expected, norms, folder):
     from accelerate.checkpointing.sharded import FullyShardedState
-    from accelerate.parallel import fsdp_state
+    from accelerate.parallel.prepared import PreparedOptimizer
 
     by_class = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     half = STEPS // 2
-    strategy, model, optimizer = check_run("first half", expected, norms, steps=half, **by_class)
-    whole = (strategy.state_dict(model), fsdp_state.full_optimizer_state(model, optimizer))
-    write = FullyShardedState([(0, model)], [(0, model, optimizer)]).stage(blocking=False)
+    strategy, prepared, optimizer = check_run("first half", expected, norms, steps=half, **by_class)
+    whole = (prepared.state_dict(), prepared.optimizer_state_dict(optimizer))
+    write = FullyShardedState([prepared], [PreparedOptimizer(optimizer, prepared)]).stage(blocking=False)
     # What was taken must not change with the run that goes on.
-    sharded_run(strategy, model, optimizer, norms, first=half)
-    check_state(strategy, model, expected[-1], "second half")
+    sharded_run(strategy, prepared, optimizer, norms, first=half)
+    check_state(prepared, expected[-1], "second half")
     write(folder)
     dist.barrier()
 
@@ -197,13 +202,13 @@ def check_resume(expected, norms, folder):
         optimizer = make_optimizer(fresh)
         strategy, fresh = prepare(Plugin(fsdp_version=2), fresh, optimizer)
         if how == "whole":
-            strategy.load_state_dict(fresh, whole[0])
-            fsdp_state.load_full_optimizer_state(fresh, optimizer, whole[1])
+            fresh.load_state_dict(whole[0])
+            fresh.load_optimizer_state_dict(optimizer, whole[1])
         else:
-            FullyShardedState([(0, fresh)], [(0, fresh, optimizer)]).load(folder, strict=True)
-        check_state(strategy, fresh, expected[half - 1], f"loaded {how}")
+            FullyShardedState([fresh], [PreparedOptimizer(optimizer, fresh)]).load(folder, strict=True)
+        check_state(fresh, expected[half - 1], f"loaded {how}")
         sharded_run(strategy, fresh, optimizer, norms, first=half)
-        check_state(strategy, fresh, expected[-1], f"resumed from {how}")
+        check_state(fresh, expected[-1], f"resumed from {how}")
 
 
 def check_refusals():

@@ -168,7 +168,7 @@ def train_all(folder):
             assert off <= 1e-8, f"{what}: parameters are off by {off}"
         if what == "fsdp x tp":
             accelerator.save_state(folder / "saved")
-            optimizer = accelerator.strategy.optimizer_state_dict(parts[0], parts[1].optimizer)
+            optimizer = accelerator.prepared_model(parts[0]).optimizer_state_dict(parts[1].optimizer)
             if accelerator.is_main_process:
                 torch.save((expected, optimizer), folder / "expected.pt")
         accelerator.wait_for_everyone()
@@ -235,7 +235,7 @@ def load(layout, what, folder):
     accelerator.load_state(folder / "saved")
     model, optimizer = parts[0], parts[1].optimizer
     state = accelerator.get_state_dict(model)
-    own = accelerator.strategy.optimizer_state_dict(model, optimizer)
+    own = accelerator.prepared_model(model).optimizer_state_dict(getattr(optimizer, "optimizer", optimizer))
     if accelerator.is_main_process:
         expected, saved = torch.load(folder / "expected.pt", weights_only=False)
         assert distance(state, expected) <= 1e-8, what

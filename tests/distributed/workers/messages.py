@@ -56,17 +56,18 @@ def ddp_by_hand():
 
 
 def ours(strategy):
-    model = strategy.prepare(Bundle([make()], [], [True])).models[0]
+    prepared = strategy.prepare(Bundle([make()], [], [True]))[0]
+    model = prepared.module
 
     def window(tokens):
         for _ in range(BATCHES - 1):
-            with strategy.no_sync(model):
+            with prepared.no_sync():
                 strategy.backward(model(tokens, labels=tokens)[0])
         strategy.backward(model(tokens, labels=tokens)[0])
         model.zero_grad()
 
     # What the layout says of itself.
-    window.told = sum(traffic.messages for traffic in strategy.traffic(model, BATCHES))
+    window.told = sum(traffic.messages for traffic in prepared.communication_volume(BATCHES))
     return window
 
 

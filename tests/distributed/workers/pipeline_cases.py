@@ -129,7 +129,7 @@ def check_weights():
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         model = own()
     run, model, _ = prepared(model)
-    compare("from rank 0", run.strategy.state_dict(model), own().state_dict())
+    compare("from rank 0", run.prepared_model(model).state_dict(), own().state_dict())
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     with torch.device("meta"):
         model = own()
@@ -141,7 +141,7 @@ def check_weights():
     assert sorted(name for part in everyones(held) for name in part) == sorted(n for n, _ in own().named_parameters())
     assert torch.isfinite(model(TOKENS)).all()
     plain = own(5)
-    run.strategy.load_state_dict(model, plain.state_dict() if dist.get_rank() == 0 else {})
+    run.prepared_model(model).load_state_dict(plain.state_dict() if dist.get_rank() == 0 else {})
     torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=0, atol=1e-12)
 
 
@@ -308,7 +308,7 @@ def check_loop():
     )
     model, seen = loop(run, own(dist.get_rank()))
     assert all(abs(a - b) < 1e-10 for a, b in zip(seen, expected, strict=True)), (seen, expected)
-    compare("the loop", run.strategy.state_dict(model), plain.state_dict())
+    compare("the loop", run.prepared_model(model).state_dict(), plain.state_dict())
 
 
 def main():

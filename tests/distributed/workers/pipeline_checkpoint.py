@@ -67,8 +67,11 @@ def main():
         for name, value in plain.state_dict().items():
             assert (model.state_dict()[name] - value).abs().max() <= 1e-8, name
     else:
-        compare(f"{world} ranks", run.strategy.state_dict(model), plain.state_dict())
-        found, wanted = run.strategy.optimizer_state_dict(model, optimizer), reference.state_dict()
+        compare(f"{world} ranks", run.prepared_model(model).state_dict(), plain.state_dict())
+        found, wanted = (
+            run.prepared_model(model).optimizer_state_dict(getattr(optimizer, "optimizer", optimizer)),
+            reference.state_dict(),
+        )
         if dist.get_rank() == 0:
             assert [group["params"] for group in found["param_groups"]] == [
                 g["params"] for g in wanted["param_groups"]

@@ -122,7 +122,7 @@ def check_run(what, make, options, steps=20, inside=False, padded=False, plugin=
     if sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1) == 1:
         for mine, theirs in zip(found[1], expected[1], strict=True):
             assert abs(mine - theirs) < tolerance, f"{what}: loss {mine} is not {theirs}"
-    compare(what, run.strategy.state_dict(model), plain.state_dict(), tolerance)
+    compare(what, run.prepared_model(model).state_dict(), plain.state_dict(), tolerance)
     return run, model, optimizer, plain
 
 

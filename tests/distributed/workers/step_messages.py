@@ -168,7 +168,7 @@ def ours(kind, steps, precision, items):
         if accelerator.sync_gradients:
             windows.append(dict(SENT))
             SENT.clear()
-    for told in accelerator.strategy.traffic(model, steps):
+    for told in accelerator.prepared_model(model).communication_volume(steps):
         kind = next(kind for word, kind in TOLD.items() if told.what.startswith(word))
         sent = {size: number for (name, size), number in windows[-1].items() if name == kind and size > 8}
         found = (sum(sent.values()), sum(size * number for size, number in sent.items()))

@@ -154,7 +154,8 @@ def check_run(what, make, strategy, steps=STEPS, seed=None, build=None):
     expected, norms = plain_run(make, steps)
     model = (build or make)(PartialState().process_index if seed is None else seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model = strategy.prepare(Bundle([model], [optimizer], [True])).models[0]
+    prepared = strategy.prepare(Bundle([model], [optimizer], [True]))[0]
+    model = prepared.module
     split = sum(isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()) for p in model.parameters())
     assert split >= 14, f"{what}: only {split} parameters are split"
     index, count = strategy.data_shard
@@ -163,7 +164,7 @@ def check_run(what, make, strategy, steps=STEPS, seed=None, build=None):
             break
         mine = tokens.chunk(count)[index]
         if number % ACCUMULATION == 0:
-            with strategy.no_sync(model):
+            with prepared.no_sync():
                 strategy.backward(loss_of(model, mine) / ACCUMULATION)
             continue
         strategy.backward(loss_of(model, mine) / ACCUMULATION)
@@ -171,7 +172,7 @@ def check_run(what, make, strategy, steps=STEPS, seed=None, build=None):
         torch.testing.assert_close(norm, norms[number // ACCUMULATION], rtol=1e-8, atol=0, msg=what)
         optimizer.step()
         optimizer.zero_grad()
-    state = strategy.state_dict(model)
+    state = prepared.state_dict()
     if dist.get_rank() == 0:
         assert set(state) == set(expected), what
         for name, value in expected.items():
@@ -197,7 +198,7 @@ def options(**given):
 
 
 def split(model, **given):
-    return options(**given).wrap_model(model)
+    return options(**given).lay_out(model).module
 
 
 def refused(call, named):

@@ -19,7 +19,7 @@ from ...config.parallel import DeepSpeedSequenceParallelConfig, TorchContextPara
 from ...core.errors import ConfigurationError
 from ...logging import get_logger
 from ...parallelism_config import ParallelismConfig
-from ..base import Traffic
+from ..prepared import CommunicationVolume
 from . import transformers_masks, transformers_models, transformers_trainer
 from .attention import Call, ContextAttention, Sent, SequenceAttention, plain_attention
 from .random import PartRandom
@@ -267,9 +267,9 @@ class ContextParallel:
             target.register_forward_pre_hook(hook, with_kwargs=True)
         model.register_forward_pre_hook(self._enter)
         model.register_forward_hook(self._leave, always_call=False)
-        model.register_forward_hook(self._draw_alike, always_call=True)
+        model.register_forward_hook(self._sync_rng_state, always_call=True)
 
-    def _draw_alike(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _sync_rng_state(self, model: nn.Module, args: Any, output: Any) -> None:
         # A hook before `_enter` may have failed.
         if self._drawing and self._drawing[-1][0] == id(model):
             self._drawing.pop()[1].close()
@@ -351,9 +351,12 @@ class ContextParallel:
             region.sent[what] = (before[0] + messages, before[1] + sent)
         return self.attention(query, key, value, call)
 
-    def traffic(self, backwards: int) -> list[Traffic]:
+    def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
         """What attention sends in a step of so many backwards, as in the last batch; nothing before the first."""
-        return [Traffic(what, backwards * number, backwards * sent) for what, (number, sent) in self._sent.items()]
+        return [
+            CommunicationVolume(what, backwards * number, backwards * sent)
+            for what, (number, sent) in self._sent.items()
+        ]
 
 
 class _Inputs:

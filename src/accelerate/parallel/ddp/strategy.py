@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,12 +16,49 @@ from torch.nn.parallel import DistributedDataParallel
 from ...config.training import DistributedDataParallelKwargs
 from ...core.enums import DDPCommunicationHookType
 from ...precision.base import Precision
-from ..base import Strategy, Traffic
+from ..base import Strategy
+from ..prepared import CommunicationVolume, PreparedModel
 from ..report import memory
 
 
+class ReplicatedModel(PreparedModel):
+    """A model that each process holds completely, inside torch's DDP where it has something to train.
+
+    `element_size`: the bytes of a gradient's element as a communication hook sends it; None where no hook changes it.
+    """
+
+    def __init__(self, module: torch.nn.Module, precision: Precision, element_size: int | None = None) -> None:
+        super().__init__(module, precision)
+        self.element_size = element_size
+
+    @property
+    def inner(self) -> torch.nn.Module:
+        replica = replica_of(self.module)
+        return self.module if replica is None else replica.module
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        replica = replica_of(self.module)
+        return contextlib.nullcontext() if replica is None else replica.no_sync()
+
+    def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
+        replica = replica_of(self.module)
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        if replica is None or not trained:
+            return []
+        sent = sum(parameter.numel() * (self.element_size or parameter.dtype.itemsize) for parameter in trained)
+        buckets = max(1, -(-sent // replica.bucket_bytes_cap))
+        return [CommunicationVolume("all-reduce of gradients", buckets, sent, about=True)]
+
+    def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
+        found = super().memory_usage(windows, seen)
+        replica = replica_of(self.module)
+        if replica is not None and not replica.gradient_as_bucket_view:
+            found[memory.BUCKETS] = found[memory.GRADIENTS]
+        return found
+
+
 class DataParallel(Strategy):
-    """Each process holds the whole model and reads its part of the data; gradients are averaged in the backward."""
+    """Each process holds the whole model and reads its shard of the data; gradients are averaged in the backward."""
 
     name = "DistributedDataParallel"
 
@@ -39,16 +76,19 @@ class DataParallel(Strategy):
         return dist.get_rank(), dist.get_world_size()
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        self.precision.lower(model)
+        self.precision.cast_parameters(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             # DDP refuses a model without anything to train; there is nothing to average either.
             return model
         wrapped = DistributedDataParallel(model, **self.arguments())
         self.options.register_comm_hook(wrapped)
-        for master in self.precision.masters(model):
+        for master in self.precision.master_weights(model):
             # DDP gives every rank the first one's parameters, and knows nothing of these.
             dist.broadcast(master.data, src=0)
         return wrapped
+
+    def as_prepared(self, module: torch.nn.Module) -> ReplicatedModel:
+        return ReplicatedModel(module, self.precision, _sent_as(self.options.comm_hook))
 
     def arguments(self) -> dict[str, Any]:
         """What DDP is made with, beside the model."""
@@ -56,24 +96,6 @@ class DataParallel(Strategy):
         if self.device.type not in ("cpu", "mps", "hpu"):
             arguments.update(device_ids=[self.device.index], output_device=self.device.index)
         return arguments
-
-    def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[Any]:
-        replica = replica_of(model)
-        return contextlib.nullcontext() if replica is None else replica.no_sync()
-
-    def traffic(self, model: torch.nn.Module, backwards: int) -> list[Traffic]:
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        size = _sent_as(self.options.comm_hook)
-        sent = sum(parameter.numel() * (size or parameter.dtype.itemsize) for parameter in trained)
-        if not trained:
-            return []
-        return [Traffic("all-reduce of gradients", _buckets(replica_of(model), sent), sent, about=True)]
-
-    def held(self, models: Sequence[torch.nn.Module], windows: bool) -> dict[str, int]:
-        found = super().held(models, windows)
-        if not self.options.gradient_as_bucket_view:
-            found[memory.BUCKETS] = found[memory.GRADIENTS]
-        return found
 
     @contextlib.contextmanager
     def join(self, joinables: list[Any], loaders: list[Any], even_batches: bool | None) -> Iterator[None]:
@@ -88,21 +110,11 @@ class DataParallel(Strategy):
     def reduce_items(self, count: torch.Tensor) -> Any:
         return dist.all_reduce(count, async_op=True)
 
-    def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        replica = replica_of(model)
-        return model if replica is None else replica.module
-
 
 def replica_of(model: torch.nn.Module) -> DistributedDataParallel | None:
     """The DDP wrapper of a prepared model, also inside a compiled one; None where it has none."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
-
-
-def _buckets(replica: DistributedDataParallel | None, sent: int) -> int:
-    if replica is None:
-        return 0
-    return max(1, -(-sent // replica.bucket_bytes_cap))
 
 
 def _sent_as(hook: DDPCommunicationHookType) -> int | None:
@@ -111,15 +123,21 @@ def _sent_as(hook: DDPCommunicationHookType) -> int | None:
     return 2 if hook in halves else None
 
 
-def sync_next_backward(model: torch.nn.Module) -> None:
-    """Let the next backward of a prepared model communicate although its forward ran under `no_sync`."""
+@contextlib.contextmanager
+def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
+    """A block whose backward synchronizes gradients although the forward of the prepared model ran under `no_sync`."""
     replica = replica_of(model)
     if replica is None:
+        yield
         return
-    replica.require_backward_grad_sync = True
-    replica.require_forward_param_sync = True
+    before = replica.require_backward_grad_sync, replica.require_forward_param_sync
+    replica.require_backward_grad_sync = replica.require_forward_param_sync = True
     # What the forward would have done outside `no_sync`: make the reducer expect this backward's gradients.
     replica.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        replica.require_backward_grad_sync, replica.require_forward_param_sync = before
 
 
 def _map_style_samplers(loaders: list[Any]) -> list[Any]:

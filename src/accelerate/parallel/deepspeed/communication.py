@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base import Traffic
+from ..prepared import CommunicationVolume
 
 # Elements of a message where an engine without ZeRO reduces gradients.
 _WHOLE_BUCKET = 500_000_000
 
 
-def engine_traffic(engine: Any, backwards: int) -> list[Traffic] | None:
+def engine_volume(engine: Any, backwards: int) -> list[CommunicationVolume] | None:
     """Messages of a window of so many backwards; None for options that compress, or send in groups of their own."""
     if _sends_otherwise(engine):
         return None
@@ -55,17 +55,17 @@ def _buckets(sizes: Iterable[int], limit: int) -> int:
     return messages
 
 
-def _reduced(sizes: Sequence[int], limit: int, width: int, times: int, about: bool = False) -> Traffic:
+def _reduced(sizes: Sequence[int], limit: int, width: int, times: int, about: bool = False) -> CommunicationVolume:
     messages = _buckets(sizes, int(limit))
-    return Traffic("reduction of gradients", times * messages, times * sum(sizes) * width, about=about)
+    return CommunicationVolume("reduction of gradients", times * messages, times * sum(sizes) * width, about=about)
 
 
-def _updated(flat: Sequence[torch.Tensor]) -> Traffic:
+def _updated(flat: Sequence[torch.Tensor]) -> CommunicationVolume:
     """The parameters that each rank has stepped, gathered: one message a group."""
-    return Traffic("all-gather of stepped parameters", len(flat), sum(group.nbytes for group in flat))
+    return CommunicationVolume("all-gather of stepped parameters", len(flat), sum(group.nbytes for group in flat))
 
 
-def _partitioned(engine: Any, backwards: int) -> list[Traffic]:
+def _partitioned(engine: Any, backwards: int) -> list[CommunicationVolume]:
     """ZeRO 3: parameters that are not kept are gathered as they are used, and reduced in each backward."""
     ranks = dist.get_world_size()
     # By module, in the order of definition, which is taken for that of the forward.
@@ -88,10 +88,11 @@ def _partitioned(engine: Any, backwards: int) -> list[Traffic]:
     trained = [_padded(p, ranks) for p in parameters if p.requires_grad]
     width = engine.communication_data_type.itemsize
     scattered = _reduced(trained[::-1], engine.zero_reduce_bucket_size(), width, backwards, about=True)
+    small = sum(_padded(p, ranks) * p.dtype.itemsize for p in kept)
     found = [
-        Traffic("all-gather of parameters", backwards * gathers, backwards * gathered, about=True),
-        Traffic("all-gather of small parameters", len(kept), sum(_padded(p, ranks) * p.dtype.itemsize for p in kept)),
-        Traffic("reduce-scatter of gradients", scattered.messages, scattered.sent, about=True),
+        CommunicationVolume("all-gather of parameters", backwards * gathers, backwards * gathered, about=True),
+        CommunicationVolume("all-gather of small parameters", len(kept), small),
+        CommunicationVolume("reduce-scatter of gradients", scattered.messages, scattered.sent, about=True),
     ]
     return [one for one in found if one.messages]
 

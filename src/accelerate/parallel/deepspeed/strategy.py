@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,13 +19,84 @@ from ...core.imports import is_available
 from ...precision.base import Precision
 from ...runtime import group
 from ...state import AcceleratorState, GradientState, PartialState
-from ..base import Bundle, Strategy, Traffic
+from ..base import Bundle, Strategy
 from ..compile import Compile, compile_regions_deepspeed
+from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..report.communication import dtype_name
-from .communication import engine_traffic
+from .communication import engine_volume
 from .engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DummyOptim, DummyScheduler, start_engine
 from .memory import engine_bytes, engine_masters
 from .state import EngineState, computing_weights
+
+
+class EngineModel(PreparedModel):
+    """A DeepSpeed engine. `state` takes and loads its full state."""
+
+    is_partial = True
+
+    def __init__(self, engine: nn.Module, precision: Precision, plugin: DeepSpeedPlugin, state: EngineState) -> None:
+        super().__init__(engine, precision)
+        self.plugin = plugin
+        self.state = state
+
+    @property
+    def inner(self) -> nn.Module:
+        return self.module.module  # type: ignore[return-value]
+
+    @property
+    def template(self) -> nn.Module:
+        return self.state.skeleton
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights that compute, as the API gives them. Raises ValueError where stage 3 is not to gather them."""
+        return computing_weights(self.module, self.plugin)
+
+    def checkpoint_state_dict(self) -> dict[str, Any]:
+        """The full state with the optimizer's fp32 weights: on the host of rank 0, empty on the other ranks."""
+        return self.state.model_state()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take a full state, which every rank has."""
+        self.state.load_model_state(state, strict)
+
+    def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the engine made this optimizer."""
+        return getattr(self.module, "optimizer", None) is optimizer
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The full state as that of a single process: on rank 0, empty on the other ranks."""
+        return self.state.optimizer_state()
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take the optimizer state of a single process, which every rank has."""
+        self.state.load_optimizer_state(state)
+
+    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
+        return self.state.groups()
+
+    def communication_volume(self, backwards: int) -> list[CommunicationVolume] | None:
+        return engine_volume(self.module, backwards)
+
+    def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
+        return dict(engine_bytes(self.module))
+
+    def master_weights(self) -> Iterable[torch.Tensor]:
+        return engine_masters(self.module)
+
+    def dtypes(self) -> tuple[str, str]:
+        computes = next((parameter.dtype for parameter in self.module.parameters()), torch.float32)
+        return dtype_name(computes), dtype_name(self.module.communication_data_type)  # type: ignore[arg-type]
+
+    def release(self) -> None:
+        """Free the engine's memory and hooks."""
+        self.module.destroy()  # type: ignore[operator]
+
+
+class UntrainedModel(PreparedModel):
+    """A model beside an engine that does not train: each process holds it completely, and sends nothing for it."""
+
+    def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
+        return []
 
 
 class DeepSpeedZero(Strategy):
@@ -37,7 +107,6 @@ class DeepSpeedZero(Strategy):
     """
 
     name = "DeepSpeed"
-    holds_parts = True
     divides_loss = False
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
@@ -59,7 +128,8 @@ class DeepSpeedZero(Strategy):
 
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self.engine: DeepSpeedEngineWrapper | None = None
-        self._states: dict[int, EngineState] = {}
+        # Of the engines that `prepare_together` has started and `prepare` has not seen yet.
+        self._started: list[EngineModel] = []
         self._warned = False
 
     @property
@@ -122,7 +192,7 @@ class DeepSpeedZero(Strategy):
             plugin, model, optimizer, scheduler, micro_batch_size=micro, gradient_accumulation_steps=steps,
             world_size=dist.get_world_size(),
         )  # fmt: skip
-        self._states[id(engine)] = EngineState(engine, groups)
+        self._started.append(EngineModel(engine, self.precision, plugin, EngineState(engine, groups)))
         for transform in self.transforms:
             if isinstance(transform, Compile):
                 _compile(engine, transform)
@@ -136,12 +206,24 @@ class DeepSpeedZero(Strategy):
                 self.engine = DeepSpeedEngineWrapper(engine)
         return engine, wrapped, moved
 
-    def prepare(self, bundle: Bundle) -> Bundle:
+    def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Engines are ready; a model that comes alone (`prepare_model`) is placed, and does not train."""
-        for position, model in enumerate(bundle.models):
-            if not _is_engine(model) and bundle.place[position]:
-                bundle.models[position] = model.to(self.device)
-        return bundle
+        found: list[PreparedModel] = []
+        for model, place in zip(bundle.models, bundle.place, strict=True):
+            started = next((one for one in self._started if one.module is model), None)
+            if started is not None:
+                self._started.remove(started)
+                found.append(started)
+            else:
+                found.append(self.as_prepared(model.to(self.device) if place and not _is_engine(model) else model))
+        self.prepared.update(found)
+        return found
+
+    def as_prepared(self, module: nn.Module) -> PreparedModel:
+        if not _is_engine(module):
+            return UntrainedModel(module, self.precision)
+        groups = _parameter_groups(module.module, None)  # type: ignore[arg-type]
+        return EngineModel(module, self.precision, self.plugin, EngineState(module, groups))
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self._driven().backward(loss, sync_gradients=GradientState().sync_gradients, **kwargs)
@@ -163,25 +245,6 @@ class DeepSpeedZero(Strategy):
     def reduce_items(self, count: torch.Tensor) -> Any:
         return dist.all_reduce(count, async_op=True)
 
-    def traffic(self, model: nn.Module, backwards: int) -> list[Traffic] | None:
-        return engine_traffic(model, backwards) if _is_engine(model) else []
-
-    def held(self, models: Sequence[nn.Module], windows: bool) -> dict[str, int]:
-        found = Counter(super().held([model for model in models if not _is_engine(model)], windows))
-        for model in models:
-            if _is_engine(model):
-                found.update(engine_bytes(model))
-        return dict(found)
-
-    def masters(self, model: nn.Module) -> Iterable[torch.Tensor]:
-        return engine_masters(model) if _is_engine(model) else super().masters(model)
-
-    def dtypes(self, model: nn.Module) -> tuple[str, str]:
-        if not _is_engine(model):
-            return super().dtypes(model)
-        computes = next((parameter.dtype for parameter in model.parameters()), torch.float32)
-        return dtype_name(computes), dtype_name(model.communication_data_type)  # type: ignore[arg-type]
-
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
@@ -202,51 +265,10 @@ class DeepSpeedZero(Strategy):
             "DeepSpeed does not support `clip_grad_value_`: its engine has stepped by now. Use gradient_clipping."
         )
 
-    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The weights that compute, as the API gives them. Raises ValueError where stage 3 is not to gather them."""
-        return computing_weights(model, self.plugin) if _is_engine(model) else model.state_dict()
-
-    def save_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full state with the optimizer's fp32 weights: on the host of rank 0, empty on the other ranks."""
-        return self._states[id(model)].model_state() if _is_engine(model) else model.state_dict()
-
-    def load_state_dict(self, model: nn.Module, state: dict[str, torch.Tensor], strict: bool = True) -> None:
-        """Take a full state, which every rank holds."""
-        if _is_engine(model):
-            self._states[id(model)].load_model_state(state, strict)
-        else:
-            model.load_state_dict(state, strict=strict)
-
-    def optimizer_state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The full state as `optimizer.state_dict()` of a plain run gives it: on rank 0, empty on the other ranks."""
-        return self._states[id(model)].optimizer_state()
-
-    def load_optimizer_state_dict(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> None:
-        """Take a plain run's optimizer state, which every rank holds."""
-        self._states[id(model)].load_optimizer_state(state)
-
-    def plain(self, model: nn.Module) -> nn.Module | None:
-        return self._states[id(model)].skeleton if _is_engine(model) else None
-
-    def plain_groups(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, list[int]]]:
-        return self._states[id(model)].groups()
-
-    def trained_by(self, optimizer: Any, models: list[nn.Module]) -> nn.Module | None:
-        """The engine that made an optimizer."""
-        inner = getattr(optimizer, "optimizer", optimizer)
-        return next((model for model in models if getattr(model, "optimizer", None) is inner), None)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        return model.module if _is_engine(model) else model  # type: ignore[return-value]
-
     def release(self) -> None:
-        """Give up the engine's memory and hooks."""
-        if self.engine is not None:
-            self.engine.engine.destroy()
+        super().release()
         self.engine = None
-        self._states.clear()
+        self._started.clear()
 
 
 def _is_engine(model: Any) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both versions of fully sharded data parallelism have in common: the plugin's precision, what stays whole."""
+"""What both versions of fully sharded data parallelism share: the plugin's mixed precision, unsharded parameters."""
 
 from __future__ import annotations
 
@@ -10,51 +10,38 @@ import torch.distributed as dist
 
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.errors import ConfigurationError
-from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
-from ..base import Strategy, Traffic
-from .unsharded import WholeParameters
+from ..base import Strategy
+from .unsharded import UnshardedParameters
 
 
-class FullySharded(Strategy):
-    """A first base, before the strategy that lays parameters out.
+def fill_policy(plugin: FullyShardedDataParallelPlugin, version: int, precision: Precision) -> bool:
+    """Give a plugin without a mixed-precision policy that of the run; whether the model's output is to be fp32.
 
-    `plugin` is this strategy's own: its policy of precision is filled in where it has none.
+    The output is fp32 as under the other strategies, unless the user gave a policy that says otherwise. Raises
+    ConfigurationError for a plugin of the other version.
     """
+    if plugin.fsdp_version != version:
+        raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP{version}")
+    full_outputs = precision.native_amp and (plugin.mixed_precision_policy is None or plugin.policy_is_filled)
+    if precision.native_amp and plugin.mixed_precision_policy is None:
+        plugin.set_mixed_precision(precision.name)
+        plugin.policy_is_filled = True
+    return full_outputs
 
-    version = 2
-    whole: WholeParameters
+
+class AveragesUnsharded(Strategy):
+    """Averages the gradients of parameters that FSDP leaves unsharded (`PreparedModel.unsharded`) after a backward."""
+
     # The ranks that average gradients with each other; None for all.
-    copies: dist.ProcessGroup | None = None
-
-    def __init__(
-        self,
-        device: torch.device,
-        precision: Precision,
-        plugin: FullyShardedDataParallelPlugin,
-        parallelism: ParallelismConfig | None = None,
-    ) -> None:
-        if plugin.fsdp_version != self.version:
-            raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP{self.version}")
-        self.plugin = plugin
-        # The whole model's output, as under the other strategies, is fp32 unless the user's own policy says else.
-        self.full_outputs = precision.native_amp and (plugin.mixed_precision_policy is None or plugin.policy_is_filled)
-        if precision.native_amp and plugin.mixed_precision_policy is None:
-            plugin.set_mixed_precision(precision.name)
-            plugin.policy_is_filled = True
-        self.spread(device, precision, parallelism)
-
-    def spread(self, device: torch.device, precision: Precision, parallelism: ParallelismConfig | None) -> None:
-        """Find the ranks that a model lies on: the rest of the constructor. Raises ConfigurationError."""
-        super().__init__(device, precision)
-        self.whole = WholeParameters(self.copies)
+    replica_group: dist.ProcessGroup | None = None
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         super().backward(loss, **kwargs)
-        self.whole.average()
-
-    def traffic(self, model: torch.nn.Module, backwards: int) -> list[Traffic]:
-        return [*(super().traffic(model, backwards) or []), *self.whole.traffic(self.unwrap(model))]
+        for prepared in self.prepared:
+            unsharded: UnshardedParameters | None = getattr(prepared, "unsharded", None)
+            if unsharded is not None:
+                unsharded.average()
 
     def reduce_items(self, count: torch.Tensor) -> Any:
-        return dist.all_reduce(count, group=self.copies, async_op=True)
+        return dist.all_reduce(count, group=self.replica_group, async_op=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ...config.fsdp import FullyShardedDataParallelPlugin, give_storage
 from ...core.devices import kind_of
-from ...core.errors import ConfigurationError
+from ...core.errors import CheckpointError, ConfigurationError
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import group
@@ -27,15 +27,17 @@ from ...runtime.mesh import describe
 from ...runtime.topology import Topology
 from .. import materialize, norms
 from ..activation import checkpoint_activations
-from ..base import Bundle, Traffic
+from ..base import Bundle
+from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..report import memory
 from ..report.communication import dtype_name
-from . import fsdp1_communication as fsdp1_traffic
+from . import fsdp1_communication as fsdp1_communication
 from . import fsdp1_state
-from .common import FullySharded
+from .common import AveragesUnsharded, fill_policy
 from .fsdp1_state import PlainModel
 from .fsdp2 import upcast
 from .units import find_modules
+from .unsharded import UnshardedParameters
 
 try:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -48,53 +50,162 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class FullyShardedDataParallel1(FullySharded):
+class Fsdp1Model(PreparedModel):
+    """A model whose units' parameters FSDP1 has flattened.
+
+    Fields:
+        plain: what the model was before.
+        unsharded: trainable parameters that FSDP leaves on each rank.
+        device: that of the run. saves_shards: whether a checkpoint stores shards (`state_dict_type`).
+    """
+
+    is_partial = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        saves_shards: bool,
+        plain: PlainModel | None,
+    ) -> None:
+        super().__init__(module, precision)
+        self.device = device
+        self._saves_shards = saves_shards
+        self._plain = plain
+        self.unsharded: UnshardedParameters | None = None
+
+    @property
+    def saves_shards(self) -> bool:
+        return self._saves_shards
+
+    @property
+    def plain(self) -> PlainModel:
+        if self._plain is None:
+            raise CheckpointError(
+                f"{type(self.inner).__name__} was not prepared for training with FSDP1: its state cannot be loaded"
+            )
+        return self._plain
+
+    @property
+    def inner(self) -> nn.Module:
+        inner = getattr(self.module, "_orig_mod", self.module)
+        return inner if isinstance(inner, nn.Module) else self.module
+
+    @property
+    def template(self) -> nn.Module | None:
+        return None if self._plain is None else self._plain.skeleton
+
+    # -- the step
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        sharded = self.inner
+        if not isinstance(sharded, FullyShardedDataParallel):
+            yield
+            return
+        with sharded.no_sync(), contextlib.nullcontext() if self.unsharded is None else self.unsharded.deferred():
+            yield
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state under the user's names: on the host of rank 0, empty on the other ranks."""
+        return fsdp1_state.full_model_state(self.inner)
+
+    def checkpoint_state_dict(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take a full state, which rank 0 alone needs to hold; every rank calls it."""
+        fsdp1_state.load_full_model_state(self.inner, self.plain, state, self.device, strict)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The full state as that of a single process: on rank 0, empty on the other ranks."""
+        return fsdp1_state.full_optimizer_state(self.inner, optimizer, self.plain)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take the optimizer state of a single process, which rank 0 alone needs to hold; every rank calls it."""
+        fsdp1_state.load_full_optimizer_state(self.inner, optimizer, self.plain, state)
+
+    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
+        plain = self.plain
+        return [{name: plain.shapes[name] for name in names} for names in plain.groups(optimizer)]
+
+    # -- the report
+
+    def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
+        rest = [] if self.unsharded is None else self.unsharded.communication_volume()
+        return [*fsdp1_communication.flat_volume(self.inner, backwards), *rest]
+
+    def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
+        found = super().memory_usage(windows, seen)
+        if windows:
+            # Until the window's last backward every rank keeps unsharded gradients.
+            found[memory.GRADIENTS] += fsdp1_communication.unsharded_gradients(self.inner)
+        return found
+
+    def dtypes(self) -> tuple[str, str]:
+        found = fsdp1_communication.flat_dtypes(self.inner)
+        return super().dtypes() if found is None else (dtype_name(found[0]), dtype_name(found[1]))
+
+
+class FullyShardedDataParallel1(AveragesUnsharded):
     """Each rank keeps a slice of units' flattened parameters, and gathers a unit when it computes."""
 
     name = "FSDP1"
-    version = 1
-    holds_parts = True
 
-    def spread(self, device: torch.device, precision: Precision, parallelism: ParallelismConfig | None) -> None:
-        if self.plugin.cpu_offload.offload_params and device.type == "cpu":  # type: ignore[union-attr]
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        plugin: FullyShardedDataParallelPlugin,
+        parallelism: ParallelismConfig | None = None,
+    ) -> None:
+        fill_policy(plugin, 1, precision)
+        self.plugin = plugin
+        if plugin.cpu_offload.offload_params and device.type == "cpu":  # type: ignore[union-attr]
             raise ConfigurationError(
                 "cpu_offload: the shards are in host memory on the CPU anyway, and torch's FSDP1 fails when it copies "
                 "them there. Leave it out, or set fsdp_version=2."
             )
         if not dist.is_initialized():
             group.start_alone(kind_of(device).backend)
-        super().spread(device, precision, parallelism)
-        asked = self.plugin.sharding_strategy
-        self.sharding: Any = asked if dist.get_world_size() > 1 else ShardingStrategy.NO_SHARD
+        super().__init__(device, precision)
+        self.sharding: Any = plugin.sharding_strategy if dist.get_world_size() > 1 else ShardingStrategy.NO_SHARD
         self.shards = _shard_mesh(self.sharding, parallelism, device)
-        self._plain: dict[int, PlainModel] = {}
-        # Of which parameters a rank holds its own part.
-        self._split: set[int] = set()
-
-    @property
-    def is_sharded(self) -> bool:  # type: ignore[override]
-        """Whether state is saved in parts. LOCAL_STATE_DICT's are shards too, so that any layout can load them."""
-        return self.plugin.state_dict_type.name != "FULL_STATE_DICT"  # type: ignore[union-attr]
 
     @property
     def data_shard(self) -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
 
-    def prepare(self, bundle: Bundle) -> Bundle:
+    def as_prepared(self, module: nn.Module, plain: PlainModel | None = None) -> Fsdp1Model:
+        # LOCAL_STATE_DICT's are stored as shards too, so that any layout can load them.
+        saves_shards = self.plugin.state_dict_type.name != "FULL_STATE_DICT"  # type: ignore[union-attr]
+        return Fsdp1Model(module, self.precision, self.device, saves_shards, plain)
+
+    def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Shard each model; optimizers that were made before go on with what became of their parameters."""
         if bundle.evaluation:
             return super().prepare(bundle)
-        for position, model in enumerate(bundle.models):
-            model = self.wrap_model(self.transformed(self.precision.wrap_forward(model), before=True))
-            bundle.models[position] = self.transformed(model)
+        found: list[PreparedModel] = []
+        for model in bundle.models:
+            prepared = self.lay_out(self.transformed(self.precision.wrap_forward(model), before=True))
+            prepared.module = self.transformed(prepared.module)
+            found.append(prepared)
+        self.prepared.update(found)
         for optimizer in bundle.optimizers:
-            fsdp1_state.repoint(optimizer, list(self._plain.values()))
-        return bundle
+            fsdp1_state.repoint(optimizer, self._plain_models())
+        return found
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def _plain_models(self) -> list[PlainModel]:
+        return [p._plain for p in self.prepared if isinstance(p, Fsdp1Model) and p._plain is not None]
+
+    def lay_out(self, model: nn.Module) -> Fsdp1Model:
         if isinstance(model, FullyShardedDataParallel):
-            self._register(model, PlainModel(model))
-            return model
+            plain = PlainModel(model)
+            plain.attach(model)
+            return self.as_prepared(model, plain)
         if self.transforms and not self.plugin.use_orig_params:
             raise ConfigurationError(
                 "torch.compile works on FSDP1 with use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)"
@@ -106,35 +217,22 @@ class FullyShardedDataParallel1(FullySharded):
         if self.plugin.activation_checkpointing:
             units = [unit.module for unit in FullyShardedDataParallel.fsdp_modules(sharded) if unit is not sharded]
             checkpoint_activations(sharded, units, self.device)
-        self.whole.add(sharded, {parameter for module in ignored for parameter in module.parameters()})
-        self._register(sharded, plain)
-        return sharded
-
-    def _register(self, sharded: nn.Module, plain: PlainModel) -> None:
         plain.attach(sharded)
-        self._plain[id(sharded)] = plain
-        self._split |= {id(parameter) for parameter in plain.split_parameters()}
-
-    def _plain_of(self, model: nn.Module) -> PlainModel:
-        return self._plain[id(self.unwrap(model))]
-
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        sharded = self.unwrap(model)
-        if not isinstance(sharded, FullyShardedDataParallel):
-            yield
-            return
-        with sharded.no_sync(), self.whole.deferred(sharded):
-            yield
+        prepared = self.as_prepared(sharded, plain)
+        prepared.unsharded = UnshardedParameters(
+            self.replica_group, {parameter for module in ignored for parameter in module.parameters()}
+        )
+        return prepared
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        # torch's own method clips whole models only, and not in double precision.
+        # torch's own method clips one complete model only, and not in double precision.
         listed = list(parameters)
+        split = {id(parameter) for plain in self._plain_models() for parameter in plain.split_parameters()}
         return norms.clip_parts_grad_norm(
-            [parameter for parameter in listed if id(parameter) in self._split],
-            [parameter for parameter in listed if id(parameter) not in self._split],
+            [parameter for parameter in listed if id(parameter) in split],
+            [parameter for parameter in listed if id(parameter) not in split],
             max_norm,
             norm_type,
             self.shards.get_group(self.shards.ndim - 1),
@@ -143,50 +241,6 @@ class FullyShardedDataParallel1(FullySharded):
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         norms.clip_grad_value(parameters, clip_value)
-
-    def traffic(self, model: nn.Module, backwards: int) -> list[Traffic]:
-        return [*fsdp1_traffic.flat_traffic(self.unwrap(model), backwards), *super().traffic(model, backwards)]
-
-    def held(self, models: Sequence[nn.Module], windows: bool) -> dict[str, int]:
-        found = super().held(models, windows)
-        if windows:
-            # Until the window's last backward every rank keeps whole gradients.
-            found[memory.GRADIENTS] += sum(fsdp1_traffic.unsharded_gradients(self.unwrap(model)) for model in models)
-        return found
-
-    def dtypes(self, model: nn.Module) -> tuple[str, str]:
-        found = fsdp1_traffic.flat_dtypes(self.unwrap(model))
-        return super().dtypes(model) if found is None else (dtype_name(found[0]), dtype_name(found[1]))
-
-    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full state under the plain names: on the host of rank 0, empty on the other ranks."""
-        return fsdp1_state.full_model_state(self.unwrap(model))
-
-    def load_state_dict(self, model: nn.Module, state: dict[str, torch.Tensor], strict: bool = True) -> None:
-        """Take a full state, which rank 0 alone needs to hold. Every rank calls it."""
-        fsdp1_state.load_full_model_state(self.unwrap(model), self._plain_of(model), state, self.device, strict)
-
-    def optimizer_state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The full state as `optimizer.state_dict()` of a plain run gives it: on rank 0, empty on the other ranks."""
-        return fsdp1_state.full_optimizer_state(self.unwrap(model), optimizer, self._plain_of(model))
-
-    def load_optimizer_state_dict(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> None:
-        """Take a plain run's optimizer state, which rank 0 alone needs to hold. Every rank calls it."""
-        fsdp1_state.load_full_optimizer_state(self.unwrap(model), optimizer, self._plain_of(model), state)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        inner = getattr(model, "_orig_mod", model)
-        return inner if isinstance(inner, nn.Module) else model
-
-    def plain(self, model: nn.Module) -> nn.Module:
-        return self._plain_of(model).skeleton
-
-    def plain_groups(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, list[int]]]:
-        plain = self._plain_of(model)
-        inner = getattr(optimizer, "optimizer", optimizer)
-        return [{name: plain.shapes[name] for name in names} for names in plain.groups(inner)]
 
 
 def _shard_mesh(sharding: Any, layout: ParallelismConfig | None, device: torch.device) -> DeviceMesh:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ..base import Traffic
+from ..prepared import CommunicationVolume
 
 
-def flat_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
+def flat_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
     """Messages of a window of so many backwards. Bytes are those of whole units, as they are gathered."""
     gathers, gathered, scatters, scattered, sums, summed = 0, 0, 0, 0, 0, 0
     for unit, handle in flat_handles(model):
@@ -34,9 +34,9 @@ def flat_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
         scatters, scattered = scatters + 1, scattered + size
         if "HYBRID" in kind:
             sums, summed = sums + 1, summed + size // handle.world_size
-    found = [Traffic("all-gather of parameters", gathers, gathered)]
-    found.append(Traffic("reduce-scatter of gradients", scatters, scattered))
-    found.append(Traffic("all-reduce of gradients between copies", sums, summed))
+    found = [CommunicationVolume("all-gather of parameters", gathers, gathered)]
+    found.append(CommunicationVolume("reduce-scatter of gradients", scatters, scattered))
+    found.append(CommunicationVolume("all-reduce of gradients between copies", sums, summed))
     return [one for one in found if one.messages]
 
 

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,67 +23,102 @@ from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize
 from ..activation import checkpoint_activations
+from ..prepared import CommunicationVolume
 from ..remap import ParameterPlaces, switch_parameters
 from ..report import memory
 from ..report.communication import shard_gradients
-from ..sharded import ShardedStrategy
+from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
-from .common import FullySharded
+from .common import AveragesUnsharded, fill_policy
 from .units import find_modules, select_units
-from .unsharded import WholeParameters
+from .unsharded import UnshardedParameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class FullyShardedDataParallel(FullySharded, ShardedStrategy):
-    """Each rank keeps a part of every parameter, gradient and optimizer state, and gathers a unit when it computes."""
+class Fsdp2Model(ShardedModel):
+    """A model whose units FSDP2 shards.
 
-    name = "FSDP2"
+    Fields:
+        saves_shards: whether a checkpoint stores shards (the plugin's `state_dict_type`).
+        unsharded: trainable parameters that FSDP leaves on each rank.
+    """
 
-    def spread(self, device: torch.device, precision: Precision, parallelism: ParallelismConfig | None) -> None:
-        ShardedStrategy.__init__(self, device, precision, parallelism)
-        self.shards = mesh.fsdp_mesh(self.layout, self.mesh, device)
-        self.copies = mesh.group_of(self.mesh, "dp_cp")
-        self.whole = WholeParameters(self.copies)
+    def __init__(
+        self, *arguments: Any, saves_shards: bool = False, unsharded: UnshardedParameters | None = None
+    ) -> None:
+        super().__init__(*arguments)
+        self._saves_shards = saves_shards
+        self.unsharded = unsharded
 
     @property
-    def is_sharded(self) -> bool:  # type: ignore[override]
-        """Whether state is saved in parts, each rank its own (`state_dict_type`)."""
-        return self.plugin.state_dict_type.name == "SHARDED_STATE_DICT"  # type: ignore[union-attr]
-
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        if isinstance(model, FSDPModule):
-            self.lower(model)
-            return model
-        split = None
-        if self.layout.tp_enabled and self.mesh is not None:
-            split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler)
-        shard_model(model, self.plugin, self.shards, self.device, split=split, full_outputs=self.full_outputs)
-        self.lower(model)
-        self.whole.add(model, [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)])
-        return model
-
-    def held(self, models: Sequence[nn.Module], windows: bool) -> dict[str, int]:
-        found = super().held(models, windows)
-        if windows:
-            # Until the window's last backward every rank keeps whole gradients.
-            found[memory.GRADIENTS] = sum(shard_gradients(self.unwrap(model)) for model in models)
-        return found
+    def saves_shards(self) -> bool:
+        return self._saves_shards
 
     @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        sharded = _sharded_module(model)
-        if sharded is None:
+    def no_sync(self) -> Iterator[None]:
+        sharded = self.inner
+        if not isinstance(sharded, FSDPModule):
             yield
             return
         sharded.set_requires_gradient_sync(False)
         try:
-            with self.whole.deferred(sharded):
+            with contextlib.nullcontext() if self.unsharded is None else self.unsharded.deferred():
                 yield
         finally:
             sharded.set_requires_gradient_sync(True)
+
+    def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
+        rest = [] if self.unsharded is None else self.unsharded.communication_volume()
+        return [*(super().communication_volume(backwards) or []), *rest]
+
+    def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
+        found = super().memory_usage(windows, seen)
+        if windows:
+            # Until the window's last backward every rank keeps unsharded gradients.
+            found[memory.GRADIENTS] = shard_gradients(self.inner)
+        return found
+
+
+class FullyShardedDataParallel(AveragesUnsharded, ShardedStrategy):
+    """Each rank keeps a shard of every parameter, gradient and optimizer state; units are gathered to compute."""
+
+    name = "FSDP2"
+
+    def __init__(
+        self,
+        device: torch.device,
+        precision: Precision,
+        plugin: FullyShardedDataParallelPlugin,
+        parallelism: ParallelismConfig | None = None,
+    ) -> None:
+        self.full_outputs = fill_policy(plugin, 2, precision)
+        super().__init__(device, precision, parallelism)
+        self.plugin = plugin
+        self.shards = mesh.fsdp_mesh(self.layout, self.mesh, device)
+        self.replica_group = mesh.group_of(self.mesh, "dp_cp")
+
+    def as_prepared(self, module: nn.Module) -> Fsdp2Model:
+        return Fsdp2Model(
+            module, self.precision, self.device, self.sequence,
+            saves_shards=self.plugin.state_dict_type.name == "SHARDED_STATE_DICT",  # type: ignore[union-attr]
+        )  # fmt: skip
+
+    def lay_out(self, model: nn.Module) -> Fsdp2Model:
+        prepared = self.as_prepared(model)
+        if isinstance(model, FSDPModule):
+            self.cast_parameters(model)
+            return prepared
+        split = None
+        if self.layout.tp_enabled and self.mesh is not None:
+            split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler)
+        shard_model(model, self.plugin, self.shards, self.device, split=split, full_outputs=self.full_outputs)
+        self.cast_parameters(model)
+        rest = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+        prepared.unsharded = UnshardedParameters(self.replica_group, rest)
+        return prepared
 
 
 def shard_model(
@@ -187,11 +222,6 @@ def upcast(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.to(torch.float32)
-
-
-def _sharded_module(model: nn.Module) -> FSDPModule | None:
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, FSDPModule) else None
 
 
 # The API's functions for those who shard by hand. `accelerator` gives the plugin, the device and the mesh.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainable parameters that stay whole beside sharded ones: nobody but us averages their gradients."""
+"""Trainable parameters of a sharded model that each rank holds completely: FSDP does not average their gradients."""
 
 from __future__ import annotations
 
@@ -10,41 +10,40 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base import Traffic
+from ..prepared import CommunicationVolume
 
 
-class WholeParameters:
-    """By model, the parameters that each rank of a group holds whole: their gradients are averaged by us."""
+class UnshardedParameters:
+    """The parameters of one model whose gradients are averaged over `group` (None: all ranks) by us."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, parameters: Iterable[nn.Parameter] = ()) -> None:
         self.group = group
-        self._held: dict[int, list[nn.Parameter]] = {}
-        self._deferred: set[int] = set()
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._is_deferred = False
 
-    def add(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-        self._held[id(model)] = [parameter for parameter in parameters if parameter.requires_grad]
-
-    def traffic(self, model: nn.Module) -> list[Traffic]:
-        """What averaging sends for a model in an optimizer step: a message a parameter."""
-        held = self._held.get(id(model), [])
-        sent = sum(parameter.nbytes for parameter in held)
-        return [Traffic("all-reduce of gradients of whole parameters", len(held), sent)] if held else []
+    def communication_volume(self) -> list[CommunicationVolume]:
+        """What averaging sends in an optimizer step: a message a parameter."""
+        if not self.parameters:
+            return []
+        sent = sum(parameter.nbytes for parameter in self.parameters)
+        return [CommunicationVolume("all-reduce of gradients of unsharded parameters", len(self.parameters), sent)]
 
     @contextlib.contextmanager
-    def deferred(self, model: object) -> Iterator[None]:
-        """A block whose backwards leave the gradients of this model's parameters as they are."""
-        self._deferred.add(id(model))
+    def deferred(self) -> Iterator[None]:
+        """A block whose backwards leave the gradients of these parameters as they are."""
+        before, self._is_deferred = self._is_deferred, True
         try:
             yield
         finally:
-            self._deferred.discard(id(model))
+            self._is_deferred = before
 
     def average(self) -> None:
-        """Average the gradients over the group, but those of models that are deferred."""
-        listed = [p for key, held in self._held.items() if key not in self._deferred for p in held]
-        gradients = [parameter.grad for parameter in listed if parameter.grad is not None]
+        """Average the gradients over the group, unless they are deferred."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self._is_deferred or not gradients:
+            return
         ranks = dist.get_world_size(self.group)
-        if not gradients or ranks == 1:
+        if ranks == 1:
             return
         pending = [dist.all_reduce(gradient, group=self.group, async_op=True) for gradient in gradients]
         for work in pending:

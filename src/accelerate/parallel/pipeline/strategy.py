@@ -9,7 +9,8 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,21 +29,22 @@ from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize, norms
 from ..accumulated import HeldGradients
-from ..base import Bundle, Traffic
+from ..base import Bundle
 from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp.fsdp2 import shard_model
 from ..fsdp.units import find_modules
 from ..local_step import step_locally
+from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..pretrained import ask_for_state
 from ..remap import ParameterPlaces
 from ..report import memory
-from ..report.communication import shard_gradients, shard_traffic, split_traffic
-from ..sharded import ShardedStrategy, reshard
+from ..report.communication import shard_gradients, shard_volume, tensor_parallel_volume
+from ..sharded import ShardedModel, ShardedStrategy, reshard
 from ..skeleton import skeleton, without_storage
 from ..tensor import strategy as tensor
 from . import state, weights
 from .batch import Batch, Stage
-from .communication import gradient_traffic, stage_traffic
+from .communication import gradient_volume, stage_volume
 from .gradients import Ties, average, hold_shards, local, reduce_shards
 from .inputs import Divider, keep_to_tensors
 from .p2p import Wire
@@ -56,25 +58,151 @@ from .stage import StagedModel, drop_foreign, owned_tensors, placeholders_to
 logger = logging.getLogger(__name__)
 
 
-class Pipelined:
-    """What belongs to one pipelined model on this rank."""
+@dataclass
+class Stages:
+    """What one pipelined model consists of on this rank.
 
-    def __init__(
-        self,
-        scheduled: Scheduled,
-        ties: Ties,
-        random: StageRandom,
-        shapes: dict[str, list[int]],
-        skeleton: nn.Module,
-    ) -> None:
-        self.scheduled, self.ties = scheduled, ties
-        self.runner, self.held = scheduled.runner, scheduled.held
-        self.random = random
-        # The whole model's parameters in its order, name -> shape; and a module with the names of its state.
-        self.shapes, self.skeleton = shapes, skeleton
-        self.deferred = False
-        # Trainable parameters that are not sharded: nobody but us averages their gradients.
-        self.whole: list[nn.Parameter] = []
+    Fields:
+        scheduled: runs its stages. ties: parameters that stages of several ranks hold. random: its random streams.
+        unsharded: trainable parameters whose gradients nobody but this strategy averages.
+        shapes: the parameters of the entire model in its order, name -> shape; template: a module with its state's
+            names and shapes.
+        groups: by optimizer, the names in each of its groups as it was made, of all stages.
+        wire: the messages between stages. replica_group: the ranks that hold the same stages, None where this one does
+            alone. is_sharded: whether FSDP2 shards the stages.
+    """
+
+    scheduled: Scheduled
+    ties: Ties
+    random: StageRandom
+    shapes: dict[str, list[int]]
+    template: nn.Module
+    groups: weakref.WeakKeyDictionary[Any, list[list[str]]]
+    wire: Wire
+    replica_group: Any
+    is_sharded: bool
+    unsharded: list[nn.Parameter] = field(default_factory=list)
+    is_deferred: bool = False
+
+    @property
+    def modules(self) -> dict[int, Stage]:
+        """The stages of this rank by their number."""
+        return self.scheduled.runner.stages
+
+    def finish(self) -> None:
+        """At the end of a window's last backward: what the ranks owe each other of its gradients."""
+        if self.is_deferred:
+            return
+        reduce_shards(self.modules.values())
+        self.ties.sum()
+        if self.replica_group is not None:
+            average(self.unsharded, self.replica_group)
+
+
+class PipelinedModel(ShardedModel):
+    """A model of which this rank holds some blocks. `stages` is None where it was not prepared for training."""
+
+    def __init__(self, *arguments: Any, stages: Stages | None, saves_shards: bool) -> None:
+        super().__init__(*arguments)
+        self._stages = stages
+        self._saves_shards = saves_shards
+
+    @property
+    def stages(self) -> Stages:
+        if self._stages is None:
+            raise PrepareError(f"{type(self.inner).__name__} was not prepared for training: it has no stages")
+        return self._stages
+
+    @property
+    def saves_shards(self) -> bool:
+        return self._saves_shards
+
+    @property
+    def template(self) -> nn.Module | None:
+        return None if self._stages is None else self._stages.template
+
+    def units(self) -> Iterable[nn.Module]:
+        return [self.inner] if self._stages is None else self._stages.modules.values()
+
+    # -- the step
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        stages = self._stages
+        if stages is None:
+            yield
+            return
+        stages.is_deferred = True
+        try:
+            yield
+        finally:
+            stages.is_deferred = False
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        return state.full_model_state(self.inner, self.stages.wire)
+
+    def load_state_dict(self, state_: Mapping[str, Any], strict: bool = True) -> None:
+        state.load_full_model_state(self.inner, dict(state_), self.device, strict)
+
+    def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Also where this rank's stages hold none of the optimizer's parameters."""
+        if self._stages is None:
+            return super().trains_with(optimizer)
+        names = {name for group in self._stages.groups.get(optimizer) or () for name in group}
+        return names <= set(self._stages.shapes) if names else super().trains_with(optimizer)
+
+    def _names_of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """The user's names in each group of an optimizer, of all stages."""
+        stages = self.stages
+        if optimizer in stages.groups:
+            return stages.groups[optimizer]
+        return state.gathered_groups(self.inner, optimizer, list(stages.shapes), stages.wire)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return state.full_optimizer_state(self.inner, optimizer, self._names_of(optimizer), self.stages.wire)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_: Mapping[str, Any]) -> None:
+        state.load_full_optimizer_state(self.inner, optimizer, dict(state_), self._names_of(optimizer), self.device)
+
+    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
+        shapes = self.stages.shapes
+        return [{name: shapes[name] for name in group} for group in self._names_of(optimizer)]
+
+    def accumulated_gradients(self) -> HeldGradients | None:
+        return HeldGradients(self.inner) if self._stages is None else self._stages.scheduled.held
+
+    def rank_state(self) -> dict[str, Any] | None:
+        """How far the model's stream of random numbers is, and what is known of its loss."""
+        if self._stages is None:
+            return None
+        return {"calls": self._stages.random.calls, "rules": self._stages.scheduled.rules}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        self.stages.random.calls, self.stages.scheduled.rules = state["calls"], tuple(state["rules"])
+
+    # -- the report
+
+    def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
+        stages = self.stages
+        # The parameters of a stage stay gathered until its gradients are reduced: once a step.
+        shards = [one for stage in stages.modules.values() for one in shard_volume(stage, 1)]
+        split = tensor_parallel_volume(self.inner, backwards)
+        tied = [local(parameter) for parameter in stages.ties.parameters()]
+        rest = [local(parameter) for parameter in stages.unsharded]
+        gradients = gradient_volume(rest, tied, stages.replica_group is not None)
+        return [*stage_volume(stages.scheduled.runner, backwards), *shards, *split, *gradients]
+
+    def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
+        found = super().memory_usage(windows, seen)
+        if windows and self._stages is not None and self._stages.is_sharded:
+            # Until the window's last backward every rank keeps unsharded gradients of its stages.
+            modules = list(self._stages.modules.values())
+            inside = {id(parameter) for stage in modules for parameter in stage.parameters()}
+            rest = (p for p in self.inner.parameters() if p.requires_grad and id(p) not in inside)
+            found[memory.GRADIENTS] = sum(shard_gradients(stage) for stage in modules) + memory.local_bytes(rest)
+        return found
 
 
 class PipelineParallel(ShardedStrategy):
@@ -96,11 +224,9 @@ class PipelineParallel(ShardedStrategy):
         if plugin is not None and precision.native_amp:
             plugin.set_mixed_precision(precision.name)
         self.wire = Wire(self.mesh["pp"].get_group(), device)
-        self.copies = mesh.group_of(self.mesh, "dp") if parallelism.data_parallel_size > 1 else None
+        self.replica_group = mesh.group_of(self.mesh, "dp") if parallelism.data_parallel_size > 1 else None
         self._stage_mates: Any = None
         self.ranks = _ranks_of_stages(self.options, self.wire.size)
-        # Held by the models, so that both go together.
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._numbers = itertools.count()
         # By parameter as the user had it: its plain name, and whether another rank holds it now.
         self._name_of: Any = WeakTensorKeyDictionary()
@@ -108,37 +234,40 @@ class PipelineParallel(ShardedStrategy):
         # By optimizer: the plain names in each of its groups, as it was made.
         self._groups: weakref.WeakKeyDictionary[Any, list[list[str]]] = weakref.WeakKeyDictionary()
 
-    @property
-    def is_sharded(self) -> bool:  # type: ignore[override]
-        """Whether state is saved in parts, each rank its own (`state_dict_type` of an fsdp_plugin; else yes)."""
-        return self.plugin is None or self.plugin.state_dict_type.name == "SHARDED_STATE_DICT"  # type: ignore[union-attr]
-
     # -- prepare
 
-    def prepare(self, bundle: Bundle) -> Bundle:
-        if bundle.evaluation:
-            return super().prepare(bundle)
-        for position, model in enumerate(bundle.models):
-            if model in self._models:
-                continue
+    def as_prepared(self, module: nn.Module, stages: Stages | None = None) -> PipelinedModel:
+        # Without an fsdp_plugin no process has the entire state anyway.
+        plugin = self.plugin
+        saves_shards = plugin is None or plugin.state_dict_type.name == "SHARDED_STATE_DICT"  # type: ignore[union-attr]
+        return PipelinedModel(
+            module, self.precision, self.device, self.sequence, stages=stages, saves_shards=saves_shards
+        )
+
+    def _prepare_training(self, bundle: Bundle) -> list[PreparedModel]:
+        found: list[PreparedModel] = []
+        for model in bundle.models:
             for name, parameter in model.named_parameters():
                 self._name_of[parameter] = materialize.canonical_name(name)
             model = self.precision.wrap_forward(model)
             places = ParameterPlaces(model)
             before = list(model.parameters())
-            model = self.wrap_model(self.transformed(model, before=True))
+            prepared = self.lay_out(self.transformed(model, before=True))
+            model = prepared.module
             self.replacements.add((former, present) for former, present in places.replaced() if not present.is_meta)
             held = {id(parameter) for parameter in model.parameters()}
             for parameter in before:
                 if parameter not in self.replacements and id(parameter) not in held:
                     self._foreign[parameter] = True
-            bundle.models[position] = self.transformed(model)
-            ask_for_state(bundle.models[position])
+            prepared.module = self.transformed(model)
+            ask_for_state(prepared.module)
+            found.append(prepared)
+        self.prepared.update(found)
         for optimizer in bundle.optimizers:
             self._repoint(optimizer)
             if self.plugin is not None or self.layout.tp_enabled:
                 step_locally(optimizer)
-        return bundle
+        return found
 
     def transformed(self, model: nn.Module, before: bool = False) -> nn.Module:
         for transform in self.transforms:
@@ -156,7 +285,7 @@ class PipelineParallel(ShardedStrategy):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         known = [parameter for parameter in parameters if parameter in self._name_of]
         if not known:
-            if self._models and parameters:
+            if self.prepared and parameters:
                 raise PrepareError(
                     f"none of the {len(parameters)} parameters of {type(optimizer).__name__} belongs to a model of "
                     "this prepare call: it would train nothing. Make the optimizer from the model's parameters, and "
@@ -174,7 +303,7 @@ class PipelineParallel(ShardedStrategy):
             group["params"] = [parameter for parameter in group["params"] if parameter not in self._foreign]
         self.replacements.repoint(optimizer)
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def lay_out(self, model: nn.Module) -> PipelinedModel:
         options = self.options
         parts = options.num_microbatches or self.wire.size
         _check_model(model, parts)
@@ -183,7 +312,7 @@ class PipelineParallel(ShardedStrategy):
         mine = [stage for stage, rank in enumerate(self.ranks) if rank == self.wire.rank]
         own = {unit for stage in mine for unit in range(cut.bounds[stage], cut.bounds[stage + 1])}
         shapes = {materialize.canonical_name(name): list(p.shape) for name, p in model.named_parameters()}
-        whole = skeleton(type(model).__name__, without_storage(model.state_dict(keep_vars=True)))
+        template = skeleton(type(model).__name__, without_storage(model.state_dict(keep_vars=True)))
         ties = self._ties(model, cut, own)
         filled = self._keep_own(model, cut, own)
         staged = StagedModel(model, cut.units, self.device, options.loss_fn, carried)
@@ -196,29 +325,20 @@ class PipelineParallel(ShardedStrategy):
             for stage in mine
         }
         self._lay_out(model, stages, filled)
-        self.lower(model, stages.values())
+        self.cast_parameters(model, stages.values())
         runner = Runner(staged, cut, stages, self.ranks, self.wire, divider, options.gather_output)
         scheduled = Scheduled(runner, options, self.precision, HeldGradients(model, [model, *stages.values()]))
         random = StageRandom(self.device, next(self._numbers), self.wire.rank, self.data_shard[0])
-        piped = Pipelined(scheduled, ties, random, shapes, whole)
         sharded = {id(p) for stage in stages.values() if isinstance(stage, FSDPModule) for p in stage.parameters()}
-        piped.whole = [p for p in model.parameters() if id(p) not in sharded and p.requires_grad]
+        piped = Stages(
+            scheduled, ties, random, shapes, template, self._groups, self.wire, self.replica_group,
+            is_sharded=self.plugin is not None,
+            unsharded=[p for p in model.parameters() if id(p) not in sharded and p.requires_grad],
+        )  # fmt: skip
         staged.entry = self._entry(piped)
         runner.before_backward += [ties.before, functools.partial(hold_shards, stages.values())]
-        runner.after_backward.append(functools.partial(self._finish, piped))
-        model.__dict__["_pipelined"] = piped
-        self._models.add(model)
-        return model
-
-    def units(self, model: nn.Module) -> Iterable[nn.Module]:
-        inner = self.unwrap(model)
-        return self._pipelined(inner).runner.stages.values() if inner in self._models else [inner]
-
-    def _pipelined(self, model: nn.Module) -> Pipelined:
-        inner = self.unwrap(model)
-        if inner not in self._models:
-            raise PrepareError(f"{type(inner).__name__} was not prepared for training: it has no stages")
-        return inner.__dict__["_pipelined"]
+        runner.after_backward.append(piped.finish)
+        return self.as_prepared(model, piped)
 
     def _ties(self, model: nn.Module, cut: Cut, own: set[int]) -> Ties:
         """Parameters of this rank that stages of other ranks hold too."""
@@ -267,7 +387,7 @@ class PipelineParallel(ShardedStrategy):
             # What initialises modules is the whole model's.
             stage.__dict__["_init_weights"] = getattr(model, "_init_weights", None)
         if self.plugin is not None:
-            self._shard(model, stages, self.copies if filled else self._mates())
+            self._shard(model, stages, self.replica_group if filled else self._mates())
         elif not filled:
             weights.initialise(stages.values(), self.device, self._mates())
         for owners in places:
@@ -301,8 +421,9 @@ class PipelineParallel(ShardedStrategy):
 
     # -- the step
 
-    def _entry(self, piped: Pipelined) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-        runner, scheduled, random = piped.runner, piped.scheduled, piped.random
+    @staticmethod
+    def _entry(piped: Stages) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        runner, scheduled, random = piped.scheduled.runner, piped.scheduled, piped.random
 
         def run(batch: Batch) -> Any:
             with random.own() if runner.staged.model.training else contextlib.nullcontext():
@@ -326,110 +447,15 @@ class PipelineParallel(ShardedStrategy):
 
         return call
 
-    def _finish(self, piped: Pipelined) -> None:
-        """At the end of a window's last backward: what the ranks owe each other of its gradients."""
-        if piped.deferred:
-            return
-        reduce_shards(piped.runner.stages.values())
-        piped.ties.sum()
-        if self.copies is not None:
-            average(piped.whole, self.copies)
-
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        if self.unwrap(model) not in self._models:
-            yield
-            return
-        piped = self._pipelined(model)
-        piped.deferred = True
-        try:
-            yield
-        finally:
-            piped.deferred = False
-
     def reduce_items(self, count: torch.Tensor) -> Any:
-        return None if self.copies is None else dist.all_reduce(count, group=self.copies, async_op=True)
+        return None if self.replica_group is None else dist.all_reduce(count, group=self.replica_group, async_op=True)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        twins = {twin for model in self._models for twin in self._pipelined(model).ties.twins()}
+        trained = [one._stages for one in self.prepared if isinstance(one, PipelinedModel)]
+        twins = {twin for stages in trained if stages is not None for twin in stages.ties.twins()}
         return norms.clip_grad_norm(parameters, max_norm, norm_type, (self.wire.group,), self.device, twins)
-
-    def held(self, models: Sequence[nn.Module], windows: bool) -> dict[str, int]:
-        found = super().held(models, windows)
-        if windows and self.plugin is not None:
-            # Until the window's last backward every rank keeps whole gradients of its stages.
-            found[memory.GRADIENTS] = sum(self._gradients(model) for model in models)
-        return found
-
-    def _gradients(self, model: nn.Module) -> int:
-        stages = list(self.units(model))
-        inside = {id(parameter) for stage in stages for parameter in stage.parameters()}
-        rest = (p for p in self.unwrap(model).parameters() if p.requires_grad and id(p) not in inside)
-        return sum(shard_gradients(stage) for stage in stages) + memory.local_bytes(rest)
-
-    def traffic(self, model: nn.Module, backwards: int) -> list[Traffic]:
-        piped = self._pipelined(model)
-        # The parameters of a stage stay whole until its gradients are reduced: once a step.
-        shards = [one for stage in piped.runner.stages.values() for one in shard_traffic(stage, 1)]
-        split = split_traffic(self.unwrap(model), backwards)
-        tied = [local(parameter) for parameter in piped.ties.parameters()]
-        whole = [local(parameter) for parameter in piped.whole]
-        rest = gradient_traffic(whole, tied, self.copies is not None)
-        return [*stage_traffic(piped.runner, backwards), *shards, *split, *rest]
-
-    # -- state
-
-    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return state.full_model_state(self.unwrap(model), self.wire)
-
-    def load_state_dict(self, model: nn.Module, state_: dict[str, torch.Tensor], strict: bool = True) -> None:
-        state.load_full_model_state(self.unwrap(model), state_, self.device, strict)
-
-    def optimizer_state_dict(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return state.full_optimizer_state(self.unwrap(model), optimizer, self._names_of(model, optimizer), self.wire)
-
-    def load_optimizer_state_dict(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, state_: dict[str, Any]
-    ) -> None:
-        state.load_full_optimizer_state(
-            self.unwrap(model), optimizer, state_, self._names_of(model, optimizer), self.device
-        )
-
-    def open_gradients(self, model: nn.Module) -> HeldGradients:
-        return self._pipelined(model).held if self.unwrap(model) in self._models else HeldGradients(self.unwrap(model))
-
-    def rank_state(self, models: list[nn.Module]) -> dict[str, Any]:
-        """How far each model's stream of random numbers is, and what is known of its loss."""
-        return {"models": [{"calls": one.random.calls, "rules": one.scheduled.rules} for one in self._trained(models)]}
-
-    def load_rank_state(self, models: list[nn.Module], state: dict[str, Any]) -> None:
-        for piped, saved in zip(self._trained(models), state["models"], strict=True):
-            piped.random.calls, piped.scheduled.rules = saved["calls"], tuple(saved["rules"])
-
-    def _trained(self, models: list[nn.Module]) -> list[Pipelined]:
-        return [self._pipelined(model) for model in models if self.unwrap(model) in self._models]
-
-    def _names_of(self, model: nn.Module, optimizer: Any) -> list[list[str]]:
-        """The plain names in each group of an optimizer, of all stages."""
-        plain = getattr(optimizer, "optimizer", optimizer)
-        if plain in self._groups:
-            return self._groups[plain]
-        return state.gathered_groups(self.unwrap(model), plain, list(self._pipelined(model).shapes), self.wire)
-
-    def plain(self, model: nn.Module) -> nn.Module | None:
-        return self._pipelined(model).skeleton if self.unwrap(model) in self._models else None
-
-    def plain_groups(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, list[int]]]:
-        shapes = self._pipelined(model).shapes
-        return [{name: shapes[name] for name in group} for group in self._names_of(model, optimizer)]
-
-    def trained_by(self, optimizer: Any, models: list[nn.Module]) -> nn.Module | None:
-        """The model of an optimizer; a stage may hold none of its parameters."""
-        groups = self._groups.get(getattr(optimizer, "optimizer", optimizer))
-        names = {name for group in groups or () for name in group}
-        return next((model for model in models if names and names <= set(self._pipelined(model).shapes)), None)
 
 
 def _ranks_of_stages(options: PipelineParallelConfig, ranks: int) -> list[int]:

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..base import Traffic
 from ..fsdp import units
+from ..prepared import CommunicationVolume
 from ..tensor.layers import ColumnLinear, RowEmbedding, RowLinear
 from .memory import local_bytes
 
 
-def shard_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
+def shard_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
     """FSDP2: every unit is gathered for each forward, again for its backward where it was resharded between, and its
     gradients are scattered once. Bytes are those of whole units, as they are gathered. A unit with nothing to train is
     gathered for a backward only where one passes it: then the number is an upper one."""
@@ -34,10 +34,10 @@ def shard_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
         scatters, scattered = scatters + 1, scattered + size
         if group._is_hsdp:
             copies, copied = copies + 1, copied + size // ranks
-    found = [Traffic("all-gather of parameters", gathers, gathered, about=not passed)]
-    found.append(Traffic("reduce-scatter of gradients", scatters, scattered))
+    found = [CommunicationVolume("all-gather of parameters", gathers, gathered, about=not passed)]
+    found.append(CommunicationVolume("reduce-scatter of gradients", scatters, scattered))
     if copies:
-        found.append(Traffic("all-reduce of gradients between copies", copies, copied))
+        found.append(CommunicationVolume("all-reduce of gradients between copies", copies, copied))
     return [one for one in found if one.messages]
 
 
@@ -86,7 +86,7 @@ def _whole(parameter: Any, dtype: torch.dtype | None, ranks: int) -> int:
     return int(parameter.padded_sharded_param_size.numel()) * ranks * (dtype or parameter.sharded_param.dtype).itemsize
 
 
-def split_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
+def tensor_parallel_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
     """Tensor parallelism: where a split ends its parts are summed, where it begins gradients are; layers that read the
     same tensor share that. Along the sequence a sum is a scatter, and a gather the other way. Bytes are a token's."""
     split = [module for module in model.modules() if isinstance(module, (ColumnLinear, RowLinear, RowEmbedding))]
@@ -118,4 +118,4 @@ def split_traffic(model: nn.Module, backwards: int) -> list[Traffic]:
             count("scatters of gradients over tp, backward", module, module.in_features)
         else:
             count("sums of gradients over tp, backward", module, module.in_features)
-    return [Traffic(what, messages, sent, " a token") for what, (messages, sent) in found.items()]
+    return [CommunicationVolume(what, messages, sent, " a token") for what, (messages, sent) in found.items()]

@@ -15,7 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ..base import Strategy, Traffic
+from ..base import Strategy
+from ..prepared import PreparedModel
 from . import memory
 from .communication import shard_groups
 
@@ -60,46 +61,52 @@ class Report:
 
 
 def explain(
-    asked: Iterable[Row],
+    requested: Iterable[Row],
     strategy: Strategy,
-    models: Sequence[nn.Module],
+    models: Sequence[PreparedModel],
     optimizers: Sequence[torch.optim.Optimizer],
     steps: int,
-    held: Sequence[dict[str, int]] | None = None,
+    usage: Sequence[dict[str, int]] | None = None,
     sync_each_batch: bool = False,
 ) -> Report:
-    """The report of a run. `asked` are the lines of what the user wanted; `steps` the backwards of a window.
+    """The report of a run.
 
-    `sync_each_batch`: gradients are averaged in each of these. `held` is what `held_bytes` gave on each rank;
-    None: on this one only.
+    Args:
+        requested: the lines of what the user asked for. strategy: lays out the models.
+        models, optimizers: the prepared models and the plain optimizers.
+        steps: the backwards of an accumulation window.
+        usage: what `memory_usage` gave on each rank; None: on this one only.
+        sync_each_batch: gradients are averaged in each backward.
     """
-    sections = {"run": [*asked, *_layout(strategy)]}
-    for number, model in enumerate(models):
-        inner = strategy.unwrap(model)
+    sections = {"run": [*requested, *_layout(strategy)]}
+    for number, prepared in enumerate(models):
+        model, inner = prepared.module, prepared.inner
         # FSDP1 stays around the model, FSDP2 changes its class.
         plain = inner.module if type(inner).__name__ == "FullyShardedDataParallel" else inner
         kind = type(plain).__name__.removeprefix("FSDP")
         title = f"model {number}: {kind}" if len(models) > 1 else f"model: {kind}"
-        sections[title] = [*_modules(model), *_parameters(inner), *_dtypes(strategy, model)]
-        sent = _traffic(strategy, model, steps, sync_each_batch)
+        sections[title] = [*_modules(model), *_parameters(inner), *_dtypes(prepared)]
+        sent = _volume(strategy, prepared, steps, sync_each_batch)
         sections[f"messages of {title}, of this rank in an optimizer step"] = sent
-    place = ["this rank"] if held is None else [f"rank {rank}" for rank in range(len(held))]
-    held = held or [held_bytes(strategy, models, optimizers, steps > 1 and not sync_each_batch)]
-    sections["memory"] = [Row(name, _memory(found)) for name, found in zip(place, held, strict=True)]
+    place = ["this rank"] if usage is None else [f"rank {rank}" for rank in range(len(usage))]
+    usage = usage or [memory_usage(models, optimizers, steps > 1 and not sync_each_batch)]
+    sections["memory"] = [Row(name, _memory(found)) for name, found in zip(place, usage, strict=True)]
     return Report(sections)
 
 
-def held_bytes(
-    strategy: Strategy, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], windows: bool
+def memory_usage(
+    models: Sequence[PreparedModel], optimizers: Sequence[torch.optim.Optimizer], windows: bool
 ) -> dict[str, int]:
-    """Bytes that this rank holds: of parameters, buffers, gradients as large as they get, masters, optimizer state.
+    """Bytes on this rank: of parameters, buffers, gradients as large as they get, master weights, optimizer state.
 
-    `windows`: gradients accumulate over several backwards and are averaged in the last one alone.
+    `windows`: gradients accumulate over several backwards and are averaged in the last one only.
     """
-    found = strategy.held(models, windows)
-    found[memory.BUFFERS] = memory.of_buffers(models)
+    found, seen = Counter[str](), set[int]()
+    for model in models:
+        found.update(model.memory_usage(windows, seen))
+    found[memory.BUFFERS] = memory.of_buffers([model.module for model in models])
     found[memory.STATE] = memory.of_optimizers(optimizers)
-    return {kind: found.get(kind, 0) for kind in _KINDS}
+    return {kind: found[kind] for kind in _KINDS}
 
 
 def _memory(found: dict[str, int]) -> str:
@@ -190,11 +197,11 @@ def _parameters(model: nn.Module) -> list[Row]:
     return _grouped((name, text(parameter)) for name, parameter in model.named_parameters())
 
 
-def _dtypes(strategy: Strategy, model: nn.Module) -> list[Row]:
-    masters = list(strategy.masters(model))
-    compute, reduction = strategy.dtypes(model)
+def _dtypes(prepared: PreparedModel) -> list[Row]:
+    masters = list(prepared.master_weights())
+    compute, reduction = prepared.dtypes()
     return [
-        Row("parameters", _counted(model.parameters())),
+        Row("parameters", _counted(prepared.module.parameters())),
         *([Row("masters of parameters", _counted(masters))] if masters else []),
         Row("computes in", compute),
         Row("gradients are averaged in", reduction),
@@ -209,9 +216,9 @@ def _counted(tensors: Iterable[torch.Tensor]) -> str:
     return ", ".join(f"{count:,} in {name}" for name, count in kept.items())
 
 
-def _traffic(strategy: Strategy, model: nn.Module, steps: int, sync_each_batch: bool) -> list[Row]:
+def _volume(strategy: Strategy, prepared: PreparedModel, steps: int, sync_each_batch: bool) -> list[Row]:
     times = steps if sync_each_batch else 1
-    found: list[Traffic] | None = strategy.traffic(model, steps // times)
+    found = prepared.communication_volume(steps // times)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [Row("none", "one process")]
     if found is None:

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-
-from ...precision.base import Precision
 
 # Kinds of bytes. Gradients are counted as large as they get between two backwards; buckets stand beside the sum, as
 # most of them are there during a backward only, and as large as a library is told to make them.
@@ -17,14 +15,21 @@ PARAMETERS, BUFFERS, GRADIENTS, MASTERS = "parameters", "buffers", "gradients", 
 STATE, BUCKETS = "optimizer state", "buckets"
 
 
-def of_models(models: Sequence[nn.Module], precision: Precision) -> dict[str, int]:
-    """Bytes of models whose gradients lie as their parameters do."""
-    parameters = list({id(p): p for model in models for p in model.parameters()}.values())
+def of_model(model: nn.Module, masters: Iterable[torch.Tensor], seen: set[int]) -> dict[str, int]:
+    """Bytes of a model whose gradients lie as its parameters do, without tensors whose id is in `seen` (extended)."""
+    parameters = list(_unseen(model.parameters(), seen))
     return {
         PARAMETERS: local_bytes(parameters),
         GRADIENTS: local_bytes(p for p in parameters if p.requires_grad),
-        MASTERS: local_bytes({id(m): m for model in models for m in precision.masters(model)}.values()),
+        MASTERS: local_bytes(_unseen(masters, seen)),
     }
+
+
+def _unseen(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
 
 
 def of_buffers(models: Sequence[nn.Module]) -> int:

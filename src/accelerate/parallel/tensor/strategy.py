@@ -22,7 +22,7 @@ from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize
 from ..remap import ParameterPlaces
-from ..sharded import ShardedStrategy
+from ..sharded import ShardedModel, ShardedStrategy
 from . import loss as tensor_loss
 from . import plan as tensor_plan
 from . import random as tensor_random
@@ -30,8 +30,17 @@ from . import sequence as tensor_sequence
 from . import styles as tensor_styles
 
 
+class TensorParallelModel(ShardedModel):
+    """A model whose layers are split over tensor-parallel ranks. `sums` are its gradients that ranks sum up."""
+
+    sums: PartialSums | None = None
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.sums is None else self.sums.deferred()
+
+
 class TensorParallel(ShardedStrategy):
-    """Every rank computes its part of each split layer, on the same data. Beside FSDP, FSDP's strategy drives."""
+    """Every rank computes its part of each split layer, on the same data. With FSDP, FSDP's strategy splits."""
 
     name = "tensor parallel"
 
@@ -42,9 +51,11 @@ class TensorParallel(ShardedStrategy):
                 f"{mesh.describe(parallelism)}: tensor parallelism alone uses every rank for tp; with dp sizes FSDP2 "
                 "drives, which needs an fsdp_plugin"
             )
-        self._sums = PartialSums()
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    def as_prepared(self, module: nn.Module) -> TensorParallelModel:
+        return TensorParallelModel(module, self.precision, self.device, self.sequence)
+
+    def lay_out(self, model: nn.Module) -> TensorParallelModel:
         ranks = self.mesh["tp"]  # type: ignore[index]
 
         def split(equal: bool) -> None:
@@ -54,36 +65,31 @@ class TensorParallel(ShardedStrategy):
             split_model(model, ranks, self.layout.tp_handler)
 
         materialize.lay_out(model, self.device, split)
-        self.lower(model)
-        self._sums.add(model)
-        return model
+        self.cast_parameters(model)
+        prepared = self.as_prepared(model)
+        prepared.sums = PartialSums(model)
+        return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         super().backward(loss, **kwargs)
-        self._sums.finish()
-
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        with self._sums.deferred():
-            yield
+        for prepared in self.prepared:
+            if isinstance(prepared, TensorParallelModel) and prepared.sums is not None:
+                prepared.sums.finish()
 
 
 class PartialSums:
-    """Gradients of whole parameters that see a part of the tokens, or of the heads: each rank has a summand.
+    """Gradients of unsplit parameters that see a part of the tokens, or of the heads: each rank has a summand.
 
     They accumulate as they are and are summed over the ranks once, at the end of a window, in one message.
     """
 
-    def __init__(self) -> None:
-        self._parameters: list[nn.Parameter] = []
-        self._deferred = False
-
-    def add(self, model: nn.Module) -> None:
-        self._parameters += [
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters: list[Any] = [
             parameter
             for parameter in model.parameters()
             if isinstance(parameter, DTensor) and all(place.is_replicate() for place in parameter.placements)
         ]
+        self._deferred = False
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
@@ -96,20 +102,21 @@ class PartialSums:
 
     @torch.no_grad()
     def finish(self) -> None:
+        """Sum up what the window has accumulated."""
         if self._deferred:
             return
-        kinds: dict[tuple[Any, torch.dtype], list[nn.Parameter]] = {}
+        kinds: dict[tuple[Any, torch.dtype], list[Any]] = {}
         for parameter in self._parameters:
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
                 kinds.setdefault((gradient.device_mesh, gradient.dtype), []).append(parameter)
         for (ranks, _), listed in kinds.items():
-            parts = [parameter.grad.to_local() for parameter in listed]  # type: ignore[union-attr]
+            parts = [parameter.grad.to_local() for parameter in listed]
             flat = torch.cat([part.reshape(-1) for part in parts])
             dist.all_reduce(flat, group=ranks.get_group())
             for parameter, part, total in zip(listed, parts, flat.split([p.numel() for p in parts]), strict=True):
-                whole: Any = parameter
-                parameter.grad = DTensor.from_local(total.view_as(part), ranks, whole.placements, run_check=False)
+                placements = parameter.placements
+                parameter.grad = DTensor.from_local(total.view_as(part), ranks, placements, run_check=False)
 
 
 def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParallelConfig | None = None) -> bool:

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run does by itself: resume from its newest checkpoint, and save and exit when it is asked to stop."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..runtime.agreement import Process
+from ..state import GradientState
+from .loading import LoadReport
+from .preemption import PreemptionWatch
+
+
+class ResumeController:
+    """Resumes before the first pass over a loader, and stops a run between two batches.
+
+    Args:
+        load: bound method that loads the newest checkpoint and returns None where there is none.
+        leave: bound method that saves the run and ends this process; its argument is the reason.
+        is_training: bound method: whether some model of the run is in training mode.
+
+    The methods and the loaders are held weakly, so that a run is freed with its last reference.
+
+    A run stops between batches of the loaders that it trains on, so that an evaluation is never cut in two: those
+    that were read at an optimizer's step; or any, while models are in training mode, where no step is visible
+    (an engine that steps in its backward).
+    """
+
+    def __init__(
+        self, load: Callable[[], LoadReport | None], leave: Callable[[str], None], is_training: Callable[[], bool]
+    ) -> None:
+        self._load: Any = weakref.WeakMethod(load)
+        self._leave: Any = weakref.WeakMethod(leave)
+        self._is_training: Any = weakref.WeakMethod(is_training)
+        self._report: LoadReport | None = None
+        self._is_pending = False  # a resume that waits for the first use
+        self._watch: PreemptionWatch | None = None
+        self._loaders: list[weakref.ref[Any]] = []
+        self._trained: list[weakref.ref[Any]] = []
+
+    # -- resume
+
+    def resume_at_first_use(self) -> None:
+        """Resume when a loader is first read, or the report is first requested: all objects are known by then."""
+        self._is_pending = True
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a resume waits for the first use."""
+        return self._is_pending
+
+    @property
+    def report(self) -> LoadReport | None:
+        """What was resumed; None where nothing was found. A pending resume is done now."""
+        self.resume_if_pending()
+        return self._report
+
+    def resume(self) -> LoadReport | None:
+        """Load the newest checkpoint now."""
+        self._is_pending = False
+        load = self._load()
+        self._report = None if load is None else load()
+        return self._report
+
+    def resume_if_pending(self, loader: Any = None) -> None:
+        """Do now what waits for the first use."""
+        if self._is_pending:
+            self.resume()
+
+    # -- the loaders
+
+    def add_loader(self, loader: Any) -> None:
+        """Take a prepared loader in."""
+        self._loaders.append(weakref.ref(loader))
+        loader.before_pass = (self.resume_if_pending,)
+        if self._watch is not None:
+            loader.between_batches = (self._stop_if_requested,)
+
+    def record_step(self) -> None:
+        """An optimizer steps: the loader that is being read is trained on."""
+        loader = getattr(GradientState().active_dataloader, "origin", None)
+        if loader is not None and not any(loader is known for known in _alive(self._trained)):
+            self._trained.append(weakref.ref(loader))
+
+    @property
+    def main_loader(self) -> Any:
+        """The loader whose epoch is the run's: the first that was trained on, or the first of all before a step."""
+        return next(iter(_alive(self._trained) or _alive(self._loaders)), None)
+
+    @property
+    def main_index(self) -> int | None:
+        """Its place among the loaders, where the run has trained."""
+        trained = _alive(self._trained)
+        return next((i for i, one in enumerate(_alive(self._loaders)) if trained and one is trained[0]), None)
+
+    def set_main_loader(self, index: int | None) -> None:
+        """The main loader of the run that was loaded, until this one has stepped."""
+        if index is not None and index < len(self._loaders):
+            self._trained = [self._loaders[index]]
+
+    def clear(self) -> None:
+        """Forget the loaders."""
+        self._loaders.clear()
+        self._trained.clear()
+
+    # -- stop
+
+    def watch_signals(self, process: Process, signals: Sequence[str]) -> bool:
+        """From here on the run stops when one of `signals` has reached any process. False from another thread."""
+        if not signals or self._watch is not None or threading.current_thread() is not threading.main_thread():
+            return self._watch is not None
+        self._watch = PreemptionWatch(process, signals)
+        for loader in _alive(self._loaders):
+            loader.between_batches = (self._stop_if_requested,)
+        return True
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether signals stop the run."""
+        return self._watch is not None
+
+    def _stop_if_requested(self, loader: Any) -> None:
+        watch = self._watch
+        if watch is None:
+            return
+        # The rest of an epoch (`skip_first_batches`) is read for the loader that the user prepared.
+        loader = getattr(loader, "origin", loader)
+        trained = _alive(self._trained)
+        is_training, leave = self._is_training(), self._leave()
+        if is_training is None or leave is None:
+            return  # the run was freed, and a loader of it goes on being read
+        here = any(loader is one for one in trained) if trained else is_training()
+        if here and watch.requested():
+            leave(watch.received or "another process was")
+
+    def close(self) -> None:
+        """Restore the handlers of the signals."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+
+def _alive(references: list[weakref.ref[Any]]) -> list[Any]:
+    found = (reference() for reference in references)
+    return [one for one in found if one is not None]

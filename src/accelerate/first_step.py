@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked at the first step of each prepared optimizer: whether it trains what it seems to train."""
+
+from __future__ import annotations
+
+import weakref
+
+from .data_loader.diagnose import uneven_epoch
+from .logging import get_logger
+from .optimizer import AcceleratedOptimizer
+from .run_checkpoints import RunCheckpoints
+from .run_objects import RunObjects
+from .state import GradientState, PartialState
+
+logger = get_logger(__name__)
+
+
+class FirstStepCheck:
+    """Called with an optimizer before its first step; logs a warning for what looks wrong, each once a run.
+
+    The run's objects are held weakly: their optimizers hold this check until they step.
+    """
+
+    def __init__(self, objects: RunObjects, checkpoints: RunCheckpoints, gradient_state: GradientState) -> None:
+        self._objects = weakref.ref(objects)
+        self._checkpoints = weakref.ref(checkpoints)
+        self._gradient_state = gradient_state
+        self._logged: set[str] = set()
+
+    def __call__(self, optimizer: AcceleratedOptimizer) -> None:
+        objects, checkpoints = self._objects(), self._checkpoints()
+        if objects is None or checkpoints is None:
+            return
+        checkpoints.check_resumed()
+        checkpoints.controller.record_step()
+        self._check_epoch()
+        self._check_parameters(optimizer, objects)
+
+    def _check_epoch(self) -> None:
+        loader = self._gradient_state.active_dataloader
+        note = None if loader is None else uneven_epoch(loader, self._gradient_state.num_steps)
+        if note is not None and note not in self._logged:
+            self._logged.add(note)
+            logger.warning(note)
+
+    def _check_parameters(self, optimizer: AcceleratedOptimizer, objects: RunObjects) -> None:
+        prepared = {id(parameter) for model in objects.models for parameter in model.module.parameters()}
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if objects.models and own and not any(id(parameter) in prepared for parameter in own):
+            logger.warning(
+                f"the {type(optimizer.optimizer).__name__} steps on parameters that belong to no prepared model"
+                + (": their gradients are not averaged over the processes" if PartialState().use_distributed else "")
+                + ". Was the model replaced after the optimizer was made, or never given to prepare?"
+            )

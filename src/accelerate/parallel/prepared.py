@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `prepare` makes of one model and one optimizer: objects that know how their state is laid out.
+
+The base classes are those of the single process. A layout derives from `PreparedModel` and keeps there what it has
+built for one model, so that nothing is looked up by the model and everything is freed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..precision.base import Precision
+from .report import memory
+from .unwrap import extract_model_from_parallel
+
+# {parameter name of the user's model: shape} of each group of an optimizer.
+GroupShapes = list[dict[str, list[int]]]
+
+
+@dataclass(frozen=True)
+class CommunicationVolume:
+    """Messages of one kind that a rank sends in an optimizer step.
+
+    Fields:
+        what: the collective and what it carries.
+        messages: how many. sent: their bytes in all (`unit`: per what, for example " a token").
+        about: another library divides the bytes into messages, so the number of messages is an estimate.
+    """
+
+    what: str
+    messages: int
+    sent: float
+    unit: str = ""
+    about: bool = False
+
+
+class PreparedModel:
+    """A model that this process holds completely.
+
+    Args:
+        module: what `prepare` returned to the user.
+        precision: what the model computes in.
+    """
+
+    # Whether this process holds a part of the parameters only. Every rank then takes part in taking or loading a
+    # full state; otherwise a state is loaded into the tensors of `state_template` in place.
+    is_partial = False
+
+    def __init__(self, module: nn.Module, precision: Precision | None = None) -> None:
+        self.module = module
+        self.precision = precision or Precision()
+
+    # -- the module
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether a checkpoint stores this model's state as shards, written by each rank."""
+        return False
+
+    @property
+    def inner(self) -> nn.Module:
+        """The module inside the wrappers of this layout; its parameters are those that train."""
+        return self.module
+
+    @property
+    def template(self) -> nn.Module | None:
+        """A module without storage whose `state_dict()` has the user's names and shapes; None where `inner`'s has."""
+        return None
+
+    @property
+    def state_template(self) -> nn.Module:
+        """A module whose `state_dict()` has the names and shapes of the user's model; it need not have storage."""
+        return self.template or extract_model_from_parallel(self.module, keep_torch_compile=False)
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether `module` is this model, with or without its wrappers."""
+        return module is self.module or module is self.inner
+
+    # -- the step
+
+    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which backwards accumulate gradients without communicating."""
+        return contextlib.nullcontext()
+
+    def reshard(self) -> None:
+        """Keep only this rank's shards of the parameters, as between two steps."""
+
+    def swappable(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which other tensors may stand where the model has its parameters (master weights)."""
+        return contextlib.nullcontext()
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state under the user's names; where `is_partial` it may be empty on ranks other than 0."""
+        return self.inner.state_dict()
+
+    def checkpoint_state_dict(self) -> dict[str, Any]:
+        """The full state that a checkpoint stores; every rank calls it, rank 0 writes it."""
+        return self.state_template.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take a full state; every rank calls it."""
+        self.state_template.load_state_dict(state, strict=strict)
+
+    def accumulated_gradients(self) -> Any | None:
+        """The gradients of an unfinished accumulation window, with `state_dict` and `load_state_dict`.
+
+        None where they are unsharded, in `.grad` of the parameters, or (where `is_partial`) where they cannot be had.
+        """
+        return None
+
+    def rank_state(self) -> dict[str, Any] | None:
+        """State that differs on each rank beyond the parameters, as plain data; None where there is none."""
+        return None
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Take what `rank_state` gave on this rank of a run of the same layout."""
+
+    # -- its optimizer
+
+    def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `optimizer` (not the prepared one around it) steps parameters of this model."""
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return any(id(parameter) in own for parameter in self.module.parameters())
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's full state, as `optimizer.state_dict()` of a single process; every rank calls it."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Take a full optimizer state; every rank calls it."""
+        optimizer.load_state_dict(dict(state))
+
+    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes | None:
+        """Names and shapes in each group; None where the optimizer's own parameters have these shapes."""
+        return None
+
+    # -- the report
+
+    def communication_volume(self, backwards: int) -> list[CommunicationVolume] | None:
+        """What this rank sends in an optimizer step of so many backwards; None where that is not known."""
+        return None
+
+    def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
+        """Bytes on this rank by the kinds of `report.memory`, without the optimizer's state.
+
+        Args:
+            windows: gradients accumulate over several backwards and are averaged in the last one only.
+            seen: ids of tensors that were counted for another model; extended.
+        """
+        return memory.of_model(self.module, self.master_weights(), set() if seen is None else seen)
+
+    def master_weights(self) -> Iterable[torch.Tensor]:
+        """The fp32 weights that the optimizer steps instead of lower-precision parameters."""
+        return self.precision.master_weights(self.module)
+
+    def dtypes(self) -> tuple[str, str]:
+        """(what it computes in, what its gradients are averaged in), in words."""
+        return self.precision.computes_in, "the parameters' dtype"
+
+    def release(self) -> None:
+        """Free what another library keeps for this model."""
+
+
+class PreparedOptimizer:
+    """An optimizer of a run and the prepared model whose parameters it steps.
+
+    Args:
+        optimizer: the plain optimizer or the prepared one around it.
+        model: None where this process holds all of its state and the model does not matter.
+    """
+
+    def __init__(self, optimizer: Any, model: PreparedModel | None = None) -> None:
+        self.optimizer = optimizer
+        self.model = model
+
+    @property
+    def inner(self) -> Any:
+        """The optimizer without the wrapper that `prepare` put around it."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether this process holds a part of the state only."""
+        return self.model is not None and self.model.is_partial
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether a checkpoint stores the state as shards, written by each rank."""
+        return self.model is not None and self.model.saves_shards
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state, as that of a single process; every rank calls it."""
+        if self.model is None or not self.model.is_partial:
+            return self.optimizer.state_dict()
+        return self.model.optimizer_state_dict(self.inner)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a full state; every rank calls it."""
+        if self.model is None or not self.model.is_partial:
+            self.optimizer.load_state_dict(state)
+        else:
+            self.model.load_optimizer_state_dict(self.inner, state)
+
+    def group_shapes(self) -> GroupShapes | None:
+        """Names and shapes in each group; None where the optimizer's own parameters have these shapes."""
+        return self.model.optimizer_group_shapes(self.inner) if self.model is not None and self.is_partial else None
+
+    def describe(self) -> dict[str, Any]:
+        """What a saved state must agree on with the optimizer that takes it: class, options, shapes by group."""
+        groups = getattr(self.inner, "param_groups", [])
+        named = self.group_shapes()
+        shapes = (
+            [[list(parameter.shape) for parameter in group["params"]] for group in groups]
+            if named is None
+            else [list(group.values()) for group in named]
+        )
+        return {
+            "class": type(self.inner).__qualname__,
+            "options": sorted({key for group in groups for key in group if key != "params"} - {"initial_lr"}),
+            "shapes": shapes,
+        }

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of a run: what is saved and loaded, automatic names, resuming, stopping on request."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .accumulation import Accumulation
+from .checkpointing import layout
+from .checkpointing.gradients import OpenWindow, PendingGradients, RankState
+from .checkpointing.loading import LoadReport, load_newest, load_run
+from .checkpointing.loading import resume as resume_run
+from .checkpointing.preemption import DEFAULT_SIGNALS
+from .checkpointing.resume_controller import ResumeController
+from .checkpointing.saving import Options, save_run
+from .checkpointing.session import RunState, check_custom
+from .checkpointing.writer import Writer
+from .config.training import ProjectConfiguration
+from .core.errors import CheckpointError, ConfigurationError
+from .logging import get_logger
+from .parallel.base import Strategy
+from .parallel.items import ItemWindow
+from .parallel.prepared import PreparedOptimizer
+from .parallel.unwrap import extract_model_from_parallel
+from .precision.base import Precision
+from .run_objects import RunObjects
+from .state import AcceleratorState, PartialState
+from .tracking.group import TrackerGroup
+
+if TYPE_CHECKING:
+    from .checkpointing.sharded import FullyShardedState
+
+logger = get_logger(__name__)
+
+
+class HookHandle:
+    """What registering a hook returns: `remove()` takes it out again."""
+
+    def __init__(self, hooks: OrderedDict[str, Callable[..., None]], key: str) -> None:
+        self._hooks = hooks
+        self._key = key
+
+    def remove(self) -> None:
+        self._hooks.pop(self._key, None)
+
+
+class RunCheckpoints:
+    """Saves and loads the objects of a run.
+
+    Args:
+        objects: the prepared objects. strategy, precision, state: what `resolve` decided.
+        accumulation, items: the unfinished accumulation window.
+        project: folders and automatic naming. trackers: whose run keys are saved.
+    """
+
+    def __init__(
+        self,
+        objects: RunObjects,
+        strategy: Strategy,
+        precision: Precision,
+        state: AcceleratorState,
+        accumulation: Accumulation,
+        items: ItemWindow,
+        project: ProjectConfiguration,
+        trackers: TrackerGroup,
+    ) -> None:
+        self.objects = objects
+        self.strategy = strategy
+        self.precision = precision
+        self.state = state
+        self.accumulation = accumulation
+        self.items = items
+        self.project = project
+        self.trackers = trackers
+        self.save_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
+        self.load_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
+        self.controller = ResumeController(self._load_newest_if_any, self._save_and_exit, self._in_training_mode)
+        self._writer: Writer | None = None
+        self._shards: FullyShardedState | None = None
+        self._steps_before = 0  # optimizer steps of the run before the checkpoint that was loaded
+
+    # -- save and load
+
+    def save(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        blocking: bool = True,
+        layout: str = "native",
+    ) -> str:
+        """See `Accelerator.save_state`."""
+        self.controller.resume_if_pending()
+        project = self.project
+        folder, rotation = self._checkpoint_folder(output_dir)
+        if rotation is not None and folder.exists():
+            raise ConfigurationError(
+                f"{folder} exists already (save_iteration is {project.iteration}). Resume with load_state() first, "
+                "set ProjectConfiguration.iteration, or use another project_dir: nothing is overwritten."
+            )
+        options = Options(
+            layout=layout,
+            safe_serialization=safe_serialization,
+            save_on_each_node=project.save_on_each_node,
+            checkpoints=rotation,
+            total_limit=project.total_limit,
+        )
+        writer = None if blocking else self._background_writer()
+        if writer is None and self._writer is not None:
+            self._writer.wait()
+        with self._run_state() as run:
+            saved = save_run(run, folder, process=PartialState(), options=options, writer=writer)
+        project.iteration += 1
+        return str(saved)
+
+    def load(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> LoadReport:
+        """See `Accelerator.load_state`."""
+        if self._writer is not None:
+            self._writer.wait()
+        options = {**_load_options(load_kwargs), **options}
+        with self._run_state() as run:
+            if input_dir is None:
+                report = load_newest(run, self._checkpoints_dir("load_state()"), process=PartialState(), **options)
+            else:
+                folder = Path(input_dir).expanduser()
+                if not folder.is_dir():
+                    raise CheckpointError(f"load_state: there is no folder {folder}")
+                report = load_run(run, folder, process=PartialState(), **options)
+        self._apply(report)
+        return report
+
+    def _load_newest_if_any(self) -> LoadReport | None:
+        if self._writer is not None:
+            self._writer.wait()
+        with self._run_state() as run:
+            report = resume_run(run, self._checkpoints_dir("resume()"), process=PartialState())
+        if report is not None:
+            self._apply(report)
+            self.trackers.resumed_keys = report.trackers
+        return report
+
+    def _apply(self, report: LoadReport) -> None:
+        """Continue where the loaded run was."""
+        # Saved under another layout, each rank has loaded a generator state that its neighbours need not share.
+        self.strategy.sync_rng_state()
+        self.accumulation.step = int(report.progress.get("accumulation_step", 0))
+        self._steps_before = report.step
+        for optimizer in self.objects.optimizers:
+            optimizer.steps_made = 0
+        self.controller.set_main_loader(report.progress.get("training_loader"))
+        if "iteration" in report.progress and self.project.automatic_checkpoint_naming:
+            self.project.iteration = int(report.progress["iteration"]) + 1
+
+    # -- resume and stop
+
+    def resume_at_first_use(self) -> None:
+        """Resume when a prepared loader is first read, and stop on the default signals."""
+        self._checkpoints_dir("Accelerator(resume='auto')")
+        self._watch_signals(DEFAULT_SIGNALS)
+        self.controller.resume_at_first_use()
+
+    def resume(self, signals: Sequence[str]) -> LoadReport | None:
+        """See `Accelerator.resume`."""
+        self._checkpoints_dir("resume()")
+        self._watch_signals(signals)
+        return self.controller.resume()
+
+    def _watch_signals(self, signals: Sequence[str]) -> None:
+        if signals and not self.project.automatic_checkpoint_naming:
+            raise ConfigurationError(
+                "a run that is asked to stop saves under the next number: set "
+                "ProjectConfiguration(automatic_checkpoint_naming=True), or resume(signals=()) to listen to none"
+            )
+        self.controller.watch_signals(PartialState(), signals)
+        self.watch_steps()
+
+    def watch_steps(self) -> None:
+        """Where signals stop the run, have each optimizer's step record which loader is trained on."""
+        for optimizer in self.objects.optimizers if self.controller.is_watching else ():
+            if self.controller.record_step not in optimizer._after_step:
+                optimizer._after_step.append(self.controller.record_step)
+
+    def check_resumed(self) -> None:
+        """Raise ConfigurationError where an optimizer steps before a pending resume was done."""
+        if self.controller.is_pending:
+            raise ConfigurationError(
+                "resume='auto' loads when a prepared loader is first read, and an optimizer steps before any was: "
+                "read `accelerator.resumed` before the loop"
+            )
+
+    def _in_training_mode(self) -> bool:
+        return any(prepared.module.training for prepared in self.objects.models)
+
+    def _save_and_exit(self, why: str) -> None:
+        folder = self.save()
+        logger.warning(f"asked to stop ({why}): saved {folder}")
+        self.end_training()
+        raise SystemExit(0)
+
+    def end_training(self) -> None:
+        """Finish what runs in the background, close the trackers, leave the process group."""
+        if self._writer is not None:
+            self._writer.wait()
+            self._writer.release()
+            self._writer = None
+        self._shards = None
+        self.controller.close()
+        self.trackers.finish()
+        self.state.destroy_process_group()
+
+    # -- folders
+
+    def _checkpoints_dir(self, caller: str) -> Path:
+        if self.project.project_dir is None:
+            raise ConfigurationError(f"{caller} needs a folder: give one, or set project_dir in ProjectConfiguration")
+        return layout.checkpoints_dir(Path(self.project.project_dir).expanduser())
+
+    def _checkpoint_folder(self, output_dir: str | os.PathLike[str] | None) -> tuple[Path, Path | None]:
+        """The folder of the next checkpoint, and the directory to rotate in when it is named automatically."""
+        project = self.project
+        if project.automatic_checkpoint_naming:
+            directory = self._checkpoints_dir("save_state()")
+            return layout.checkpoint_folder(directory.parent, project.iteration), directory
+        if output_dir is None:
+            raise ConfigurationError(
+                "save_state() needs a folder: give output_dir, or set "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            )
+        return Path(output_dir).expanduser(), None
+
+    def _background_writer(self) -> Writer:
+        if self._writer is None:
+            self._writer = Writer()
+        return self._writer
+
+    # -- contents
+
+    @contextlib.contextmanager
+    def _run_state(self) -> Iterator[RunState]:
+        """The run as a checkpoint has it: with master weights instead of parameters that were cast."""
+        objects = self.objects
+        rank_state = RankState(self.strategy.name, objects.models, self._mesh_sizes(), self._open_window())
+        models = [prepared.module for prepared in objects.models]
+        optimizers = [optimizer.optimizer for optimizer in objects.optimizers]
+        contexts = [prepared.swappable() for prepared in objects.models]
+        with self.precision.swap_in_master_weights(models, optimizers, contexts):
+            trained = objects.prepared_optimizers()
+            yield RunState(
+                models=list(objects.models),
+                optimizers=trained,
+                schedulers=list(objects.schedulers),
+                dataloaders=list(objects.dataloaders),
+                scaler=self.precision.scaler,
+                custom=list(objects.custom),
+                progress=self._progress(),
+                mesh=self._mesh_sizes(),
+                rank_state=rank_state,
+                save_hooks=list(self.save_hooks.values()),
+                load_hooks=list(self.load_hooks.values()),
+                sharded=self._sharded_state(trained),
+            )
+
+    def _progress(self) -> dict[str, Any]:
+        steps = max((optimizer.steps_made for optimizer in self.objects.optimizers), default=0)
+        return {
+            "step": self._steps_before + steps,
+            "epoch": int(getattr(self.controller.main_loader, "iteration", 0)),
+            "accumulation_step": self.accumulation.step,
+            "iteration": self.project.iteration,
+            "training_loader": self.controller.main_index,
+            "trackers": self.trackers.run_keys(),
+        }
+
+    def _mesh_sizes(self) -> dict[str, int]:
+        mesh = self.state.device_mesh
+        names = getattr(mesh, "mesh_dim_names", None)
+        return dict(zip(names, mesh.shape, strict=True)) if names else {}
+
+    def _open_window(self) -> OpenWindow | None:
+        """The unfinished accumulation window of this process; none where its gradients cannot be had."""
+        models = self.objects.models
+        gradients = [prepared.accumulated_gradients() for prepared in models]
+        if any(found is None and prepared.is_partial for found, prepared in zip(gradients, models, strict=True)):
+            return None
+        holders = [
+            found or extract_model_from_parallel(prepared.module, keep_torch_compile=False)
+            for found, prepared in zip(gradients, models, strict=True)
+        ]
+        is_open = not self.accumulation.gradient_state.sync_gradients
+        return OpenWindow(PendingGradients(holders, lambda: is_open), self.items)
+
+    def _sharded_state(self, optimizers: list[PreparedOptimizer]) -> FullyShardedState | None:
+        """How shards are saved, each process its own; None where no model saves shards."""
+        models = self.objects.models
+        if not any(prepared.saves_shards for prepared in models):
+            return None
+        # torch.distributed.checkpoint takes longer to import than all the rest; full states do without it.
+        from .checkpointing.sharded import FullyShardedState
+
+        if self._shards is None:
+            self._shards = FullyShardedState(models, optimizers)
+        # One object for the run: it owns the group on which it writes in the background.
+        self._shards.update(models, optimizers)
+        return self._shards
+
+    # -- registration
+
+    def register(self, *objects: Any) -> None:
+        """See `Accelerator.register_for_checkpointing`."""
+        check_custom(objects)
+        self.objects.custom.extend(objects)
+
+    def register_save_hook(self, hook: Callable[..., None]) -> HookHandle:
+        """See `Accelerator.register_save_state_pre_hook`."""
+        return _register(self.save_hooks, hook)
+
+    def register_load_hook(self, hook: Callable[..., None]) -> HookHandle:
+        """See `Accelerator.register_load_state_pre_hook`."""
+        return _register(self.load_hooks, hook)
+
+
+def _load_options(load_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Arguments of `torch.load` as arguments of `load_run`."""
+    known = dict(load_kwargs or {})
+    known.pop("map_location", None)
+    if not known.pop("weights_only", True):
+        known["allow_pickle"] = True
+    return known
+
+
+def _register(hooks: OrderedDict[str, Callable[..., None]], hook: Callable[..., None]) -> HookHandle:
+    key = uuid.uuid4().hex
+    hooks[key] = hook
+    return HookHandle(hooks, key)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `prepare` has made for one run, in the order in which it was prepared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .optimizer import AcceleratedOptimizer
+from .parallel.prepared import PreparedModel, PreparedOptimizer
+from .scheduler import AcceleratedScheduler
+
+
+@dataclass
+class RunObjects:
+    """The prepared objects of a run, and the objects that were registered for its checkpoints."""
+
+    models: list[PreparedModel] = field(default_factory=list)
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    dataloaders: list[Any] = field(default_factory=list)
+    custom: list[Any] = field(default_factory=list)
+
+    def find_model(self, module: torch.nn.Module) -> PreparedModel | None:
+        """The prepared model of a module that `prepare` returned or was given; None for any other."""
+        for prepared in self.models:
+            if prepared.is_of(module):
+                return prepared
+        return None
+
+    def prepared_optimizers(self) -> list[PreparedOptimizer]:
+        """Each optimizer with the prepared model that it trains, None where no model here is its."""
+        return [PreparedOptimizer(optimizer, self._model_of(optimizer)) for optimizer in self.optimizers]
+
+    def _model_of(self, optimizer: AcceleratedOptimizer) -> PreparedModel | None:
+        return next((model for model in self.models if model.trains_with(optimizer.optimizer)), None)
+
+    def clear(self) -> None:
+        """Forget what was prepared; what was registered stays."""
+        for listed in (self.models, self.optimizers, self.schedulers, self.dataloaders):
+            listed.clear()
