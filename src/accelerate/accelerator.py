@@ -152,8 +152,8 @@ class Accelerator(ProcessControl, RunOptions):
         self._batch = AccumulatedBatch(self._accumulation, ())
         self._items = ItemWindow(self.strategy)
         self._objects = RunObjects()
-        self.project_configuration = _project(project_config, project_dir)
-        self._trackers = TrackerGroup(log_with, self.project_configuration.logging_dir)
+        project = _project(project_config, project_dir)
+        self._trackers = TrackerGroup(log_with, project.logging_dir)
         self._checkpoints = RunCheckpoints(
             self._objects,
             self.strategy,
@@ -161,7 +161,7 @@ class Accelerator(ProcessControl, RunOptions):
             self.state,
             self._accumulation,
             self._items,
-            self.project_configuration,
+            project,
             self._trackers,
         )
         self._first_step = FirstStepCheck(self._objects, self._checkpoints, self.gradient_state)
@@ -527,6 +527,15 @@ class Accelerator(ProcessControl, RunOptions):
         return self.free_memory(*objects)
 
     # -- checkpoints
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """The folders of the run and the naming of its checkpoints."""
+        return self._checkpoints.project
+
+    @project_configuration.setter
+    def project_configuration(self, project: ProjectConfiguration) -> None:
+        self._checkpoints.project = project
 
     @property
     def save_iteration(self) -> int:

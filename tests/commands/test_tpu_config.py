@@ -3,11 +3,13 @@
 
 import json
 import shlex
+import subprocess
 import sys
 
 import pytest
 
-from accelerate.commands.tpu_config import main
+from accelerate.commands.tpu_config import build_wheel, main
+from accelerate.core.version import __version__
 
 POD = ["--tpu_name", "n", "--tpu_zone", "z"]
 FILE = "tpu_name: kept\ntpu_zone: there\ndistributed_type: XLA\n"
@@ -34,17 +36,7 @@ def expected(steps, name="n", zone="z", alpha=""):
         ([*POD, "--command", "echo hi"], expected("echo hi")),
         ([*POD, "--command", "echo hi", "--command", "echo a b", "ls"], expected("echo hi; echo a b; ls")),
         ([*POD, "--command", "ls", "--use_alpha"], expected("ls", alpha=" alpha")),
-        ([*POD, "--command", "ls", "--install_accelerate"], expected("pip install accelerate -U; ls")),
-        (
-            [*POD, "--command", "ls", "--install-accelerate", "--accelerate-version", "0.3.0"],
-            expected("pip install accelerate==0.3.0; ls"),
-        ),
-        (
-            [*POD, "--command", "ls", "--install_accelerate", "--accelerate_version", "dev"],
-            expected("pip install git+https://github.com/huggingface/accelerate.git; ls"),
-        ),
         ([*POD, "--command_file", "steps.sh"], expected('echo one; echo "two three"')),
-        ([*POD, "--install_accelerate"], expected("pip install accelerate -U")),
         (["--config_file", "listed.yaml"], expected("echo a; echo b", "kept", "there")),
         (["--config_file", "named.yaml"], expected('echo one; echo "two three"', "kept", "there")),
         (["--config_file", "listed.yaml", "--command", "ls", "--tpu_name", "n"], expected("ls", "n", "there")),
@@ -55,6 +47,28 @@ def test_debug_prints_the_command_and_runs_nothing(arguments, line, capsys, monk
     main([*arguments, "--debug"])
     told = capsys.readouterr().out.removeprefix("Running ")
     assert " ".join(shlex.split(told)) == line
+
+
+def test_this_installation_is_copied_and_installed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    main([*POD, "--command", "ls", "--install_accelerate", "--accelerate_version", __version__, "--debug"])
+    copy, run = (shlex.split(line.removeprefix("Running ")) for line in capsys.readouterr().out.splitlines())
+    name = f"accelerate-{__version__}-py3-none-any.whl"
+    assert copy[:5] == ["gcloud", "compute", "tpus", "tpu-vm", "scp"] and copy[5].endswith(name)
+    assert copy[6:] == ["n:/tmp/", "--zone", "z", "--worker", "all"]
+    assert " ".join(run) == expected(f"pip uninstall -y accelerate; pip install /tmp/{name}; ls")
+
+    # The wheel is this package: it installs without an index, and a name of ours that the other package has not works.
+    place = tmp_path / "site"
+    monkeypatch.undo()
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(place)]
+    subprocess.run([*pip, str(build_wheel(tmp_path))], check=True, capture_output=True, timeout=120)
+    code = "import accelerate.core.errors as e; print(e.__file__)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": str(place)}, check=True, capture_output=True, text=True
+    )
+    assert found.stdout.startswith(str(place))
+    assert (place / "bin" / "accelerate").is_file()
 
 
 def fake_gcloud(folder, monkeypatch, code):
@@ -93,6 +107,7 @@ def test_gcloud_gets_the_arguments_and_its_code_is_ours(tmp_path, monkeypatch, c
         ([*POD, "--command_file", "none.sh"], "--command_file none.sh cannot be read"),
         ([*POD, "--command_file", "steps.sh", "--command", "ls"], "--command_file and --command contradict"),
         ([*POD, "--command", "ls", "--accelerate_version", "dev"], "without --install_accelerate"),
+        ([*POD, "--install_accelerate", "--accelerate_version", "dev"], "the workers get the version that runs this"),
         (["--config_file", "none.yaml", "--command", "ls"], "none.yaml does not exist"),
         ([*POD, "--command", "ls"], "gcloud is not on the PATH"),
         ([*POD, "--commnd", "ls"], "did you mean --command"),

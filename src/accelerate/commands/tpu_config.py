@@ -4,20 +4,24 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 from ..config import launch_file
 from ..core.errors import ConfigurationError, LaunchError
+from ..core.version import __version__
 from .parser import Parser
 
-# Where the commands run on each worker.
+# Where the commands run on each worker, and where the wheel of this package is copied to.
 FOLDER = "/usr/share"
-SOURCE = "git+https://github.com/huggingface/accelerate.git"
+WHEEL_FOLDER = "/tmp"
 
 
 def parser() -> Parser:
@@ -41,29 +45,38 @@ def parser() -> Parser:
         "--command", action="append", nargs="+", help="A command in quotes; several, or the option several times."
     )
     inside.add_argument(
-        "--install_accelerate", "--install-accelerate", action="store_true", help="Install accelerate first."
+        "--install_accelerate",
+        "--install-accelerate",
+        action="store_true",
+        help="Copy this installation of accelerate to the workers as a wheel, and install it first.",
     )
     inside.add_argument(
         "--accelerate_version",
         "--accelerate-version",
         default="latest",
-        help="Version to install: latest, dev (the development source) or a number. Default: latest.",
+        help=f"Version that the workers are to have: latest (this one) or {__version__}. Default: latest.",
     )
     inside.add_argument("--debug", action="store_true", help="Print gcloud's command line and run nothing.")
     return made
 
 
-def gcloud_command(args: argparse.Namespace) -> list[str]:
-    """The argv of gcloud for parsed arguments. ConfigurationError for what is missing, with where it may be given."""
+def gcloud_commands(args: argparse.Namespace, wheel: str | None = None) -> list[list[str]]:
+    """The argvs of gcloud for parsed arguments: copy the wheel, where one is given, then run the commands.
+
+    Raises ConfigurationError for what is missing, with where it may be given.
+    """
     kept = _from_file(args.config_file)
     name, zone = args.tpu_name or kept.get("tpu_name"), args.tpu_zone or kept.get("tpu_zone")
     for what, value in (("tpu_name", name), ("tpu_zone", zone)):
         if not value:
             raise ConfigurationError(f"no {what}: give --{what}, or write it into the configuration file")
-    steps = [f"cd {FOLDER}", *_installation(args), *_commands(args, kept)]
-    alpha = ["alpha"] if args.use_alpha else []
-    where = ["compute", "tpus", "tpu-vm", "ssh", str(name), "--zone", str(zone)]
-    return ["gcloud", *alpha, *where, "--command", "; ".join(steps), "--worker", "all"]
+    steps = [f"cd {FOLDER}", *_installation(args, wheel), *_commands(args, kept)]
+    tpu = ["gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm"]
+    where, everywhere = ["--zone", str(zone)], ["--worker", "all"]
+    commands = [[*tpu, "ssh", str(name), *where, "--command", "; ".join(steps), *everywhere]]
+    if wheel is not None:
+        commands.insert(0, [*tpu, "scp", wheel, f"{name}:{WHEEL_FOLDER}/", *where, *everywhere])
+    return commands
 
 
 def _from_file(named: str | None) -> dict[str, Any]:
@@ -73,15 +86,51 @@ def _from_file(named: str | None) -> dict[str, Any]:
     return launch_file.read(named or launch_file.default_file()).data
 
 
-def _installation(args: argparse.Namespace) -> list[str]:
+def _installation(args: argparse.Namespace, wheel: str | None) -> list[str]:
     if not args.install_accelerate:
         if args.accelerate_version != "latest":
             raise ConfigurationError(
                 f"--accelerate_version {args.accelerate_version} has no effect without --install_accelerate"
             )
         return []
-    wanted = {"latest": "accelerate -U", "dev": SOURCE}.get(args.accelerate_version)
-    return [f"pip install {wanted or shlex.quote('accelerate==' + args.accelerate_version)}"]
+    if args.accelerate_version not in ("latest", __version__):
+        raise ConfigurationError(
+            f"--accelerate_version {args.accelerate_version}: the workers get the version that runs this command, "
+            f"{__version__}. Leave the option out, or run the command from an installation of that version"
+        )
+    # pip keeps what is there of the same version, whoever made it.
+    return ["pip uninstall -y accelerate", f"pip install {WHEEL_FOLDER}/{Path(wheel or '').name}"]
+
+
+def build_wheel(folder: Path) -> Path:
+    """Write a wheel of the installed package into `folder`, from its own files: no index and no build tool is needed.
+
+    Source: the binary distribution format of the Python packaging specifications.
+    """
+    package = Path(__file__).resolve().parents[1]
+    info = f"accelerate-{__version__}.dist-info"
+    try:
+        metadata = importlib.metadata.distribution("accelerate").read_text("METADATA")
+    except importlib.metadata.PackageNotFoundError:
+        metadata = None
+    texts = {
+        f"{info}/METADATA": metadata or f"Metadata-Version: 2.1\nName: accelerate\nVersion: {__version__}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: accelerate\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": "[console_scripts]\naccelerate = accelerate.commands.main:main\n",
+    }
+    path = folder / f"accelerate-{__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        names = []
+        for file in sorted(package.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts:
+                names.append(f"accelerate/{file.relative_to(package).as_posix()}")
+                wheel.write(file, names[-1])
+        for name, text in texts.items():
+            names.append(name)
+            wheel.writestr(name, text)
+        # Checksums are optional for the installer; the list of files is what it uninstalls by.
+        wheel.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in [*names, f"{info}/RECORD"]))
+    return path
 
 
 def _commands(args: argparse.Namespace, kept: dict[str, Any]) -> list[str]:
@@ -115,11 +164,15 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point of the command. Exits with gcloud's code, with 2 where something is missing."""
     args = parser().parse_args(argv)
     try:
-        command = gcloud_command(args)
-        if args.debug:
-            print(f"Running {shlex.join(command)}")
-            return
-        code = _run(command)
+        with tempfile.TemporaryDirectory() as folder:
+            wheel = str(build_wheel(Path(folder))) if args.install_accelerate else None
+            commands = gcloud_commands(args, wheel)
+            if args.debug:
+                print("\n".join(f"Running {shlex.join(command)}" for command in commands))
+                return
+            for command in commands:
+                if code := _run(command):
+                    break
     except (ConfigurationError, LaunchError) as error:
         print(f"accelerate tpu-config: error: {error}", file=sys.stderr)
         sys.exit(2)

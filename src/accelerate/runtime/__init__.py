@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who am I, whom do I talk to: topology, process group, mesh, plan."""
+"""The processes of a run: topology, process group, device mesh, and agreement over the store."""

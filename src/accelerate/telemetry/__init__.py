@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events and timings of a run."""
+"""Profiling a block of code, and progress bars on one process."""
