@@ -478,8 +478,12 @@ class Accelerator(ProcessControl, RunOptions):
 
         models = self._objects.models
         optimizers = [optimizer.optimizer for optimizer in self._objects.optimizers]
-        requested = [Row(name, str(got), origin) for name, (got, origin) in self.plan.values().items()]
         steps = self.gradient_accumulation_steps
+        decided = self.plan.values()
+        if steps != decided["gradient_accumulation_steps"][0]:
+            # The attribute may be set, and a DeepSpeed configuration may decide.
+            decided["gradient_accumulation_steps"] = (steps, "set after the plan")
+        requested = [Row(name, str(got), origin) for name, (got, origin) in decided.items()]
         # An engine that keeps windows by itself reduces where it does.
         each = self.gradient_state.sync_each_batch and self.strategy.divides_loss
         usage = None

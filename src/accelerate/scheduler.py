@@ -3,16 +3,10 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from .runtime.mesh import count_data_shards
 from .state import AcceleratorState, GradientState
-
-# Both of torch's words for "your optimizer did not step before this": we know, it is what we are here for.
-warnings.filterwarnings(
-    "ignore", category=UserWarning, module="torch.optim.lr_scheduler", message=".*lr_scheduler.step.*"
-)
 
 
 class AcceleratedScheduler:

@@ -36,10 +36,12 @@ from .scaling import AgreeingScaler
 
 logger = get_logger(__name__)
 
-# torch warns that DTensors which two dimensions split the same way are gathered in two messages: that is the layout.
-logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
-    lambda record: "While redistributing from" not in record.getMessage()
-)
+_REDISTRIBUTE_LOG = "torch.distributed.tensor._redistribute"
+
+
+def _is_about_layout(record: logging.LogRecord) -> bool:
+    """Not torch's note that a DTensor which two mesh dimensions split alike is gathered in two messages: it has to."""
+    return "While redistributing from" not in record.getMessage()
 
 
 class ShardedModel(PreparedModel):
@@ -138,6 +140,8 @@ class ShardedStrategy(Strategy):
 
     def __init__(self, device: torch.device, precision: Precision, layout: ParallelismConfig | None = None) -> None:
         super().__init__(device, precision)
+        # A filter that is there is not added again.
+        logging.getLogger(_REDISTRIBUTE_LOG).addFilter(_is_about_layout)
         if not dist.is_initialized():
             group.start_alone(kind_of(device).backend)
         world = dist.get_world_size()
