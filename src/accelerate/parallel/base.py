@@ -44,8 +44,17 @@ class Strategy:
         self.transforms: tuple[Any, ...] = ()
         # Called when an optimizer has stepped.
         self.after_step: tuple[Callable[[], None], ...] = ()
-        # The prepared models that are still in use; whoever prepared them holds them.
-        self.prepared: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+        self._prepared: list[weakref.ref[PreparedModel]] = []
+
+    @property
+    def prepared(self) -> list[PreparedModel]:
+        """The prepared models that are still in use, in the order of preparation, which is the same on all ranks."""
+        found = (reference() for reference in self._prepared)
+        return [prepared for prepared in found if prepared is not None]
+
+    def remember(self, models: Iterable[PreparedModel]) -> None:
+        """Add models to `prepared`. They are held weakly: whoever called `prepare` holds them."""
+        self._prepared = [weakref.ref(prepared) for prepared in [*self.prepared, *models]]
 
     # -- data
 
@@ -106,7 +115,7 @@ class Strategy:
             prepared = self.as_prepared(model) if bundle.evaluation else self.lay_out(model)
             prepared.module = self.transformed(prepared.module)
             found.append(prepared)
-        self.prepared.update(found)
+        self.remember(found)
         return found
 
     def transformed(self, model: torch.nn.Module, before: bool = False) -> torch.nn.Module:
@@ -169,6 +178,6 @@ class Strategy:
 
     def release(self) -> None:
         """Free what the prepared models keep outside of themselves."""
-        for prepared in list(self.prepared):
+        for prepared in self.prepared:
             prepared.release()
-        self.prepared.clear()
+        self._prepared.clear()

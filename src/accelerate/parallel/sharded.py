@@ -203,7 +203,7 @@ class ShardedStrategy(Strategy):
             self.replacements.repoint(optimizer)
             _check_trains(optimizer, [prepared.module for prepared in found])
             step_locally(optimizer)
-        self.prepared.update(found)
+        self.remember(found)
         return found
 
     def join(

@@ -15,21 +15,16 @@ class SlowAverage(Strategy):
 
     def __init__(self, device, precision):
         super().__init__(device, precision)
-        self.models = []
         self.after_step = (self.average,)
 
     @property
     def data_shard(self):
         return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
-    def wrap_model(self, model):
-        self.models.append(model)
-        return model
-
     def average(self):
         if self.data_shard[1] == 1:
             return
-        for parameter in (p for model in self.models for p in model.parameters()):
+        for parameter in (p for model in self.prepared for p in model.module.parameters()):
             dist.all_reduce(parameter.data)
             parameter.data /= self.data_shard[1]
 

@@ -193,7 +193,7 @@ class FullyShardedDataParallel1(AveragesUnsharded):
             prepared = self.lay_out(self.transformed(self.precision.wrap_forward(model), before=True))
             prepared.module = self.transformed(prepared.module)
             found.append(prepared)
-        self.prepared.update(found)
+        self.remember(found)
         for optimizer in bundle.optimizers:
             fsdp1_state.repoint(optimizer, self._plain_models())
         return found

@@ -262,7 +262,7 @@ class PipelineParallel(ShardedStrategy):
             prepared.module = self.transformed(model)
             ask_for_state(prepared.module)
             found.append(prepared)
-        self.prepared.update(found)
+        self.remember(found)
         for optimizer in bundle.optimizers:
             self._repoint(optimizer)
             if self.plugin is not None or self.layout.tp_enabled:
