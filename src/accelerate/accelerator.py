@@ -22,6 +22,7 @@ from .optimizer import AcceleratedOptimizer
 from .parallel import ddp
 from .parallel.base import Bundle
 from .parallel.items import ItemWindow
+from .parallel.local_step import is_elementwise
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .process_control import ProcessControl
@@ -264,6 +265,9 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         self.precision.drive(optimizer)
         prepared._before_first_step = functools.partial(self._look_before_first_step, prepared)
         prepared._after_step.extend(self.strategy.after_step)
+        if not is_elementwise(optimizer):
+            # It may decide by the loss, as a line search does: all ranks have to decide alike.
+            prepared._global_loss = self.strategy.global_loss
         self._optimizers.append(prepared)
         self._attend_steps()
         return prepared

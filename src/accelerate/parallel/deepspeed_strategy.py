@@ -32,6 +32,7 @@ from .deepspeed import (
 from .deepspeed_memory import engine_bytes, engine_masters
 from .deepspeed_state import EngineState, computing_weights
 from .deepspeed_traffic import engine_traffic
+from .optimizer_scope import refuse_parts
 from .traffic import dtype_name
 
 
@@ -106,6 +107,13 @@ class DeepSpeedZero(Strategy):
             raise PrepareError(
                 f"ZeRO stage {_stage(plugin)} needs an optimizer: give it to the same call of prepare(), or use stage "
                 "3 (or 0) for a model that does not train"
+            )
+        flattens = _stage(plugin) > 0 or plugin.get_value("bf16.enabled", False)
+        if flattens and isinstance(optimizer, torch.optim.Optimizer):
+            refuse_parts(
+                optimizer,
+                f"DeepSpeed (ZeRO stage {_stage(plugin)})",
+                "give an fsdp_plugin with fsdp_version=2 in the place of the deepspeed_plugin",
             )
         engine, wrapped, moved = self._start(plugin, model, optimizer, scheduler, micro, steps)
         result = list(objects)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..config.fsdp import FullyShardedDataParallelPlugin, give_storage
 from ..core.devices import kind_of
-from ..core.errors import ConfigurationError
+from ..core.errors import ConfigurationError, PrepareError
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..runtime import group
@@ -29,13 +29,16 @@ from . import fsdp1_state, fsdp1_traffic, materialize, memory, norms
 from .activation import checkpoint_activations
 from .base import Bundle, Traffic
 from .fsdp1_state import PlainModel
+from .fsdp1_unused import UnusedParameters
 from .fsdp2 import upcast
-from .fully_sharded import FullySharded
+from .fully_sharded import FullySharded, refuse_unshardable
+from .optimizer_scope import refuse_parts
 from .traffic import dtype_name
-from .units import find_modules
+from .units import find_modules, owning_units, select_units
 
 try:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import CustomPolicy
 except ImportError as error:
     raise ConfigurationError(
         f"torch {torch.__version__} has no FSDP1 (FullyShardedDataParallel): set fsdp_version=2 (FSDP_VERSION=2)"
@@ -67,6 +70,7 @@ class FullyShardedDataParallel1(FullySharded):
         self._plain: dict[int, PlainModel] = {}
         # Of which parameters a rank holds its own part.
         self._split: set[int] = set()
+        self._unused = UnusedParameters(device)
 
     @property
     def is_sharded(self) -> bool:  # type: ignore[override]
@@ -81,12 +85,22 @@ class FullyShardedDataParallel1(FullySharded):
         """Shard each model; optimizers that were made before go on with what became of their parameters."""
         if bundle.evaluation:
             return super().prepare(bundle)
+        if self.sharding is not ShardingStrategy.NO_SHARD or not self.plugin.use_orig_params:
+            for optimizer in bundle.optimizers:
+                # While it holds the parameters in their shapes.
+                refuse_parts(optimizer, "FSDP1", "set fsdp_version=2 (FSDP_VERSION=2)")
         for position, model in enumerate(bundle.models):
             model = self.wrap_model(self.transformed(self.precision.wrap_forward(model), before=True))
             bundle.models[position] = self.transformed(model)
         for optimizer in bundle.optimizers:
             fsdp1_state.repoint(optimizer, list(self._plain.values()))
+            if not self.plugin.use_orig_params:
+                self._unused.keep(optimizer)
         return bundle
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        super().backward(loss, **kwargs)
+        self._unused.settle()
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         if isinstance(model, FullyShardedDataParallel):
@@ -96,6 +110,7 @@ class FullyShardedDataParallel1(FullySharded):
             raise ConfigurationError(
                 "torch.compile works on FSDP1 with use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)"
             )
+        refuse_unshardable(model, self.name, self.plugin.ignored_modules)
         plain = PlainModel(model)
         upcast(model, self.plugin)
         ignored = find_modules(model, self.plugin.ignored_modules)
@@ -111,6 +126,7 @@ class FullyShardedDataParallel1(FullySharded):
         plain.attach(sharded)
         self._plain[id(sharded)] = plain
         self._split |= {id(parameter) for parameter in plain.split_parameters()}
+        self._unused.add(sharded, compiled=bool(self.transforms))
 
     def _plain_of(self, model: nn.Module) -> PlainModel:
         return self._plain[id(self.unwrap(model))]
@@ -121,7 +137,7 @@ class FullyShardedDataParallel1(FullySharded):
         if not isinstance(sharded, FullyShardedDataParallel):
             yield
             return
-        with sharded.no_sync(), self.whole.deferred(sharded):
+        with sharded.no_sync(), self.whole.deferred(sharded), self._unused.deferred(sharded):
             yield
 
     def clip_grad_norm(
@@ -219,8 +235,7 @@ def _shard(
     device: torch.device,
     ignored: list[nn.Module],
 ) -> FullyShardedDataParallel:
-    options = copy.copy(plugin)
-    options.set_auto_wrap_policy(model)
+    policy = _policy(model, plugin, ignored)
     sync, init = bool(plugin.sync_module_states), plugin.param_init_fn
     for module in ignored:
         materialize.allocate(module, device)
@@ -240,7 +255,7 @@ def _shard(
             model,
             sharding_strategy=sharding,
             cpu_offload=plugin.cpu_offload,  # type: ignore[arg-type]
-            auto_wrap_policy=options.auto_wrap_policy,  # type: ignore[arg-type]
+            auto_wrap_policy=policy,
             backward_prefetch=plugin.backward_prefetch,  # type: ignore[arg-type]
             mixed_precision=plugin.mixed_precision_policy,  # type: ignore[arg-type]
             ignored_modules=ignored,
@@ -252,6 +267,42 @@ def _shard(
             use_orig_params=bool(plugin.use_orig_params),
             device_mesh=shards,
         )
+
+
+def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module]) -> Any:
+    """The plugin's policy, without the units that would flatten only one end of a tied parameter.
+
+    Raises PrepareError for parameters that FSDP1 cannot flatten together.
+    """
+    options = copy.copy(plugin)
+    options.set_auto_wrap_policy(model)
+    policy: Any = options.auto_wrap_policy
+    if policy is not None and not callable(policy):
+        # One of torch's that chooses modules in a way of its own.
+        return policy
+    whole = {parameter for module in ignored for parameter in module.parameters()}
+    units = select_units(model, policy, whole)
+    if not plugin.use_orig_params:
+        _check_frozen(model, units, whole)
+    chosen = {id(unit) for unit in units}
+    return CustomPolicy(lambda module: id(module) in chosen)
+
+
+def _check_frozen(model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+    members: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    owners = owning_units(model, units)
+    for name, parameter in model.named_parameters():
+        if parameter not in ignored:
+            members.setdefault(next(iter(owners[id(parameter)])), []).append((name, parameter))
+    for listed in members.values():
+        frozen = [name for name, parameter in listed if not parameter.requires_grad]
+        if frozen and len(frozen) < len(listed):
+            trained = next(name for name, parameter in listed if parameter.requires_grad)
+            raise PrepareError(
+                f"frozen and trained parameters in the same unit ({', '.join(frozen[:5])}; {trained}): "
+                "use_orig_params=False makes one parameter of a unit. Set use_orig_params=True "
+                "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
+            )
 
 
 def _make_equal(model: nn.Module, device: torch.device, init: Callable[[nn.Module], Any] | None, empty: bool) -> None:

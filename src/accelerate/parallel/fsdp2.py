@@ -23,7 +23,7 @@ from ..precision.base import Precision
 from ..runtime import mesh
 from . import fsdp_state, materialize, memory, tensor
 from .activation import checkpoint_activations
-from .fully_sharded import FullySharded
+from .fully_sharded import FullySharded, refuse_unshardable
 from .remap import ParameterPlaces, switch_parameters
 from .sharded import ShardedStrategy
 from .traffic import shard_gradients
@@ -54,6 +54,7 @@ class FullyShardedDataParallel(FullySharded, ShardedStrategy):
         if isinstance(model, FSDPModule):
             self.lower(model)
             return model
+        refuse_unshardable(model, self.name, self.plugin.ignored_modules)
         split = None
         if self.layout.tp_enabled and self.mesh is not None:
             split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler)

@@ -9,11 +9,31 @@ import torch
 import torch.distributed as dist
 
 from ..config.fsdp import FullyShardedDataParallelPlugin
-from ..core.errors import ConfigurationError
+from ..core.errors import ConfigurationError, PrepareError
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from .base import Strategy, Traffic
+from .units import find_modules
 from .whole import WholeParameters
+
+
+def refuse_unshardable(model: torch.nn.Module, layout: str, ignored: Any) -> None:
+    """Raise PrepareError for parameters that torch's FSDP cannot shard, or whose gradients it cannot reduce."""
+    skipped = {id(parameter) for module in find_modules(model, ignored) for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0 and id(parameter) not in skipped:
+            raise PrepareError(
+                f"{name} is a scalar (a parameter without dimensions), which {layout} does not shard. Give it one "
+                "dimension of one element (torch.tensor([value])), or put its module into ignored_modules"
+            )
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or not module.sparse:
+            continue
+        if module.weight.requires_grad:
+            raise PrepareError(
+                f"{name} ({type(module).__name__}) gives sparse gradients, which {layout} does not reduce. Build it "
+                "with sparse=False"
+            )
 
 
 class FullySharded(Strategy):

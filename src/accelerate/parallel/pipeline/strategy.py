@@ -31,10 +31,10 @@ from ..base import Bundle, Traffic
 from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp2 import shard_model
 from ..held import HeldGradients
-from ..local_step import step_locally
+from ..optimizer_scope import refuse_model_scope
 from ..pretrained import ask_for_state
 from ..remap import ParameterPlaces
-from ..sharded import ShardedStrategy, reshard
+from ..sharded import ShardedStrategy, lay_out_step, reshard
 from ..skeleton import skeleton, without_storage
 from ..traffic import shard_gradients, shard_traffic, split_traffic
 from ..units import find_modules
@@ -133,9 +133,10 @@ class PipelineParallel(ShardedStrategy):
             bundle.models[position] = self.transformed(model)
             ask_for_state(bundle.models[position])
         for optimizer in bundle.optimizers:
+            refuse_model_scope(optimizer, "pp_size", "use fsdp_version=2 or tp_size without pp_size")
             self._repoint(optimizer)
             if self.plugin is not None or self.layout.tp_enabled:
-                step_locally(optimizer)
+                lay_out_step(optimizer)
         return bundle
 
     def transformed(self, model: nn.Module, before: bool = False) -> nn.Module:
