@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -68,6 +69,9 @@ class DeepSpeedZero(Strategy):
         self.engine: DeepSpeedEngineWrapper | None = None
         self._states: dict[int, EngineState] = {}
         self._warned = False
+        # Parameters that no backward of the first window has reached yet, and what watches them.
+        self._unreached: dict[int, str] = {}
+        self._watches: list[Any] = []
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
@@ -137,6 +141,8 @@ class DeepSpeedZero(Strategy):
             world_size=dist.get_world_size(),
         )  # fmt: skip
         self._states[id(engine)] = EngineState(engine, groups)
+        if wrapped is not None and _stage(plugin):
+            self._watch(engine.module)
         for transform in self.transforms:
             if isinstance(transform, Compile):
                 _compile(engine, transform)
@@ -158,7 +164,10 @@ class DeepSpeedZero(Strategy):
         return bundle
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        self._driven().backward(loss, sync_gradients=GradientState().sync_gradients, **kwargs)
+        synchronise = GradientState().sync_gradients
+        self._driven().backward(loss, sync_gradients=synchronise, **kwargs)
+        if self._watches and synchronise:
+            self._tell_unreached()
 
     def backward_items(
         self,
@@ -168,6 +177,32 @@ class DeepSpeedZero(Strategy):
         **kwargs: Any,
     ) -> None:
         self._driven().backward_items(loss, factor, **kwargs)
+        if self._watches and factor is not None:
+            self._tell_unreached()
+
+    def _watch(self, model: nn.Module) -> None:
+        """Note which parameters the first window reaches: ZeRO's flat partitions give the others zero gradients."""
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._unreached[id(parameter)] = name
+                reached = functools.partial(self._reach, id(parameter))
+                self._watches.append(parameter.register_hook(reached))
+
+    def _reach(self, key: int, gradient: torch.Tensor) -> None:
+        self._unreached.pop(key, None)
+
+    def _tell_unreached(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        if self._unreached:
+            names = list(self._unreached.values())
+            warnings.warn(
+                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''} received no gradient on rank "
+                f"{dist.get_rank()}. DeepSpeed gives such parameters a gradient of zero: the optimizer decays them "
+                "and counts the step, which a single process does not. Freeze what is never used "
+                "(requires_grad_(False)), or shard with an fsdp_plugin of version 2"
+            )
+        self._watches, self._unreached = [], {}
 
     def _driven(self) -> DeepSpeedEngineWrapper:
         if self.engine is None:

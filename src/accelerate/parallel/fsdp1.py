@@ -33,6 +33,7 @@ from .fsdp1_unused import UnusedParameters
 from .fsdp2 import upcast
 from .fully_sharded import FullySharded, refuse_unshardable
 from .optimizer_scope import refuse_parts
+from .pretrained import ask_for_state
 from .traffic import dtype_name
 from .units import find_modules, owning_units, select_units
 
@@ -92,6 +93,8 @@ class FullyShardedDataParallel1(FullySharded):
         for position, model in enumerate(bundle.models):
             model = self.wrap_model(self.transformed(self.precision.wrap_forward(model), before=True))
             bundle.models[position] = self.transformed(model)
+            if self.sharding is not ShardingStrategy.NO_SHARD:
+                ask_for_state(bundle.models[position])
         for optimizer in bundle.optimizers:
             fsdp1_state.repoint(optimizer, list(self._plain.values()))
             if not self.plugin.use_orig_params:
