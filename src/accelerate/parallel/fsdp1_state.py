@@ -112,7 +112,7 @@ class PlainModel:
                 optimizer.state[flat] = entry
                 merged |= {id(member) for member in members}
                 for member in members:
-                    optimizer.state.pop(member, None)
+                    optimizer.state.pop(member, None)  # type: ignore[arg-type]
         return merged
 
     def holds(self, parameter: nn.Parameter) -> bool:

@@ -153,19 +153,25 @@ def _unsharded_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    offered: list[Any] = [dict(state) if dist.get_rank() == 0 else None]
+    is_source = dist.get_rank() == 0
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+    offered: list[Any] = [None]
+    if is_source:
+        offered = [({name: value for name, value in state.items() if name != "state"}, sorted(state["state"]))]
     dist.broadcast_object_list(offered, src=0, device=device)
+    rest, positions = offered[0]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     held = [len(group["params"]) for group in optimizer.param_groups]
-    saved = [len(group["params"]) for group in offered[0]["param_groups"]]
+    saved = [len(group["params"]) for group in rest["param_groups"]]
     if held != saved:
         raise CheckpointError(f"the optimizer's groups have {held} parameters, those of the state {saved}")
-    laid_out = {
-        position: lay_out_state(entry, parameters[position], parameters[position])
-        for position, entry in offered[0]["state"].items()
-    }
-    optimizer.load_state_dict({**offered[0], "state": laid_out})
+    laid_out: dict[int, Any] = {}
+    for position in positions:
+        # One parameter's state at a time is whole on every rank.
+        entry: list[Any] = [state["state"][position] if is_source else None]
+        dist.broadcast_object_list(entry, src=0, device=device)
+        laid_out[position] = lay_out_state(entry[0], parameters[position], parameters[position])
+    optimizer.load_state_dict({**rest, "state": laid_out})
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
