@@ -17,7 +17,7 @@ WORKER = Path(__file__).parent / "workers" / "optimizers.py"
         pytest.param("fsdp1 flat", 2, marks=pytest.mark.thorough),
         pytest.param("ddp", 2, marks=pytest.mark.thorough),
         pytest.param("tp", 2, marks=pytest.mark.thorough),
-        ("fsdp2 x tp", 4),
+        pytest.param("fsdp2 x tp", 4, marks=pytest.mark.thorough),
     ],
 )
 def test_each_pair_is_equal_or_refused(layout, ranks, tmp_path):

@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 _MARK = "_steps_unsharded"
 
@@ -148,8 +148,8 @@ class _Unsharded:
 
 
 def _gather(values: list[DTensor]) -> list[torch.Tensor]:
-    """The unsharded values, all of them under way at once, on the device of their mesh."""
-    pending = []
+    """The unsharded values, on the device of their mesh."""
+    found = []
     for value in values:
         mesh, local = value.device_mesh, value.to_local()
         if local.device.type != mesh.device_type:
@@ -158,6 +158,6 @@ def _gather(values: list[DTensor]) -> list[torch.Tensor]:
                 local.to(mesh.device_type), mesh, value.placements, run_check=False,
                 shape=value.shape, stride=value.stride(),
             )  # fmt: skip
-        whole = value.redistribute(placements=[Replicate()] * mesh.ndim, async_op=True)
-        pending.append(whole.to_local())
-    return [value.wait() if hasattr(value, "wait") else value for value in pending]
+        # One after another: torch 2.13 frees the padded input of a message on gloo that is still under way.
+        found.append(value.full_tensor())
+    return found
