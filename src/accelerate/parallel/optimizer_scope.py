@@ -48,10 +48,14 @@ def find_scope(optimizer: torch.optim.Optimizer) -> Scope:
         return Scope.MODEL
     if kind is torch.optim.SparseAdam:
         return Scope.PARAMETER
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    device = _device_of(optimizer)
+    # Without a list of them every device of the machine would be initialised.
+    devices = [] if device.type == "cpu" else [device]
+    kind_of_device = "cuda" if device.type == "cpu" else device.type
+    with torch.random.fork_rng(devices, device_type=kind_of_device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return _try_out(optimizer)
+            return _try_out(optimizer, device)
         except Exception:
             return Scope.UNKNOWN
 
@@ -86,11 +90,8 @@ def refuse_model_scope(optimizer: torch.optim.Optimizer, layout: str, remedy: st
         )
 
 
-def _try_out(optimizer: torch.optim.Optimizer) -> Scope:
+def _try_out(optimizer: torch.optim.Optimizer, device: torch.device) -> Scope:
     groups = len(optimizer.param_groups)
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-    if device.type == "meta":
-        device = torch.device("cpu")
     dimensions = [max([2, *(p.ndim for p in group["params"])]) for group in optimizer.param_groups]
     values = [_values(2 * number).to(device) for number in range(2 * groups)]
     gradients = [
@@ -124,6 +125,11 @@ def _try_out(optimizer: torch.optim.Optimizer) -> Scope:
         if not all(_is_close(whole[n], alone[n], values[n]) for n in chosen):
             return Scope.MODEL
     return Scope.PARAMETER
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _values(number: int) -> torch.Tensor:
