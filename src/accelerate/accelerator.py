@@ -27,6 +27,7 @@ from .optimizer import AcceleratedOptimizer
 from .parallel.base import Bundle
 from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow
+from .parallel.local_step import is_elementwise
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .process_control import ProcessControl
@@ -283,6 +284,9 @@ class Accelerator(ProcessControl, RunOptions):
         self.precision.attach_master_weights(optimizer)
         prepared._before_first_step = self._first_step
         prepared._after_step.extend(self.strategy.after_step)
+        if not is_elementwise(optimizer):
+            # It may decide by the loss, as a line search does: all ranks have to decide alike.
+            prepared._global_loss = self.strategy.global_loss
         self._objects.optimizers.append(prepared)
         self._checkpoints.watch_steps()
         return prepared

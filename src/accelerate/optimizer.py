@@ -37,6 +37,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.steps_made = 0  # by this process; those that the gradient scaler left out count too
         # Called once with this optimizer, before its first step: a check of what it trains.
         self._before_first_step: Callable[[AcceleratedOptimizer], None] | None = None
+        # Makes of a closure's loss that of the global batch, for optimizers that decide by it; None where it is.
+        self._global_loss: Callable[[Any], Any] | None = None
         # Called after each step: what belonged to the gradients that are used up is closed.
         self._after_step: list[Callable[[], None]] = []
         if device_placement:
@@ -112,6 +114,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self._before_first_step is not None:
             self._before_first_step(self)
             self._before_first_step = None
+        if closure is not None and self._global_loss is not None:
+            closure = self._with_global_loss(closure)
         if self.scaler is None:
             result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
         else:
@@ -120,6 +124,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         for call in self._after_step:
             call()
         return result
+
+    def _with_global_loss(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        average = self._global_loss
+        assert average is not None
+        return lambda: average(closure())
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: Any = self.scaler
@@ -150,7 +159,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = dict(self.__dict__)
-        kept.update(_before_first_step=None, _after_step=[])
+        kept.update(_before_first_step=None, _after_step=[], _global_loss=None)
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:

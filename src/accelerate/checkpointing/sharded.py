@@ -6,9 +6,10 @@ The shards are safetensors files; what is no tensor is a JSON document beside th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
 from ..core.constants import MODEL_NAME
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
-from ..parallel.fsdp.state import is_fsdp1, unwrapped
+from ..parallel.fsdp.state import drop_states, is_fsdp1, unwrapped
+from ..parallel.materialize import canonical_name
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from .codec import TensorSink, decode, encode, memory_of
 from .dcp_legacy import PlainPlanner, PlainReader
@@ -67,7 +69,9 @@ class FullyShardedState:
             (model_shards(Path(), index), self._model_state(model), {}) for index, model in self.models
         ]
         for index, model, optimizer in self.optimizers:
-            flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+            _check_by_tensor(optimizer)
+            with _states_of(model, optimizer):
+                flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
             tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
             rest = {name: value for name, value in flat.items() if name not in tensors}
             rest = _of_all_ranks(rest) if self.templates else rest
@@ -144,14 +148,51 @@ class FullyShardedState:
             # An optimizer that has not stepped yet gets its state's tensors here, so that there is a place to read to.
             flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
             tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
-            read_shards(path, tensors, strict=True)
+            without = _without_state(path, model, optimizer)
+            read_shards(path, {n: v for n, v in tensors.items() if _owner_of(n, without) is None}, strict=True)
             options = {name: value for name, value in read_options(path).items() if name in flat or not self.templates}
             set_optimizer_state_dict(model, optimizer, {**flat, **options, **tensors}, options=_FLAT)
+            drop_states(model, optimizer, without)
 
     @staticmethod
     def _model_state(model: torch.nn.Module) -> dict[str, Any]:
         state = get_model_state_dict(model)
         return {name: unwrapped(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def _check_by_tensor(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise CheckpointError(
+            f"the state of {type(optimizer).__name__} is not made of tensors by parameter, and cannot be saved in "
+            "shards: set state_dict_type=FULL_STATE_DICT"
+        )
+
+
+def _states_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
+    if not is_fsdp1(model):
+        return contextlib.nullcontext()
+    # torch of today may lack FSDP1, and is asked for it only here.
+    from ..parallel.fsdp.fsdp1_state import only_with_state
+
+    return only_with_state(model, optimizer)
+
+
+def _without_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """The names of an optimizer's parameters that the shards in a folder hold no state of, where they hold others'."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    names = {canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in stepped}
+    prefix = _prefix(folder) if folder.is_dir() else ""
+    saved = [name.removeprefix(prefix) for name in shard_entries(folder)] if folder.is_dir() else []
+    found = {_owner_of(name, names) for name in saved}
+    return {name for name in names if name not in found} if found else set()
+
+
+def _owner_of(entry: str, names: Collection[str]) -> str | None:
+    """The parameter whose state an entry of the flat form is; None where it is none of these."""
+    owner = entry.removeprefix("state.")
+    while owner and owner not in names:
+        owner = owner.rpartition(".")[0]
+    return owner or None
 
 
 def load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strict: bool = True) -> None:
@@ -161,6 +202,8 @@ def load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optim
     rank has, and a rank has none of a parameter whose slice is empty.
     """
     state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    without = _without_state(path, model, optimizer)
+    state["state"] = {name: values for name, values in state["state"].items() if name not in without}
     places = [(f"state.{name}", values) for name, values in state["state"].items()]
     places += [(f"param_groups.{group['params'][0]}", group) for group in state["param_groups"] if group["params"]]
     tensors = {
@@ -173,7 +216,8 @@ def load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optim
     read = {**read_options(path), **tensors}
     for name, values in places:
         values.update({key: read[f"{name}.{key}"] for key in values if f"{name}.{key}" in read})
-    set_optimizer_state_dict(model, optimizer, state)
+    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
+    drop_states(model, optimizer, without)
 
 
 def _model_of(index: int, optimizer: PreparedOptimizer) -> torch.nn.Module:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..core.errors import PrepareError
 from ..precision.base import Precision
 from .gradients import gradients_of, multiply
 from .prepared import PreparedModel
@@ -28,6 +30,16 @@ class Bundle:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     place: list[bool] = field(default_factory=list)
     evaluation: bool = False
+
+
+def _check_storage(model: torch.nn.Module, layout: str) -> None:
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    if (empty := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
+        raise PrepareError(
+            f"{empty} of {type(model).__name__} is on the meta device and has no values, and a run as {layout} does "
+            "not make any. Build the model on a real device, load its weights (load_checkpoint_and_dispatch), or call "
+            "model.to_empty(device=...) and initialise it; an fsdp_plugin of version 2 fills such models by itself"
+        )
 
 
 class Strategy:
@@ -109,6 +121,7 @@ class Strategy:
         found = []
         for model, place in zip(bundle.models, bundle.place, strict=True):
             if place:
+                _check_storage(model, self.name)
                 model = model.to(self.device)
             model = self.precision.wrap_forward(model)
             model = self.transformed(model, before=True)
@@ -166,6 +179,15 @@ class Strategy:
     def reduce_items(self, count: torch.Tensor) -> Any:
         """Sum `count` in place over the ranks that average gradients; the handle to wait on, or None."""
         return None
+
+    def global_loss(self, loss: Any) -> Any:
+        """The mean over the ranks that read different data of a loss that each has for its own; None stays None."""
+        if loss is None or self.data_shard[1] == 1:
+            return loss
+        mean = torch.as_tensor(loss, device=self.device).detach().clone()
+        dist.all_reduce(mean, group=self.data_group)
+        mean /= self.data_shard[1]
+        return mean if isinstance(loss, torch.Tensor) else mean.item()
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

@@ -31,9 +31,14 @@ _NUMBERS = frozenset({"eta", "mu", "mu_product", "step"})
 _MARK = "_steps_locally"
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is an optimizer of torch's own whose step of an element needs no other element."""
+    return type(optimizer) in ELEMENTWISE
+
+
 def step_locally(optimizer: torch.optim.Optimizer) -> None:
     """Have an optimizer step on local parts from now on; one that needs more than an element stays as it is."""
-    if type(optimizer) not in ELEMENTWISE or _MARK in optimizer.__dict__:
+    if not is_elementwise(optimizer) or _MARK in optimizer.__dict__:
         return
     former: Any = optimizer.step
     # A function that somebody put there, a scheduler's count of steps, is bound already.

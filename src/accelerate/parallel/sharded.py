@@ -27,12 +27,14 @@ from .base import Bundle, Strategy
 from .context.loader import SequenceLoader
 from .context.region import ContextParallel
 from .fsdp import state as fsdp_state
-from .local_step import step_locally
+from .local_step import is_elementwise, step_locally
+from .optimizer_scope import OPT_OUT, Scope, find_scope
 from .prepared import CommunicationVolume, GroupShapes, PreparedModel
 from .pretrained import ask_for_state
 from .remap import ParameterPlaces, Replacements
 from .report import communication
 from .scaling import AgreeingScaler
+from .unsharded_step import step_unsharded
 
 logger = get_logger(__name__)
 
@@ -202,7 +204,7 @@ class ShardedStrategy(Strategy):
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
             _check_trains(optimizer, [prepared.module for prepared in found])
-            step_locally(optimizer)
+            lay_out_step(optimizer)
         self.remember(found)
         return found
 
@@ -260,6 +262,17 @@ def reshard(units: Iterable[nn.Module]) -> None:
         for module in unit.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def lay_out_step(optimizer: torch.optim.Optimizer) -> None:
+    """Have an optimizer of DTensors step so that it trains what it would train in a single process."""
+    if is_elementwise(optimizer):
+        step_locally(optimizer)
+    elif getattr(optimizer, OPT_OUT, False) or find_scope(optimizer) is Scope.ELEMENT:
+        # It may know DTensors itself, as torchao's do.
+        return
+    else:
+        step_unsharded(optimizer)
 
 
 def _shards(units: Iterable[nn.Module]) -> list[Any]:

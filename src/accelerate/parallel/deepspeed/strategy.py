@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from ...runtime import group
 from ...state import AcceleratorState, GradientState, PartialState
 from ..base import Bundle, Strategy
 from ..compile import Compile, compile_regions_deepspeed
+from ..optimizer_scope import refuse_parts
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..report.communication import dtype_name
 from .communication import engine_volume
@@ -131,6 +133,9 @@ class DeepSpeedZero(Strategy):
         # Of the engines that `prepare_together` has started and `prepare` has not seen yet.
         self._started: list[EngineModel] = []
         self._warned = False
+        # Parameters that no backward of the first window has reached yet, and what watches them.
+        self._unreached: dict[int, str] = {}
+        self._watches: list[Any] = []
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
@@ -171,6 +176,13 @@ class DeepSpeedZero(Strategy):
                 f"ZeRO stage {_stage(plugin)} needs an optimizer: give it to the same call of prepare(), or use stage "
                 "3 (or 0) for a model that does not train"
             )
+        flattens = _stage(plugin) > 0 or plugin.get_value("bf16.enabled", False)
+        if flattens and isinstance(optimizer, torch.optim.Optimizer):
+            refuse_parts(
+                optimizer,
+                f"DeepSpeed (ZeRO stage {_stage(plugin)})",
+                "give an fsdp_plugin with fsdp_version=2 in the place of the deepspeed_plugin",
+            )
         engine, wrapped, moved = self._start(plugin, model, optimizer, scheduler, micro, steps)
         result = list(objects)
         result[models[0]] = engine
@@ -193,6 +205,8 @@ class DeepSpeedZero(Strategy):
             world_size=dist.get_world_size(),
         )  # fmt: skip
         self._started.append(EngineModel(engine, self.precision, plugin, EngineState(engine, groups)))
+        if wrapped is not None and _stage(plugin):
+            self._watch(engine.module)
         for transform in self.transforms:
             if isinstance(transform, Compile):
                 _compile(engine, transform)
@@ -226,7 +240,10 @@ class DeepSpeedZero(Strategy):
         return EngineModel(module, self.precision, self.plugin, EngineState(module, groups))
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        self._driven().backward(loss, sync_gradients=GradientState().sync_gradients, **kwargs)
+        synchronise = GradientState().sync_gradients
+        self._driven().backward(loss, sync_gradients=synchronise, **kwargs)
+        if self._watches and synchronise:
+            self._tell_unreached()
 
     def backward_items(
         self,
@@ -236,6 +253,32 @@ class DeepSpeedZero(Strategy):
         **kwargs: Any,
     ) -> None:
         self._driven().backward_items(loss, factor, **kwargs)
+        if self._watches and factor is not None:
+            self._tell_unreached()
+
+    def _watch(self, model: nn.Module) -> None:
+        """Note which parameters the first window reaches: ZeRO's flat partitions give the others zero gradients."""
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._unreached[id(parameter)] = name
+                reached = functools.partial(self._reach, id(parameter))
+                self._watches.append(parameter.register_hook(reached))
+
+    def _reach(self, key: int, gradient: torch.Tensor) -> None:
+        self._unreached.pop(key, None)
+
+    def _tell_unreached(self) -> None:
+        for watch in self._watches:
+            watch.remove()
+        if self._unreached:
+            names = list(self._unreached.values())
+            warnings.warn(
+                f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''} received no gradient on rank "
+                f"{dist.get_rank()}. DeepSpeed gives such parameters a gradient of zero: the optimizer decays them "
+                "and counts the step, which a single process does not. Freeze what is never used "
+                "(requires_grad_(False)), or shard with an fsdp_plugin of version 2"
+            )
+        self._watches, self._unreached = [], {}
 
     def _driven(self) -> DeepSpeedEngineWrapper:
         if self.engine is None:

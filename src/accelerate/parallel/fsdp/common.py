@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from ...config.fsdp import FullyShardedDataParallelPlugin
-from ...core.errors import ConfigurationError
+from ...core.errors import ConfigurationError, PrepareError
 from ...precision.base import Precision
 from ..base import Strategy
+from .units import find_modules
 from .unsharded import UnshardedParameters
 
 
@@ -28,6 +29,25 @@ def fill_policy(plugin: FullyShardedDataParallelPlugin, version: int, precision:
         plugin.set_mixed_precision(precision.name)
         plugin.policy_is_filled = True
     return full_outputs
+
+
+def refuse_unshardable(model: torch.nn.Module, layout: str, ignored: Any) -> None:
+    """Raise PrepareError for parameters that torch's FSDP cannot shard, or whose gradients it cannot reduce."""
+    skipped = {id(parameter) for module in find_modules(model, ignored) for parameter in module.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0 and id(parameter) not in skipped:
+            raise PrepareError(
+                f"{name} is a scalar (a parameter without dimensions), which {layout} does not shard. Give it one "
+                "dimension of one element (torch.tensor([value])), or put its module into ignored_modules"
+            )
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or not module.sparse:
+            continue
+        if module.weight.requires_grad:
+            raise PrepareError(
+                f"{name} ({type(module).__name__}) gives sparse gradients, which {layout} does not reduce. Build it "
+                "with sparse=False"
+            )
 
 
 class AveragesUnsharded(Strategy):

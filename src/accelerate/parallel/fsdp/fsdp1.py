@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ...config.fsdp import FullyShardedDataParallelPlugin, give_storage
 from ...core.devices import kind_of
-from ...core.errors import CheckpointError, ConfigurationError
+from ...core.errors import CheckpointError, ConfigurationError, PrepareError
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import group
@@ -28,19 +28,23 @@ from ...runtime.topology import Topology
 from .. import materialize, norms
 from ..activation import checkpoint_activations
 from ..base import Bundle
+from ..optimizer_scope import refuse_parts
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
+from ..pretrained import ask_for_state
 from ..report import memory
 from ..report.communication import dtype_name
 from . import fsdp1_communication as fsdp1_communication
 from . import fsdp1_state
-from .common import AveragesUnsharded, fill_policy
+from .common import AveragesUnsharded, fill_policy, refuse_unshardable
 from .fsdp1_state import PlainModel
+from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused
 from .fsdp2 import upcast
-from .units import find_modules
+from .units import find_modules, owning_units, select_units
 from .unsharded import UnshardedParameters
 
 try:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import CustomPolicy
 except ImportError as error:
     raise ConfigurationError(
         f"torch {torch.__version__} has no FSDP1 (FullyShardedDataParallel): set fsdp_version=2 (FSDP_VERSION=2)"
@@ -56,6 +60,7 @@ class Fsdp1Model(PreparedModel):
     Fields:
         plain: what the model was before.
         unsharded: trainable parameters that FSDP leaves on each rank.
+        usage: which parameters have received a gradient.
         device: that of the run. saves_shards: whether a checkpoint stores shards (`state_dict_type`).
     """
 
@@ -74,6 +79,7 @@ class Fsdp1Model(PreparedModel):
         self._saves_shards = saves_shards
         self._plain = plain
         self.unsharded: UnshardedParameters | None = None
+        self.usage: ParameterUsage | None = None
 
     @property
     def saves_shards(self) -> bool:
@@ -104,7 +110,11 @@ class Fsdp1Model(PreparedModel):
         if not isinstance(sharded, FullyShardedDataParallel):
             yield
             return
-        with sharded.no_sync(), contextlib.nullcontext() if self.unsharded is None else self.unsharded.deferred():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sharded.no_sync())
+            for kept in (self.unsharded, self.usage):
+                if kept is not None:
+                    stack.enter_context(kept.deferred())
             yield
 
     # -- state
@@ -174,6 +184,7 @@ class FullyShardedDataParallel1(AveragesUnsharded):
         super().__init__(device, precision)
         self.sharding: Any = plugin.sharding_strategy if dist.get_world_size() > 1 else ShardingStrategy.NO_SHARD
         self.shards = _shard_mesh(self.sharding, parallelism, device)
+        self._agreement = UsageAgreement(device)
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -188,28 +199,46 @@ class FullyShardedDataParallel1(AveragesUnsharded):
         """Shard each model; optimizers that were made before go on with what became of their parameters."""
         if bundle.evaluation:
             return super().prepare(bundle)
+        if self.sharding is not ShardingStrategy.NO_SHARD or not self.plugin.use_orig_params:
+            for optimizer in bundle.optimizers:
+                # While it holds the parameters in their shapes.
+                refuse_parts(optimizer, "FSDP1", "set fsdp_version=2 (FSDP_VERSION=2)")
         found: list[PreparedModel] = []
         for model in bundle.models:
             prepared = self.lay_out(self.transformed(self.precision.wrap_forward(model), before=True))
             prepared.module = self.transformed(prepared.module)
+            if self.sharding is not ShardingStrategy.NO_SHARD:
+                ask_for_state(prepared.module)
             found.append(prepared)
         self.remember(found)
         for optimizer in bundle.optimizers:
             fsdp1_state.repoint(optimizer, self._plain_models())
+            if not self.plugin.use_orig_params:
+                keep_unused(optimizer, self._usages())
         return found
 
     def _plain_models(self) -> list[PlainModel]:
         return [p._plain for p in self.prepared if isinstance(p, Fsdp1Model) and p._plain is not None]
 
+    def _usages(self) -> list[ParameterUsage]:
+        return [p.usage for p in self.prepared if isinstance(p, Fsdp1Model) and p.usage is not None]
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        super().backward(loss, **kwargs)
+        self._agreement.drop_unused(self._usages())
+
     def lay_out(self, model: nn.Module) -> Fsdp1Model:
         if isinstance(model, FullyShardedDataParallel):
             plain = PlainModel(model)
             plain.attach(model)
-            return self.as_prepared(model, plain)
+            prepared = self.as_prepared(model, plain)
+            prepared.usage = ParameterUsage(model, compiled=bool(self.transforms))
+            return prepared
         if self.transforms and not self.plugin.use_orig_params:
             raise ConfigurationError(
                 "torch.compile works on FSDP1 with use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)"
             )
+        refuse_unshardable(model, self.name, self.plugin.ignored_modules)
         plain = PlainModel(model)
         upcast(model, self.plugin)
         ignored = find_modules(model, self.plugin.ignored_modules)
@@ -219,6 +248,7 @@ class FullyShardedDataParallel1(AveragesUnsharded):
             checkpoint_activations(sharded, units, self.device)
         plain.attach(sharded)
         prepared = self.as_prepared(sharded, plain)
+        prepared.usage = ParameterUsage(sharded, compiled=bool(self.transforms))
         prepared.unsharded = UnshardedParameters(
             self.replica_group, {parameter for module in ignored for parameter in module.parameters()}
         )
@@ -276,8 +306,7 @@ def _shard(
     device: torch.device,
     ignored: list[nn.Module],
 ) -> FullyShardedDataParallel:
-    options = copy.copy(plugin)
-    options.set_auto_wrap_policy(model)
+    policy = _policy(model, plugin, ignored)
     sync, init = bool(plugin.sync_module_states), plugin.param_init_fn
     for module in ignored:
         materialize.allocate(module, device)
@@ -297,7 +326,7 @@ def _shard(
             model,
             sharding_strategy=sharding,
             cpu_offload=plugin.cpu_offload,  # type: ignore[arg-type]
-            auto_wrap_policy=options.auto_wrap_policy,  # type: ignore[arg-type]
+            auto_wrap_policy=policy,
             backward_prefetch=plugin.backward_prefetch,  # type: ignore[arg-type]
             mixed_precision=plugin.mixed_precision_policy,  # type: ignore[arg-type]
             ignored_modules=ignored,
@@ -309,6 +338,42 @@ def _shard(
             use_orig_params=bool(plugin.use_orig_params),
             device_mesh=shards,
         )
+
+
+def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module]) -> Any:
+    """The plugin's policy, without the units that would flatten only one end of a tied parameter.
+
+    Raises PrepareError for parameters that FSDP1 cannot flatten together.
+    """
+    options = copy.copy(plugin)
+    options.set_auto_wrap_policy(model)
+    policy: Any = options.auto_wrap_policy
+    if policy is not None and not callable(policy):
+        # One of torch's that chooses modules in a way of its own.
+        return policy
+    whole = {parameter for module in ignored for parameter in module.parameters()}
+    units = select_units(model, policy, whole)
+    if not plugin.use_orig_params:
+        _check_frozen(model, units, whole)
+    chosen = {id(unit) for unit in units}
+    return CustomPolicy(lambda module: id(module) in chosen)
+
+
+def _check_frozen(model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+    members: dict[int, list[tuple[str, nn.Parameter]]] = {}
+    owners = owning_units(model, units)
+    for name, parameter in model.named_parameters():
+        if parameter not in ignored:
+            members.setdefault(next(iter(owners[id(parameter)])), []).append((name, parameter))
+    for listed in members.values():
+        frozen = [name for name, parameter in listed if not parameter.requires_grad]
+        if frozen and len(frozen) < len(listed):
+            trained = next(name for name, parameter in listed if parameter.requires_grad)
+            raise PrepareError(
+                f"frozen and trained parameters in the same unit ({', '.join(frozen[:5])}; {trained}): "
+                "use_orig_params=False makes one parameter of a unit. Set use_orig_params=True "
+                "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
+            )
 
 
 def _make_equal(model: nn.Module, device: torch.device, init: Callable[[nn.Module], Any] | None, empty: bool) -> None:

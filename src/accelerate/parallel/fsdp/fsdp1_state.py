@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +40,8 @@ class PlainModel:
         self._names: dict[int, list[str]] = {}
         self._flat: list[tuple[nn.Parameter, list[str]]] = []
         self._split: list[nn.Parameter] = []
+        # Of each flattened unit: it, its handle, and the plain names of its members.
+        self._units: list[tuple[nn.Parameter, Any, list[str]]] = []
 
     def attach(self, sharded: nn.Module) -> None:
         """Learn which parameter of the sharded model stands for which of the plain one's."""
@@ -48,6 +52,8 @@ class PlainModel:
                 continue
             flat = handle.flat_param
             members: list[nn.Parameter] = flat._params if handle._use_orig_params else [flat]
+            fqns = [canonical_name(f"{prefix}.{name}" if prefix else name) for name in flat._fqns]
+            self._units.append((flat, handle, fqns))
             if handle.uses_sharded_strategy:
                 self._split += members
             if not handle._use_orig_params:
@@ -81,8 +87,70 @@ class PlainModel:
         for flat, names in self._flat:
             yield flat, [self._originals[name]() for name in names]
 
+    def lay_out_states(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """Cut the state that an optimizer had of whole parameters to this rank's parts of them.
+
+        Returns the ids of the former parameters whose state went into that of a flattened one.
+        """
+        merged: set[int] = set()
+        for flat, handle, names in self._units:
+            infos = flat._shard_param_infos  # type: ignore[attr-defined]
+            if handle._use_orig_params:
+                if not handle.uses_sharded_strategy:
+                    continue
+                for parameter, info, name in zip(flat._params, infos, names, strict=True):  # type: ignore[attr-defined]
+                    if parameter not in optimizer.state:
+                        continue
+                    entry = optimizer.state.pop(parameter)
+                    if info.in_shard:
+                        optimizer.state[parameter] = {
+                            key: _part(value, self.shapes[name], info) for key, value in entry.items()
+                        }
+                continue
+            members = [self._originals[name]() for name in names]
+            entries = [{} if member is None else optimizer.state.get(member, {}) for member in members]
+            if entry := _merged(entries, [self.shapes[name] for name in names], infos, flat):
+                optimizer.state[flat] = entry
+                merged |= {id(member) for member in members}
+                for member in members:
+                    optimizer.state.pop(member, None)  # type: ignore[arg-type]
+        return merged
+
     def holds(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._names
+
+
+def _part(value: Any, shape: list[int], info: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or list(value.shape) != shape:
+        return value
+    return value.reshape(-1)[info.intra_param_start_idx : info.intra_param_end_idx + 1].clone()
+
+
+def _merged(
+    entries: list[dict[str, Any]], shapes: list[list[int]], infos: Sequence[Any], flat: torch.Tensor
+) -> dict[str, Any]:
+    """One state for a flattened parameter from those of its members; empty where they do not make one."""
+    first = entries[0]
+    if not first or any(entry.keys() != first.keys() for entry in entries):
+        return {}
+    found: dict[str, Any] = {}
+    for key, example in first.items():
+        values = [entry[key] for entry in entries]
+        if isinstance(example, torch.Tensor) and list(example.shape) == shapes[0]:
+            # A tensor of one element may be a counter: what has another's shape is not a part of the parameter.
+            if any(list(value.shape) != shape for value, shape in zip(values, shapes, strict=True)):
+                return {}
+            found[key] = torch.zeros_like(flat, dtype=example.dtype)
+            for value, shape, info in zip(values, shapes, infos, strict=True):
+                if info.in_shard:
+                    found[key][info.offset_in_shard : info.offset_in_shard + info.numel_in_shard] = _part(
+                        value, shape, info
+                    )
+        elif all(bool(value == example) for value in values):
+            found[key] = copy.deepcopy(example)
+        else:
+            return {}
+    return found
 
 
 def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> None:
@@ -107,13 +175,17 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
                 )
             fresh.setdefault(homes.pop(), []).append(flat)  # type: ignore[arg-type]
             gone |= {id(member) for member in members}
-    if gone and optimizer.state:
+    replaced = set(gone)
+    if optimizer.state:
+        for model in models:
+            gone -= model.lay_out_states(optimizer)
+    if any(id(parameter) in gone for parameter in optimizer.state):
         raise PrepareError(
             f"{type(optimizer).__name__} has stepped before its model was flattened (use_orig_params=False), and its "
             "state would be lost. Prepare it before its first step, or set use_orig_params=True"
         )
     for number, group in enumerate(optimizer.param_groups):
-        group["params"] = [p for p in group["params"] if id(p) not in gone] + fresh.get(number, [])
+        group["params"] = [p for p in group["params"] if id(p) not in replaced] + fresh.get(number, [])
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if models and held and not any(model.holds(parameter) for model in models for parameter in held):
         raise PrepareError(
@@ -165,9 +237,34 @@ def load_full_model_state(
             model.load_state_dict({**full, **told[1]})
 
 
+@contextlib.contextmanager
+def only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """A block in which torch takes an optimizer's state although parameters have none, that have not been used yet.
+
+    Every rank enters it. torch 2.13 expects a state of each parameter of a unit that is not frozen.
+    """
+    stepped = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    named = {canonical_name(name): p for name, p in model.named_parameters() if id(p) in stepped}
+    mine = {name for name, parameter in named.items() if optimizer.state.get(parameter)}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    known = set().union(*everyone)
+    # Without any state torch makes one for all.
+    without = [parameter for name, parameter in named.items() if name not in known] if known else []
+    for parameter in without:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in without:
+            parameter.requires_grad_(True)
+
+
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, plain: PlainModel) -> dict[str, Any]:
     """The whole state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0."""
-    return fsdp_state.full_optimizer_state(model, optimizer, plain.groups(optimizer))
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    with only_with_state(model, optimizer):
+        return fsdp_state.full_optimizer_state(model, optimizer, plain.groups(optimizer))
 
 
 def load_full_optimizer_state(

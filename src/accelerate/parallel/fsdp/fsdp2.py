@@ -30,7 +30,7 @@ from ..report.communication import shard_gradients
 from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
-from .common import AveragesUnsharded, fill_policy
+from .common import AveragesUnsharded, fill_policy, refuse_unshardable
 from .units import find_modules, select_units
 from .unsharded import UnshardedParameters
 
@@ -111,6 +111,7 @@ class FullyShardedDataParallel(AveragesUnsharded, ShardedStrategy):
         if isinstance(model, FSDPModule):
             self.cast_parameters(model)
             return prepared
+        refuse_unshardable(model, self.name, self.plugin.ignored_modules)
         split = None
         if self.layout.tp_enabled and self.mesh is not None:
             split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler)

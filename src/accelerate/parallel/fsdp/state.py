@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import CheckpointError
+from ...core.trees import map_leaves
 from .. import materialize
+from ..remap import lay_out_state
+from ..unsharded_step import steps_unsharded
 
 
 def full_options(model: nn.Module) -> StateDictOptions:
@@ -82,6 +85,8 @@ def full_optimizer_state(
     """
     options = full_options(model)
     optimizer = _plain(optimizer)
+    if steps_unsharded(optimizer):
+        return _unsharded_state(optimizer)
     # What torch gives aliases the optimizer's counters, which its next step would change under the reader.
     named: Any = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     if dist.get_rank() != 0:
@@ -103,9 +108,12 @@ def load_full_optimizer_state(
 ) -> None:
     """Take the state of a plain run's optimizer, which rank 0 alone needs to hold. Every rank calls it."""
     optimizer = _plain(optimizer)
+    if steps_unsharded(optimizer):
+        _load_unsharded_state(optimizer, state)
+        return
     named: dict[str, Any] = {}
+    groups = groups or _groups(model, optimizer)
     if dist.get_rank() == 0:
-        groups = groups or _groups(model, optimizer)
         names = [name for group in groups for name in group]
         held = [len(group) for group in groups]
         saved = [len(group["params"]) for group in state["param_groups"]]
@@ -116,8 +124,54 @@ def load_full_optimizer_state(
             {**copy.deepcopy(group), "params": [names[position] for position in group["params"]]}
             for group in state["param_groups"]
         ]
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    # Not strict: a parameter that was never used has no state, which is how a plain run's optimizer has it.
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    with_state: list[Any] = [set(named.get("state", ()))]
+    dist.broadcast_object_list(with_state, src=0, device=next(model.parameters()).device)
     set_optimizer_state_dict(model, optimizer, named, options=options)
+    drop_states(model, optimizer, {name for group in groups for name in group} - with_state[0])
+
+
+def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, without: Collection[str]) -> None:
+    """Remove the state that torch made to load into, of parameters (plain names) that had none when it was saved."""
+    for name, parameter in model.named_parameters() if without else ():
+        if name in without or materialize.canonical_name(name) in without:
+            optimizer.state.pop(parameter, None)
+
+
+def _unsharded_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As `full_optimizer_state`, of an optimizer whose state may be of any form: torch's functions expect one that is
+    made of the parameter's shape, by a step without a closure."""
+
+    def on_host(value: torch.Tensor) -> torch.Tensor:
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        return full.detach().to("cpu", copy=True)
+
+    # Every rank takes part in gathering, and rank 0 keeps the result.
+    state: dict[str, Any] = map_leaves(on_host, optimizer.state_dict())
+    return state if dist.get_rank() == 0 else {}
+
+
+def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    is_source = dist.get_rank() == 0
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+    offered: list[Any] = [None]
+    if is_source:
+        offered = [({name: value for name, value in state.items() if name != "state"}, sorted(state["state"]))]
+    dist.broadcast_object_list(offered, src=0, device=device)
+    rest, positions = offered[0]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    held = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [len(group["params"]) for group in rest["param_groups"]]
+    if held != saved:
+        raise CheckpointError(f"the optimizer's groups have {held} parameters, those of the state {saved}")
+    laid_out: dict[int, Any] = {}
+    for position in positions:
+        # One parameter's state at a time is whole on every rank.
+        entry: list[Any] = [state["state"][position] if is_source else None]
+        dist.broadcast_object_list(entry, src=0, device=device)
+        laid_out[position] = lay_out_state(entry[0], parameters[position], parameters[position])
+    optimizer.load_state_dict({**rest, "state": laid_out})
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:

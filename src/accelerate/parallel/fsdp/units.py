@@ -51,7 +51,7 @@ def _descend(
 def _keep_ties_together(model: nn.Module, units: list[nn.Module], ignored: set[int]) -> list[nn.Module]:
     """Units without those that would gather only one end of a tied parameter."""
     while True:
-        owners = _owning_units(model, units)
+        owners = owning_units(model, units)
         split = next(
             (found for key, found in owners.items() if key not in ignored and len(found) > 1),
             None,
@@ -62,7 +62,7 @@ def _keep_ties_together(model: nn.Module, units: list[nn.Module], ignored: set[i
         units = [unit for unit in units if id(unit) not in split]
 
 
-def _owning_units(model: nn.Module, units: list[nn.Module]) -> dict[int, set[int]]:
+def owning_units(model: nn.Module, units: list[nn.Module]) -> dict[int, set[int]]:
     """Parameter id -> ids of the innermost units that hold it (that of the model for the rest)."""
     chosen = {id(unit) for unit in units}
     owners: dict[int, set[int]] = {}

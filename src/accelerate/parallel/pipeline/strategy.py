@@ -33,13 +33,13 @@ from ..base import Bundle
 from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp.fsdp2 import shard_model
 from ..fsdp.units import find_modules
-from ..local_step import step_locally
+from ..optimizer_scope import refuse_model_scope
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..pretrained import ask_for_state
 from ..remap import ParameterPlaces
 from ..report import memory
 from ..report.communication import shard_gradients, shard_volume, tensor_parallel_volume
-from ..sharded import ShardedModel, ShardedStrategy, reshard
+from ..sharded import ShardedModel, ShardedStrategy, lay_out_step, reshard
 from ..skeleton import skeleton, without_storage
 from ..tensor import strategy as tensor
 from . import state, weights
@@ -264,9 +264,10 @@ class PipelineParallel(ShardedStrategy):
             found.append(prepared)
         self.remember(found)
         for optimizer in bundle.optimizers:
+            refuse_model_scope(optimizer, "pp_size", "use fsdp_version=2 or tp_size without pp_size")
             self._repoint(optimizer)
             if self.plugin is not None or self.layout.tp_enabled:
-                step_locally(optimizer)
+                lay_out_step(optimizer)
         return found
 
     def transformed(self, model: nn.Module, before: bool = False) -> nn.Module:

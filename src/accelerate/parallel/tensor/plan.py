@@ -38,6 +38,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "rowwise_sequence": lambda: kinds.Rows(along_sequence=True),
 }
 
+GIVE_A_PLAN = (
+    "Give a plan, as tp_handler=TorchTensorParallelConfig(plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'})"
+)
+
 # Names that the linear layers of attention and MLP blocks usually have: (columns, row) of one parent.
 _PAIRS: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"q_proj", "k_proj", "v_proj"}), "o_proj"),
@@ -136,8 +140,8 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, str]:
     if not plan:
         raise PrepareError(
             f"no tensor-parallel plan can be inferred for {type(model).__name__}: no module of it has linear layers "
-            "named like an attention or MLP block (q_proj, k_proj, v_proj, o_proj; up_proj, down_proj). Give a plan, "
-            "as tp_handler=TorchTensorParallelConfig(plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'})"
+            "named like an attention or MLP block (q_proj, k_proj, v_proj, o_proj; up_proj, down_proj). "
+            f"{GIVE_A_PLAN}"
         )
     embedding, head = vocabulary_ends(model, plan)
     if embedding is not None and head is not None and model.get_submodule(head).out_features % size == 0:  # type: ignore[operator]

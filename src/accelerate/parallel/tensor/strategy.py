@@ -168,7 +168,12 @@ def _styles(model: nn.Module, options: TorchTensorParallelConfig, size: int) -> 
         # A family of models shares a plan: rules for parts that this one lacks stand in it.
         styles = tensor_plan.match_plan(model, own, strict=False)
         if not styles:
-            raise PrepareError(f"no rule of the tensor-parallel plan of {type(model).__name__} fits a module of it")
+            raise PrepareError(
+                f"no rule of the model's own tensor-parallel plan fits a module of {type(model).__name__}: its "
+                "modules have other names, as where a library has wrapped the model or its layers. "
+                f"{tensor_plan.GIVE_A_PLAN}. For LoRA of peft: base_layer and lora_B.default 'colwise' in a layer "
+                "split by columns, base_layer and lora_A.default 'rowwise' in one split by rows"
+            )
     else:
         styles = tensor_plan.match_plan(model, tensor_plan.infer_plan(model, size))
     if options.loss_parallel:

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP1's parameters that take no part in a step: their gradient is None, as a plain loop leaves it, and not zero.
+
+FSDP1 gives gradients to whole flattened units. An optimizer would decay what no forward has used, and count a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._common_utils import HandleTrainingState
+
+from ...core.errors import PrepareError
+from ..materialize import canonical_name
+
+
+class _Unit:
+    """One flattened unit, and which of its parameters have received a gradient."""
+
+    def __init__(self, handle: Any, prefix: str) -> None:
+        self.flat = handle.flat_param
+        self.names = [canonical_name(f"{prefix}.{name}" if prefix else name) for name in self.flat._fqns]
+        self.keeps_originals: bool = handle._use_orig_params
+        count = len(self.flat._param_infos)
+        # By any backward since the last synchronisation; by the gradients that are still there; ever, in this process.
+        self.fresh = [False] * count
+        self.present = [False] * count
+        self.ever = [False] * count
+        self.trains = [True] * count
+        if self.keeps_originals:
+            self.trains = [parameter.requires_grad for parameter in self.flat._params]
+        # What the next step has to leave alone, where there are no parameters of its own.
+        self.skipped: list[int] = []
+        self._untouched: set[int] = set()
+
+    def watch(self) -> None:
+        """A forward begins: look at what enters it."""
+        self._forget_cleared()
+        for number, (name, module, _) in enumerate(self.flat._param_infos):
+            if not self.fresh[number]:
+                shown = getattr(module, name)
+                if shown.requires_grad:
+                    shown.register_hook(functools.partial(self._mark, number))
+
+    def _mark(self, number: int, gradient: torch.Tensor) -> None:
+        self.fresh[number] = True
+
+    def _forget_cleared(self) -> None:
+        """Gradients that `zero_grad` has taken away are there no longer."""
+        if not self.keeps_originals:
+            if self.flat.grad is None:
+                self.present = [False] * len(self.present)
+            return
+        for number, parameter in enumerate(self.flat._params):
+            if self.present[number] and parameter.grad is None:
+                self.present[number] = False
+
+    def received(self) -> list[bool]:
+        if self.keeps_originals:
+            self.trains = [parameter.requires_grad for parameter in self.flat._params]
+        return [a or b or not c for a, b, c in zip(self.fresh, self.present, self.trains, strict=True)]
+
+    def apply(self, received: list[bool]) -> None:
+        """`received` says of each parameter whether it has a gradient on any rank."""
+        self.fresh, self.present = [False] * len(received), list(received)
+        absent = [number for number, there in enumerate(received) if not there]
+        self.ever = [a or b for a, b in zip(self.ever, received, strict=True)]
+        if self.keeps_originals:
+            for number in absent:
+                self.flat._params[number].grad = None
+            missing = {id(self.flat._param_infos[number].module): self.flat._param_infos[number] for number in absent}
+            for shared, info in zip(self.flat._shared_params, self.flat._shared_param_infos, strict=True):
+                if id(info.prim_module) in missing and any(
+                    self.flat._param_infos[number][:2] == (info.prim_param_name, info.prim_module) for number in absent
+                ):
+                    shared.grad = None
+            return
+        if self.flat.grad is None or len(absent) == len(received):
+            # The whole unit took no part: it has no gradient, or one from before.
+            absent = []
+        if changed := [number for number in absent if self.ever[number]]:
+            raise self._refusal(changed)
+        self.skipped = absent
+
+    def _refusal(self, numbers: list[int]) -> PrepareError:
+        names = ", ".join(self.names[number] for number in numbers[:5])
+        return PrepareError(
+            f"FSDP1: {names} received gradients before, and none in this step. With use_orig_params=False these are "
+            "parts of a flattened parameter, which the optimizer steps as one: state and weight decay would go on for "
+            "them, as in no single process. Set use_orig_params=True (FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
+        )
+
+    def slices(self, state: dict[str, Any]) -> list[torch.Tensor]:
+        """This rank's parts of what the next step leaves alone. Raises PrepareError where they were trained before."""
+        found = []
+        for number in self.skipped:
+            info = self.flat._shard_param_infos[number]
+            if not info.in_shard:
+                continue
+            place = slice(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard)
+            if number not in self._untouched:
+                # A state that was loaded: what never had a gradient is the same everywhere.
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and value.shape == self.flat.shape:
+                        part = value[place]
+                        if bool((part != part[0]).any()):
+                            raise self._refusal([number])
+                self._untouched.add(number)
+            found.append(self.flat.data[place])
+        return found
+
+
+class ParameterUsage:
+    """Which parameters of one wrapped model have received a gradient since gradients were cleared.
+
+    `compiled`: torch.compile sees the model's forward.
+    """
+
+    def __init__(self, model: nn.Module, compiled: bool) -> None:
+        self.units: list[_Unit] = []
+        self.is_deferred = False
+        for prefix, module in model.named_modules():
+            handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
+            if handle is None or not handle.flat_param.requires_grad:
+                continue
+            unit = _Unit(handle, prefix)
+            self.units.append(unit)
+            _watch_views(handle, unit, compiled)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """A block whose backwards belong to an accumulation window that continues."""
+        before, self.is_deferred = self.is_deferred, True
+        try:
+            yield
+        finally:
+            self.is_deferred = before
+
+
+class UsageAgreement:
+    """Finds, at each synchronizing backward, the parameters that received no gradient on any rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pending: Any = None
+
+    def drop_unused(self, models: Sequence[ParameterUsage]) -> None:
+        """After a backward: the gradients of what no rank has used since they were cleared become None."""
+        units = [unit for model in models if not model.is_deferred for unit in model.units]
+        if not units:
+            return
+        received = [unit.received() for unit in units]
+        flat = [flag for flags in received for flag in flags]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # Always sent, and waited for only where this rank has something to learn from it.
+            everyone = torch.tensor(flat, dtype=torch.int32).to(self.device, non_blocking=True)
+            if self._pending is not None:
+                self._pending[0].wait()
+            work = dist.all_reduce(everyone, op=dist.ReduceOp.MAX, async_op=True)
+            self._pending = (work, everyone)
+            if not all(flat):
+                work.wait()
+                flat = [bool(flag) for flag in everyone.tolist()]
+        position = 0
+        for unit in units:
+            unit.apply(flat[position : position + len(unit.fresh)])
+            position += len(unit.fresh)
+
+
+def keep_unused(optimizer: torch.optim.Optimizer, models: Sequence[ParameterUsage]) -> None:
+    """Have the steps of an optimizer leave unused slices of flattened parameters as they are."""
+    saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def before(own: torch.optim.Optimizer, *_: Any) -> None:
+        stepped = {id(p): p for group in own.param_groups for p in group["params"]}
+        saved.clear()
+        for unit in (unit for model in models for unit in model.units):
+            if unit.skipped and id(unit.flat) in stepped:
+                saved.extend((part, part.clone()) for part in unit.slices(own.state.get(unit.flat, {})))
+
+    def after(*_: Any) -> None:
+        for part, value in saved:
+            part.copy_(value)
+        saved.clear()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
+def _watch_views(handle: Any, unit: _Unit, compiled: bool) -> None:
+    """Have a unit look at the views that stand for its parameters in a forward, whenever they are made."""
+    show = handle._use_unsharded_views
+
+    def shown(as_params: bool) -> None:
+        show(as_params=as_params)
+        if not as_params and handle._training_state is HandleTrainingState.FORWARD:
+            unit.watch()
+
+    handle._use_unsharded_views = torch.compiler.disable(shown) if compiled else shown
