@@ -171,7 +171,8 @@ class MaskReader:
             f"attn_mask of shape {tuple(mask.shape)} under {self.layout.size}={self.layout.ranks}: {why}. Give one "
             "that broadcasts to (batch, heads, rows, length), whose columns are the whole sequence and whose rows are "
             "the whole sequence or this rank's part of it; or is_causal=True. A padding mask goes to a transformers "
-            "model as attention_mask, and is not needed at all where padding comes behind and attention is causal."
+            "model as attention_mask, and is not needed at all where padding comes behind and has no labels, and "
+            "attention is causal."
         )
 
 

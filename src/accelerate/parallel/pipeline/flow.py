@@ -184,7 +184,7 @@ class _Watch:
         return found
 
     def use(self, value: Any, by: str | None = None) -> frozenset[int | str]:
-        """Tensors are used now, by a unit (END: the output) or an operation between units; what they were made from."""
+        """Tensors are used now, by a unit (END: the output) or an operation outside; what they were made from."""
         found = self.origins_of(value)
         for origin in found:
             if isinstance(origin, int):

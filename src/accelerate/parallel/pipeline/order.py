@@ -77,7 +77,7 @@ def decide(
         return StagePlan(cut, _carried(model, options, cut, carried))
     if uncalled := [cut.units[place - 1] for place in cut.bounds[1:-1] if cut.units[place - 1] not in flow.calls]:
         raise PrepareError(
-            f"{type(model).__name__} cannot be cut behind {', '.join(uncalled)}: its forward does not call this module "
+            f"{type(model).__name__} cannot be cut behind {', '.join(uncalled)}: its forward does not call it "
             "(by `module(...)`, which alone can be seen). Name split_points behind modules that it calls: "
             f"{', '.join(flow.called[:12])}"
         )
@@ -106,7 +106,7 @@ def conflict(cut: Cut, calls: Sequence[str]) -> str | None:
     order = [places[name] for name in calls if name in places]
     parts = [*zip(cut.bounds[:-2], cut.bounds[1:-1], strict=True), (cut.bounds[-2], cut.tail), (cut.tail, None)]
     for start, stop in parts:
-        if start == stop or (stop is None and start == len(cut.units)):
+        if start == stop:
             continue
         passed = start == 0
         for place in order:
