@@ -26,7 +26,7 @@ class Reading(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         # Not registered a second time: the last block reads the weight of the first.
         self.blocks[3].__dict__["other"] = self.blocks[0]
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head = None if "tied" in kinds else nn.Linear(WIDTH, VOCABULARY)
         self.relative = nn.Embedding(4, WIDTH)
         self.biases = nn.ParameterList(torch.randn(WIDTH) for _ in range(4))
         self.scales = nn.ParameterDict({"last": nn.Parameter(torch.randn(WIDTH))})
@@ -55,11 +55,11 @@ class Block(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
         self.register_buffer("table", torch.randn(WIDTH))
 
     def forward(self, x, inside):
-        x = torch.tanh(self.linear(x))
+        x = torch.tanh(self.second(self.linear(x))).chunk(2, -1)[0]
         return x if self.other is None or not inside else x + nn.functional.linear(x, self.other.linear.weight)
 
 

@@ -106,8 +106,12 @@ def cut_model(
 
 
 def computing_units(model: nn.Module) -> list[Unit]:
-    """What has no parameters (rotary embeddings, dropout) computes on every stage that asks for it."""
-    return [unit for unit in find_units(model) if unit.size]
+    """What has no parameters (rotary embeddings, dropout) computes on every stage that asks for it.
+
+    Lists of parameters are no units either: nobody calls them, and their entries count as the model's own.
+    """
+    lists = (nn.ParameterList, nn.ParameterDict)
+    return [unit for unit in find_units(model) if unit.size and not isinstance(model.get_submodule(unit.name), lists)]
 
 
 def last_units(model: nn.Module, units: Sequence[str], carried: Sequence[str]) -> dict[str, int]:
