@@ -19,6 +19,7 @@ from .core.errors import PrepareError
 from .parallel.pipeline.batch import Stage
 from .parallel.pipeline.flow import observe
 from .parallel.pipeline.inputs import Divider, keep_to_tensors
+from .parallel.pipeline.order import conflict
 from .parallel.pipeline.p2p import Wire
 from .parallel.pipeline.run import Runner
 from .parallel.pipeline.split import Cut, Unit, balance, check_names, find_units, is_inside, last_units, module_bytes
@@ -61,11 +62,13 @@ def prepare_pippy(
     if trees.first_leaf(example) is None:
         raise PrepareError("prepare_pippy needs example_args or example_kwargs: a batch of tensors")
     keep_to_tensors(model)
-    points, cut, carried = _cut(model, split_points, no_split_module_classes or (), example, state.num_processes)
-    staged = StagedModel(model, cut.units, state.device, carried=carried)
+    points, cut, carried, reads = _cut(
+        model, split_points, no_split_module_classes or (), example, state.num_processes
+    )
+    staged = StagedModel(model, cut.units, state.device, carried=carried, bounds=cut.bounds)
     start, stop = cut.bounds[state.process_index : state.process_index + 2]
     modules = [model.get_submodule(name) for name in cut.units]
-    _own_to_device(model, [*modules[:start], *modules[stop:]], state.device)
+    _own_to_device(model, [*modules[:start], *modules[stop:]], reads, state.device)
     stages = {state.process_index: Stage(state.process_index, modules[start:stop])}
     group = dist.group.WORLD
     assert group is not None
@@ -92,8 +95,8 @@ def _cut(
     whole: Sequence[str],
     example: tuple[tuple[Any, ...], dict[str, Any]],
     stages: int,
-) -> tuple[list[str], Cut, dict[str, int]]:
-    """The split points, the cut, and the units whose output travels on beside."""
+) -> tuple[list[str], Cut, dict[str, int], set[str]]:
+    """The split points, the cut, the units whose output travels on beside, and tensors used outside of their unit."""
     points = [] if asked == "auto" else [asked] if isinstance(asked, str) else list(asked)
     check_names(model, points)
     # What has no parameters computes on each stage.
@@ -117,7 +120,10 @@ def _cut(
             "leave a stage empty"
         )
     carried = flow.carried(order, [*bounds[1:-1], len(order)])
-    return points, Cut(order, bounds, len(order)), last_units(model, order, carried)
+    cut = Cut(order, bounds, len(order))
+    if problem := conflict(cut, flow.calls):
+        raise PrepareError(f"{type(model).__name__} cannot be cut at {', '.join(points)}: {problem}")
+    return points, cut, last_units(model, order, carried), set(flow.reads)
 
 
 def _refined(model: nn.Module, units: Sequence[Unit], points: Sequence[str]) -> list[Unit]:
@@ -143,15 +149,14 @@ def _balanced(units: Sequence[Unit], order: Sequence[str], stages: int) -> list[
     return [order[place] for place in balance([sizes[name] for name in order], stages)]
 
 
-def _own_to_device(model: nn.Module, absent: Sequence[nn.Module], device: torch.device) -> None:
-    """Parameters and buffers of all modules but the absent ones go to the device, in place."""
+def _own_to_device(model: nn.Module, absent: Sequence[nn.Module], reads: set[str], device: torch.device) -> None:
+    """Parameters and buffers of all modules but the absent ones go to the device, in place; and those in `reads`."""
     foreign = {id(module) for unit in absent for module in unit.modules()}
-    for module in model.modules():
-        if id(module) in foreign:
-            continue
-        for parameter in module._parameters.values():
-            if parameter is not None:
+    for prefix, module in model.named_modules():
+        path = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (id(module) not in foreign or path + name in reads):
                 parameter.data = parameter.data.to(device)
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and (id(module) not in foreign or path + name in reads):
                 module._buffers[name] = buffer.to(device)

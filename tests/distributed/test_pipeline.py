@@ -16,6 +16,12 @@ def test_parity(ranks):
     assert all("all equal" in result.stdout for result in results)
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_weights_that_other_stages_read(ranks):
+    results = run_ranks(WORKERS / "pipeline_reads.py", ranks, timeout=240)
+    assert all("all equal" in result.stdout for result in results)
+
+
 def test_outputs_that_several_blocks_use():
     results = run_ranks(WORKERS / "pipeline_carried.py", 4, timeout=170)
     assert all("all equal" in result.stdout for result in results)

@@ -149,7 +149,8 @@ class PipelineParallelConfig:
         split_points: names of the modules at which the second and each later stage begins; None balances.
         balance: what stages are to be equal in: "parameters" (bytes), or "time", measured with `example_inputs`.
         example_inputs: keyword arguments of the model's forward. It runs once on the first rank, to see in which order
-            modules compute and which outputs are used on later stages.
+            modules compute, which outputs are used on later stages, and which weights are read and not called. None: a
+            model of transformers runs on its dummy inputs, any other is taken to compute in the order of its modules.
         placement: module name -> "first" or "last", for a module that computes elsewhere than where it is registered
             (a final norm that stands before the blocks).
         carried: names of modules whose output more than the next block uses (skip connections): it travels on to all

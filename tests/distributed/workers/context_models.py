@@ -8,14 +8,22 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
 )
 
 from accelerate import Accelerator
@@ -110,6 +118,35 @@ def gemma():
     return Gemma3ForCausalLM(config).train()
 
 
+def gpt2():
+    torch.manual_seed(0)
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, **drops)
+    ).train()
+
+
+def opt():
+    """It counts positions by the padding mask."""
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
+        word_embed_proj_dim=16, max_position_embeddings=32, dropout=0.0,
+    )  # fmt: skip
+    return OPTForCausalLM(config).train()
+
+
+def bert(config=BertConfig, model=BertForMaskedLM):
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    return model(config(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)).train()
+
+
+def roberta():
+    """It counts positions by the token ids."""
+    return bert(RobertaConfig, RobertaForMaskedLM)
+
+
 def documents():
     """Positions that start anew within a row, at other places in each row; of one row nowhere."""
     starts = ([0, 5, 6], [0, 9], [0])
@@ -125,10 +162,15 @@ def loss_of(logits, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def check_masks(build, padding="none", packed=False, mask=None, checkpointing=False, tolerance=1e-8):
+def check_masks(
+    build, padding="none", packed=False, mask=None, checkpointing=False, tolerance=1e-8, labelled=False, low=0
+):
     """In float64, gradients and logits of what a model of transformers masks against itself alone."""
     torch.set_default_dtype(torch.float64)
     ids, keep, labels = next(batches(padding))
+    if labelled:
+        # Rows of padding count too.
+        labels, ids = ids, ids.clamp(min=low)
     inputs = {"input_ids": ids}
     options = {"use_cache": not packed}  # beside a cache transformers takes no sequences for packed
     if packed:
@@ -161,7 +203,7 @@ def check_masks(build, padding="none", packed=False, mask=None, checkpointing=Fa
             logits = model(**own, **options).logits
             # A rank's loss is a part of a sum, and gradients are means over the ranks.
             accelerator.backward(loss_of(logits, shift_labels) * 2)
-        seen = layout.take(keep, 1).bool()
+        seen = layout.take(torch.ones_like(keep) if labelled else keep, 1).bool()
         torch.testing.assert_close(logits[seen], layout.take(expected, 1)[seen], rtol=0, atol=1e-10)
         for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             whole = parameter.grad.full_tensor()
@@ -332,6 +374,9 @@ def main():
     check_llama(start(sp_size=2), "behind", checkpointing=True, shift=False)
     check_llama(start(sp_size=2), "before")
     check_masks(mistral)
+    for padding in ("behind", "before"):
+        for build in (llama, gpt2, opt, bert, roberta):
+            check_masks(build, padding, labelled=True, low=2)
     check_masks(mistral, "before", checkpointing=True)
     check_masks(gemma, "behind", tolerance=1e-6)
     check_masks(gemma, packed=True, tolerance=1e-6)

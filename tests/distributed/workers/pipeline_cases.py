@@ -247,8 +247,11 @@ def check_refusals():
     early = Options(schedule="1f1b", num_microbatches=3)
     refused("division", own, early, "num_microbatches=3", lambda model: model(TOKENS, labels=LABELS))
     refused("microbatches", own, Options(schedule="1f1b", num_microbatches=1), "num_microbatches=1")
-    refused("skip", lambda: Chain(skip=True).eval(), four, "skip connection", lambda model: model(x))
-    refused("order", lambda: Chain(norm_first=True).eval(), four, 'placement={"norm": "last"}', lambda model: model(x))
+    skipped = "uses the output of embed, which only stage 0 has. This fits: PipelineParallelConfig(carried=['embed'])."
+    refused("skip", lambda: Chain(skip=True).eval(), four, skipped, lambda model: model(x))
+    refused(
+        "order", lambda: Chain(norm_first=True).eval(), four, "(placement={'norm': 'last'}).", lambda model: model(x)
+    )
     own_data = torch.full((8, 4), float(dist.get_rank()))
     refused("other samples", Chain, four, "given other inputs", lambda model: model(own_data))
     # A rank that has failed has a later stage too, which is told by ranks that send no more.

@@ -37,7 +37,7 @@ class Call:
     scale: float | None
     # (ranks, batch, rows): the keys of each rank that count; None for all.
     keep: torch.Tensor | None = None
-    # Padding that comes after everything that counts: under a causal mask nothing that counts sees it.
+    # Padding comes after everything that counts, and has no labels: under a causal mask nothing that counts sees it.
     padded_behind: bool = False
     # Whether queries were (batch, rows, width): of a mask then the first of three dimensions is the batch.
     flat: bool = False

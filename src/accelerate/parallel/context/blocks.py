@@ -24,13 +24,15 @@ class Block:
 
     A causal block is square. `keep` (batch, keys), where given, says which keys are seen at all; `mask`, which
     broadcasts to (batch, heads, rows, keys), which keys each row sees (boolean), or what is added to the scores (in
-    the dtype of queries).
+    the dtype of queries). `shift`, (batch, heads, rows, 1), is added to scores and taken off again: they keep what is
+    left of them beside such a number.
     """
 
     scale: float
     causal: bool = False
     keep: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
 
     @property
     def selects(self) -> bool:
@@ -143,7 +145,9 @@ def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: 
     """The leanest of torch's kernels that gives its log-sum-exp for these tensors, else plain torch."""
     width = query.shape[-1]
     plain = query.dtype in _FLOATS and query.dtype == key.dtype == value.dtype and width == value.shape[-1]
-    if not plain:
+    # Of a row whose scores are rounded off torch's kernel for CPUs finds a wrong gradient (2.13): the weights are
+    # computed from a log-sum-exp that is rounded off too.
+    if not plain or block.shift is not None:
         return _Math
     if query.device.type == "cpu":
         return _CpuFlash
@@ -183,6 +187,8 @@ class _Math:
     def _scores(query: torch.Tensor, key: torch.Tensor, block: Block) -> torch.Tensor:
         dtype = accumulator(query.dtype)
         scores = query.to(dtype) @ key.to(dtype).transpose(-1, -2) * block.scale
+        if block.shift is not None:
+            scores = (scores + block.shift) - block.shift
         if block.causal:
             unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores.masked_fill_(unseen, float("-inf"))

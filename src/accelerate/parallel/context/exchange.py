@@ -89,7 +89,7 @@ class Exchange:
                 if not found:
                     continue
                 pairs = _joined([(source, slices[place]) for source, place, _ in found])
-                block = self._kept(self.block, pairs)
+                block = replace(self._kept(self.block, pairs), shift=self.sight.shift_of(queries))
                 if not whole:
                     block = replace(block, mask=self.sight.part(queries, [chunk for *_, chunk in found], half))
                 yield Piece(queries, pairs, block)

@@ -28,6 +28,8 @@ class Sight:
 
     causal: bool = False
     mask: torch.Tensor | None = None
+    # (batch or 1, heads or 1, rows, 1): what is added to all scores of a row that hides everything by large numbers.
+    shift: torch.Tensor | None = None
     chunks: tuple[tuple[bool | None, ...], ...] = ()
 
     def of(self, dtype: torch.dtype) -> Sight:
@@ -35,6 +37,10 @@ class Sight:
         if self.mask is None or self.mask.dtype in (torch.bool, dtype):
             return self
         return replace(self, mask=self.mask.to(dtype))
+
+    def shift_of(self, queries: slice) -> torch.Tensor | None:
+        """What is added to all scores of some rows."""
+        return None if self.shift is None else self.shift[:, :, queries]
 
     def part(self, queries: slice, chunks: Sequence[int], size: int) -> torch.Tensor:
         """The mask of some rows and of chunks of so many columns, next to each other."""
@@ -110,18 +116,27 @@ class MaskReader:
             raise self._refuse(mask, "it requires a gradient, which is computed for queries, keys and values only")
         if mask.shape[2] == length:
             mask = self.layout.take(mask, 2)
-        mask = _plain(mask.detach()).expand(-1, -1, rows, -1)
+        mask, shift = _plain(mask.detach())
+        mask = mask.expand(-1, -1, rows, -1)
         whole = mask if mask.dtype == torch.bool else mask == 0
-        if bool(whole.all()):
+        if shift is not None:
+            shift = shift.expand(-1, -1, rows, -1)
+        elif bool(whole.all()):
             return EVERYTHING
         places = self.layout.rows(length, mask.device)
-        if mask.dtype == torch.bool and bool((mask == (places[:, None] >= torch.arange(length).to(places))).all()):
+        if (
+            shift is None
+            and mask.dtype == torch.bool
+            and bool((mask == (places[:, None] >= torch.arange(length).to(places))).all())
+        ):
             return Sight(causal=True)
         # (batch, heads, half of the rows, rows, chunk of the sequence, columns)
         some, whole = (s.unflatten(3, (self.layout.multiple, -1)).unflatten(2, (2, -1)) for s in (_seen(mask), whole))
         found = torch.stack([some.any(5).any(3).any(1).any(0), whole.all(5).all(3).all(1).all(0)], dim=-1)
         views = {(False, False): None, (True, False): False, (True, True): True}
-        return Sight(mask=mask, chunks=tuple(tuple(views[tuple(pair)] for pair in half) for half in found.tolist()))
+        return Sight(
+            mask=mask, shift=shift, chunks=tuple(tuple(views[tuple(pair)] for pair in half) for half in found.tolist())
+        )
 
     def _whole(self, mask: torch.Tensor, query: torch.Tensor) -> Sight:
         rows, heads, layout = query.shape[2], query.shape[1], self.layout
@@ -139,7 +154,9 @@ class MaskReader:
 
     def _local(self, mask: torch.Tensor, rows: int) -> Sight:
         """Of a mask over this rank's rows and columns: everything, or causal; nothing else can be known."""
-        shown = _plain(mask.detach())
+        shown, shift = _plain(mask.detach())
+        if shift is not None:
+            raise self._refuse(mask, "it hides a whole row of this rank's part by large numbers")
         if shown.dtype != torch.bool:
             raise self._refuse(mask, "it adds a bias to the scores of this rank's part alone")
         if bool(shown.all()):
@@ -154,7 +171,8 @@ class MaskReader:
             f"attn_mask of shape {tuple(mask.shape)} under {self.layout.size}={self.layout.ranks}: {why}. Give one "
             "that broadcasts to (batch, heads, rows, length), whose columns are the whole sequence and whose rows are "
             "the whole sequence or this rank's part of it; or is_causal=True. A padding mask goes to a transformers "
-            "model as attention_mask, and is not needed at all where padding comes behind and attention is causal."
+            "model as attention_mask, and is not needed at all where padding comes behind and has no labels, and "
+            "attention is causal."
         )
 
 
@@ -166,17 +184,22 @@ def compact(mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def _plain(mask: torch.Tensor) -> torch.Tensor:
-    """A mask that only hides as a boolean one; of any other, what hides as -inf."""
+def _plain(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A mask that only hides as a boolean one; of any other, what hides as -inf. And the shift of each row.
+
+    Where everything in a row is hidden by large numbers, as much is taken off all of them, and given back as a shift:
+    softmax does not change by it, but scores lose what such a number rounds off (often all: the mean of all values).
+    """
     if mask.dtype == torch.bool:
-        return mask
-    # Where everything is hidden by large numbers, as much can be taken off all of them: softmax does not change.
+        return mask, None
     top = mask.amax(-1, keepdim=True)
-    mask = mask - top.where((top <= _HIDDEN) & top.isfinite(), 0.0)
+    top = top.where((top <= _HIDDEN) & top.isfinite(), 0.0)
+    mask = mask - top
     hidden = mask <= _HIDDEN
+    shift = top if bool(top.any()) else None
     if bool((hidden | (mask == 0)).all()):
-        return ~hidden
-    return mask.masked_fill(hidden, float("-inf"))
+        return ~hidden, shift
+    return mask.masked_fill(hidden, float("-inf")), shift
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor:

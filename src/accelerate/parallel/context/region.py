@@ -47,9 +47,13 @@ class Region:
     calls: int = 0
     keep: torch.Tensor | None = None
     padded_behind: bool = False
+    # Whether what rows of padding give may be used: then they see what they see in a whole sequence.
+    padding_counts: bool = True
     # Sequences that are packed in rows, (positions, number of the sequence) of all columns; False where there are
     # none, None where nothing told. And whether the mask that is built next is one of packed sequences.
     packed: tuple[torch.Tensor, torch.Tensor] | Literal[False] | None = None
+    # Whether a loader added positions that count every row.
+    counted: bool = False
     asks_packing: bool = False
     passes: dict[int, int] = field(default_factory=dict)
     sent: Sent = field(default_factory=dict)
@@ -219,7 +223,8 @@ class ContextParallel:
         found = dict(batch)
         length, device, rows = _sequences(found)
         self._check_length(length, "the batch")
-        if found.get("position_ids") is None:
+        counted = found.get("position_ids") is None
+        if counted:
             found["position_ids"] = torch.arange(length, device=device).expand(rows, -1)
         labels = found.pop("labels", None)
         if labels is not None and found.get("shift_labels") is None:
@@ -227,6 +232,7 @@ class ContextParallel:
         split = {name: value for name, value in found.items() if _is_sequence(value, length)}
         parts = {name: self.layout.take(value, 1) for name, value in split.items()}
         self._batch = self._region(length, parts.values(), split.values(), strict=False)
+        self._batch.counted = counted
         for part in parts.values():
             self._pulled[part] = self._batch
         return {**found, **parts}
@@ -333,7 +339,8 @@ class ContextParallel:
             raise ConfigurationError("scaled_dot_product_attention has an attn_mask and is_causal=True: give one")
         region.calls += 1
         flat = query.dim() == 3
-        call = Call(attn_mask, dropout_p, is_causal, scale, region.keep, region.padded_behind, flat)
+        unseen = region.padded_behind and not region.padding_counts
+        call = Call(attn_mask, dropout_p, is_causal, scale, region.keep, unseen, flat)
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
             # As torch's own function under autocast: rotated queries may be float32 beside values of low precision.
@@ -383,14 +390,21 @@ class _Inputs:
         if split is None and not region.strict:
             return None
         changed = {}
-        if self.takes_positions and given.get("position_ids") is None:
+        if self.takes_positions and (given.get("position_ids") is None or region.counted):
             if split is None:
                 raise ConfigurationError(
                     f"no input of {type(model).__name__} is (batch, {region.rows}, ...), as each rank holds "
                     f"{region.rows} of the {region.length} rows of a sequence: are all inputs among the buffers of "
                     "maybe_context_parallel? Where the sequence is another dimension, give position_ids too."
                 )
-            changed["position_ids"] = region.positions(split.device).expand(split.shape[0], -1)
+            own = None if self.special is None else transformers_models.own_positions(self.special, given, region)
+            changed["position_ids"] = region.positions(split.device).expand(split.shape[0], -1) if own is None else own
+        elif not self.takes_positions and self.special is not None and not region.has_tables:
+            raise ConfigurationError(
+                f"{type(model).__name__}.forward takes no position_ids: it would count the positions of each rank's "
+                f"rows from 0, and {region.layout.size}={region.layout.ranks} would compute something else. Train it "
+                "without, or give its table of positions as one of the buffers of maybe_context_parallel."
+            )
         elif not self.takes_positions and not self.rest:
             self.parallel.say_positions_missing(model, region)
         if self.special is not None:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 _FULL, _CHUNKED = "full_attention", "chunked_attention"
 _KINDS = {_FULL, "sliding_attention", _CHUNKED}
 _IGNORED = -100
+# Makes positions of token ids, in RoBERTa and its kin.
+_FROM_IDS = "create_position_ids_from_input_ids"
 
 
 def is_transformers_model(module: nn.Module) -> bool:
@@ -69,11 +74,14 @@ def adapt_inputs(model: nn.Module, given: dict[str, Any], region: Region) -> dic
     """Arguments to add or replace, from those that are given: the padding mask is taken over, labels are shifted."""
     changed: dict[str, Any] = {}
     region.keep, region.padded_behind, region.packed = None, False, None
+    region.padding_counts = True
     mask = given.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] in (region.rows, region.length):
         if mask.shape[1] == region.length:
             mask = region.layout.take(mask, 1)
-        region.keep, region.padded_behind = share_padding(mask, region)
+        share_padding(
+            mask, [given[name] for name in ("labels", "shift_labels") if given.get(name) is not None], region
+        )
         if region.keep is not None and not region.padded_behind and _CHUNKED in _layers(model):
             raise ConfigurationError(
                 f"{type(model).__name__} counts its chunks from behind the padding, which under {region.layout.size}="
@@ -90,18 +98,73 @@ def adapt_inputs(model: nn.Module, given: dict[str, Any], region: Region) -> dic
     return changed
 
 
-def share_padding(mask: torch.Tensor, region: Region) -> tuple[torch.Tensor | None, bool]:
-    """(ranks, batch, rows) of all ranks' masks, None where nothing is padding; and whether all padding comes behind.
+def own_positions(model: nn.Module, given: dict[str, Any], region: Region) -> torch.Tensor | None:
+    """This rank's part of the positions that a model makes from its token ids or its padding mask; None of others.
 
-    One message. Every rank comes to the same answer.
+    RoBERTa and its kin count the tokens that are no padding, from `padding_idx` + 1; OPT and BioGPT those that the
+    mask shows, from 0.
+    """
+    for part in model.modules():
+        source = sys.modules[type(part).__module__]
+        padding = getattr(part, "padding_idx", None)
+        if hasattr(part, "position_embeddings") and isinstance(padding, int) and (
+            hasattr(type(part), _FROM_IDS) or hasattr(source, _FROM_IDS)
+        ):  # fmt: skip
+            ids = given.get("input_ids")
+            if ids is None:
+                embedded = given["inputs_embeds"]
+                return (region.positions(embedded.device) + padding + 1).expand(embedded.shape[0], -1)
+            seen = _whole(ids, region).ne(padding).long()
+            return region.layout.take(seen.cumsum(1) * seen + padding, 1)
+        if isinstance(part, nn.Embedding) and {"attention_mask", "position_ids"} <= _parameters(type(part).forward):
+            mask = given.get("attention_mask")
+            if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+                return None
+            shown = _whole(mask, region).long()
+            return region.layout.take(shown.cumsum(1) * shown - 1, 1)
+    return None
+
+
+@functools.cache
+def _parameters(forward: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(forward).parameters)
+
+
+def _whole(part: torch.Tensor, region: Region) -> torch.Tensor:
+    """A (batch, rows) tensor over the whole sequence; fetched where it is none of the buffers that were split."""
+    if part.shape[1] == region.length:
+        return part
+    whole = region.whole_of(part)
+    if whole is None:
+        parts = transport.all_gather(part.flatten(), region.group).view(region.layout.ranks, *part.shape)
+        whole = region.layout.join(list(parts), 1)
+    return whole
+
+
+def share_padding(mask: torch.Tensor, labels: list[Any], region: Region) -> None:
+    """Set the region's `keep`, `padded_behind` and `padding_counts` from all ranks' masks and labels.
+
+    One message. Every rank comes to the same answer. Padding counts where a row of it has a label, or may have one
+    because the loss is computed elsewhere.
     """
     layout = region.layout
     own = mask.ne(0).to(torch.uint8)
-    keep = transport.all_gather(own.flatten(), region.group).view(layout.ranks, *own.shape).bool()
+    if not labels or any(_has_labels(entry, own) for entry in labels):
+        own += 2
+    codes = transport.all_gather(own.flatten(), region.group).view(layout.ranks, *own.shape)
+    keep = (codes & 1).bool()
     if bool(keep.all()):
-        return None, False
+        return
     whole = layout.join(list(keep), 1).to(torch.int8)
-    return keep, not bool((whole.diff(dim=1) > 0).any())
+    region.keep, region.padded_behind = keep, not bool((whole.diff(dim=1) > 0).any())
+    region.padding_counts = bool((codes & 2).any())
+
+
+def _has_labels(labels: Any, mask: torch.Tensor) -> bool:
+    """Whether some row of padding has a label; True where it cannot be known."""
+    if not isinstance(labels, torch.Tensor) or labels.shape != mask.shape:
+        return True
+    return bool(((labels != _IGNORED) & (mask == 0)).any())
 
 
 def packed_sequences(positions: torch.Tensor, region: Region) -> tuple[torch.Tensor, torch.Tensor] | Literal[False]:
@@ -109,10 +172,7 @@ def packed_sequences(positions: torch.Tensor, region: Region) -> tuple[torch.Ten
 
     One message, none where the positions are one of the buffers that were split.
     """
-    layout, whole = region.layout, region.whole_of(positions)
-    if whole is None:
-        parts = transport.all_gather(positions.flatten(), region.group).view(layout.ranks, *positions.shape)
-        whole = layout.join(list(parts), 1)
+    whole = _whole(positions, region)
     number = (whole.diff(dim=1, prepend=whole[:, :1] - 1) != 1).cumsum(1)
     return (whole, number) if bool(number[:, -1].any()) else False
 

@@ -62,10 +62,17 @@ class Ties:
         self.group = group
         self.rank = dist.get_rank(group)
         self._held: list[tuple[nn.Module, str, tuple[int, ...]]] = []
+        # Of those that perhaps no stage uses: owner and name.
+        self._unsure: set[tuple[int, str]] = set()
         self._summed: dict[tuple[int, str], torch.Tensor] = {}
 
-    def add(self, owner: nn.Module, name: str, ranks: Iterable[int]) -> None:
-        """The parameter that stands at `owner.name`, now or later, is held by these ranks of the group."""
+    def add(self, owner: nn.Module, name: str, ranks: Iterable[int], unsure: bool = False) -> None:
+        """The parameter that stands at `owner.name`, now or later, is held by these ranks of the group.
+
+        `unsure`: perhaps no stage uses it. Then it gets no gradient, as in a whole model.
+        """
+        if unsure:
+            self._unsure.add((id(owner), name))
         self._held.append((owner, name, tuple(sorted(ranks))))
 
     def __len__(self) -> int:
@@ -91,10 +98,18 @@ class Ties:
             parameter: Any = owner._parameters[name]
             if not parameter.requires_grad:
                 continue
+            if (id(owner), name) in self._unsure and not self._any_used(parameter, ranks):
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self._sum(local(parameter.grad), ranks)
             self._summed[id(owner), name] = parameter.grad
+
+    def _any_used(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> bool:
+        """Whether the parameter has a gradient on one of the ranks."""
+        flag = torch.tensor([parameter.grad is not None], dtype=torch.uint8, device=local(parameter).device)
+        self._sum(flag, ranks)
+        return bool(flag.item())
 
     def _sum(self, gradient: torch.Tensor, ranks: tuple[int, ...]) -> None:
         first = ranks[0]

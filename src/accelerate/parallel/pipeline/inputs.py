@@ -41,7 +41,7 @@ class Inputs:
 
     def digest(self) -> str:
         """What tells different inputs apart."""
-        return str([float(tensor.float().sum()) for tensor in trees.leaves((self.args, self.kwargs))])
+        return str([_sum(tensor) for tensor in trees.leaves((self.args, self.kwargs))])
 
     def part(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments and keyword arguments of one micro-batch; tensors are views."""
@@ -55,6 +55,13 @@ class Inputs:
             name: value if name in self.whole else trees.map_leaves(cut, value) for name, value in self.kwargs.items()
         }
         return args, kwargs
+
+
+def _sum(tensor: torch.Tensor) -> int | float:
+    """The sum of a tensor: exact of integers, which float32 does not tell apart beyond 2**24."""
+    if not tensor.is_floating_point():
+        return complex(tensor.sum()).real if tensor.is_complex() else int(tensor.sum(dtype=torch.int64))
+    return float(tensor.sum(dtype=torch.float32 if tensor.device.type == "mps" else torch.float64))
 
 
 class Divider:

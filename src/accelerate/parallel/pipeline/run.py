@@ -28,7 +28,7 @@ from .batch import Batch, Boundary, Failure, Known, Saved, Stage
 from .inputs import Divider, key_of
 from .p2p import Arriving, Wire
 from .split import Cut
-from .stage import Part, Spec, StagedModel, depends_on_stand_ins, describe, fill, is_spec
+from .stage import Part, Spec, StagedModel, describe, fill, holds_nan, is_spec
 
 
 class Runner:
@@ -185,15 +185,14 @@ class Runner:
             stop = self.cut.tail
         rows = batch.inputs.rows[micro]
         seen = inlet.seen if inlet is not None else {}
-        part = Part(start, stop, seen=copy.copy(seen), record=batch.new, leave=not (is_last and batch.by_parts))
+        leave = not (is_last and batch.by_parts)
+        part = Part(start, stop, seen=copy.copy(seen), record=batch.new, leave=leave, grad=batch.grad)
         if stop == start:
             # Nothing of the last stage is by micro-batches.
             assert inlet is not None
             output = fill(inlet.output, leaves)
         else:
             output = self._run(number, part, inlet, leaves, *batch.inputs.part(micro))
-            if batch.new and inlet is not None:
-                self._check_origin(number, part, inlet, leaves, batch.inputs.part(micro), output)
         if is_last:
             batch.given.append(output)
             if batch.known.tail is None:
@@ -233,29 +232,6 @@ class Runner:
                     "are frozen or freed during the training need a new prepare"
                 )
 
-    def _check_origin(
-        self,
-        number: int,
-        part: Part,
-        inlet: Boundary,
-        leaves: list[torch.Tensor],
-        inputs: tuple[tuple[Any, ...], dict[str, Any]],
-        output: Any,
-    ) -> None:
-        """Raise where a stage has used what no stage sends: stand-ins are NaN, and it shows."""
-        if not depends_on_stand_ins(output) or depends_on_stand_ins(leaves):
-            return
-        again = Part(part.start, part.stop, seen=part.seen, leave=part.leave, nan=False)
-        with torch.no_grad():
-            without = self._run(number, again, inlet, leaves, *inputs)
-        if depends_on_stand_ins(without):
-            return
-        raise PrepareError(
-            f"what computes behind {self.cut.units[part.start - 1]} uses more of what was computed before than its "
-            "output (a skip connection, or a module that computes in another order than it is registered in). Name "
-            "the modules whose output is used later in `carried`, or say where the module computes (placement)."
-        )
-
     # -- the output
 
     def _finish_output(self, batch: Batch) -> None:
@@ -273,9 +249,6 @@ class Runner:
                 tensor.requires_grad_(spec.requires_grad)
         part = self._tail_part(batch, batch.inputs.batch)
         batch.output = self._run(self.last, part, whole, tensors, batch.inputs.args, batch.inputs.kwargs)
-        if batch.new and self.last:
-            given = (batch.inputs.args, batch.inputs.kwargs)
-            self._check_origin(self.last, part, whole, tensors, given, batch.output)
         if batch.new:
             self._check_undivided(batch, whole, tensors)
         batch.tail = Saved(tensors, list(trees.leaves(self._kept(batch.output))))
@@ -285,7 +258,7 @@ class Runner:
     def _check_undivided(self, batch: Batch, whole: Boundary, leaves: Sequence[torch.Tensor]) -> None:
         """Raise where the tail uses a tensor that needs a gradient and is not divided: NaN in its place shows."""
         alike = [tensor.requires_grad and not divided for tensor, divided in zip(leaves, batch.divided, strict=True)]
-        if not any(alike) or depends_on_stand_ins(batch.output):
+        if not any(alike) or holds_nan(batch.output):
             return
         lost = [
             torch.full_like(leaf, float("nan")) if is_alike else leaf
@@ -294,7 +267,7 @@ class Runner:
         part = self._tail_part(batch, batch.inputs.batch)
         with torch.no_grad():
             output = self._run(self.last, part, whole, lost, batch.inputs.args, batch.inputs.kwargs)
-        if depends_on_stand_ins(output):
+        if holds_nan(output):
             raise merge.no_batch(
                 next(leaf for leaf, is_alike in zip(leaves, alike, strict=True) if is_alike), batch.inputs.rows
             )
@@ -324,7 +297,7 @@ class Runner:
         """What follows on the blocks of the last stage, for so many rows."""
         assert batch.known.tail is not None
         seen = merge.widen(batch.known.tail[1], batch.known.tail[0], rows)
-        return Part(self.cut.tail, len(self.cut.units), seen=seen)
+        return Part(self.cut.tail, len(self.cut.units), seen=seen, grad=batch.grad and torch.is_grad_enabled())
 
     @torch.no_grad()
     def _tail_by_parts(self, batch: Batch, whole: Boundary) -> list[Any]:

@@ -163,7 +163,9 @@ class Scheduled:
     def forward(self, batch: Batch) -> Any:
         """Forward and backward of all micro-batches; the model's output, on every rank."""
         runner = self.runner
-        one = torch.ones((), device=runner.wire.device)
+        # The share of a micro-batch is rounded to the seed's precision before it meets a loss in float64.
+        dtype = torch.float32 if runner.wire.device.type == "mps" else torch.float64
+        one = torch.ones((), dtype=dtype, device=runner.wire.device)
         seed = one if self.precision.scaler is None else self.precision.scaler.scale(one)
         step = self._step = Step(batch, seed)
         # What this batch gives takes its factor by itself; the window's other gradients have theirs.
@@ -201,7 +203,8 @@ class Scheduled:
         batch = step.batch
         inlet = batch.known.inlets.get((number, batch.inputs.rows[micro]))
         start, stop = runner.cut.bounds[number], runner.cut.bounds[number + 1]
-        part = Part(start, stop, seen=inlet.seen if inlet is not None else {}, leave=number != runner.last)
+        seen = inlet.seen if inlet is not None else {}
+        part = Part(start, stop, seen=seen, leave=number != runner.last, grad=True)
         part.received = fill(inlet.output, received) if inlet is not None else None
         output = runner.staged.run(part, *batch.inputs.part(micro))
         if number != runner.last:

@@ -49,18 +49,24 @@ def find_units(model: nn.Module, whole: Sequence[str] = (), nested: bool = False
     return list(_units(model, "", frozenset(whole), nested))
 
 
-def _units(module: nn.Module, name: str, whole: frozenset[str], nested: bool) -> Iterator[Unit]:
+def _units(
+    module: nn.Module, name: str, whole: frozenset[str], nested: bool, outer: str | None = None
+) -> Iterator[Unit]:
+    """`outer`: the list of blocks that a list in a list belongs to."""
     in_list = isinstance(module, (nn.ModuleList, nn.Sequential))
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
-        if (
+        if in_list and isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            # Nobody calls a list: its entries are called.
+            yield from _units(child, path, whole, nested, outer or name)
+        elif (
             (nested or not in_list)
             and type(child).__name__ not in whole
             and any(isinstance(inner, (nn.ModuleList, nn.Sequential)) for inner in child.modules())
         ):
             yield from _units(child, path, whole, nested)
         else:
-            yield Unit(path, module_bytes(child), name if in_list else None)
+            yield Unit(path, module_bytes(child), outer or (name if in_list else None))
 
 
 def module_bytes(module: nn.Module) -> int:
@@ -75,15 +81,17 @@ def cut_model(
     cost: Callable[[list[Unit]], list[float]] | None = None,
     carried: Sequence[str] = (),
     order: Sequence[str] = (),
+    units: Sequence[Unit] | None = None,
 ) -> Cut:
     """Cut a model into `stages` (all of all ranks).
 
     Without `split_points` every stage begins at an entry of the largest list of blocks, or of a list in one of the
     `carried` modules, and the costliest stage is as cheap as it can be (`cost` of units; bytes without it).
     `order` tells in which order units compute, where it is known; `placement` moves some to the first or last place.
-    Raises PrepareError for names that do not fit, and for fewer blocks than stages.
+    `units` are those of the model before it was cut. Raises PrepareError for names that do not fit, and for fewer
+    blocks than stages.
     """
-    units = computing_units(model)
+    units = computing_units(model) if units is None else list(units)
     if order:
         units.sort(key=lambda unit: order.index(unit.name))
     units = _placed(units, placement or {}, model, carried)
@@ -98,8 +106,12 @@ def cut_model(
 
 
 def computing_units(model: nn.Module) -> list[Unit]:
-    """What has no parameters (rotary embeddings, dropout) computes on every stage that asks for it."""
-    return [unit for unit in find_units(model) if unit.size]
+    """What has no parameters (rotary embeddings, dropout) computes on every stage that asks for it.
+
+    Lists of parameters are no units either: nobody calls them, and their entries count as the model's own.
+    """
+    lists = (nn.ParameterList, nn.ParameterDict)
+    return [unit for unit in find_units(model) if unit.size and not isinstance(model.get_submodule(unit.name), lists)]
 
 
 def last_units(model: nn.Module, units: Sequence[str], carried: Sequence[str]) -> dict[str, int]:

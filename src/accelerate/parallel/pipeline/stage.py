@@ -2,8 +2,8 @@
 """One model's own forward, run for a part of its units only: what comes before is received, what comes after waits.
 
 No tracer is needed. Every rank keeps all of the model's modules, and runs the user's forward with the same inputs; the
-units of other stages have no tensors. Called before the stage's own units, they give stand-ins of the right shapes,
-filled with NaN so that whatever depends on them shows; the last of them gives what was received. When the stage's last
+units of other stages have no tensors. Called before the stage's own units, they give tensors of the right shapes that
+have no content (`absent`), and whose use is an error; the last of them gives what was received. When the stage's last
 unit has computed, the forward is left. Masks, positions and all else that the forward makes from its inputs are made
 on each stage, and only what passes from block to block travels; with it what modules gave that are `carried`, since
 more than the next block uses it (an encoder's output).
@@ -11,8 +11,10 @@ more than the next block uses it (an encoder's output).
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from ...core import trees
 from ...core.errors import PrepareError
+from .absent import Absent, AbsentError, Guard, Origin, first_absent
 
 Inner = Callable[..., Any]
 # What is called in its place, with it and its arguments.
 Outer = Callable[[Inner, tuple[Any, ...], dict[str, Any]], Any]
-_KEPT_STAND_INS = 256
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -41,10 +43,9 @@ class Spec:
     def empty(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
-    def stand_in(self, device: torch.device, nan: bool = True) -> torch.Tensor:
-        """A tensor of one element's memory: NaN where the dtype has it, so that its use cannot go unnoticed."""
-        nan = nan and (self.dtype.is_floating_point or self.dtype.is_complex)
-        return torch.full((), float("nan") if nan else 0, dtype=self.dtype, device=device).expand(self.shape)
+    def stand_in(self, device: torch.device) -> torch.Tensor:
+        """A tensor of one element's memory."""
+        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
 
 
 def is_spec(value: Any) -> bool:
@@ -91,6 +92,10 @@ def fill(description: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return trees.replace_leaves(description, tensors, is_spec)
 
 
+class OrderError(PrepareError):
+    """A forward calls its units in another order than it was cut for. The caller adds what would fit."""
+
+
 class Reached(BaseException):
     """The last unit of a stage has computed: the forward is left with its output. Never seen outside."""
 
@@ -104,8 +109,7 @@ class Part:
 
     `received` is what unit start - 1 gave, and what the carried modules before it did; `seen` what the units before
     gave, by unit, call by call (Specs). With `record` the calls of the own units are added to it. `leave`: unit
-    stop - 1 ends the forward, whatever follows. `nan`: what stand-ins hold. `carried`: what those modules gave here,
-    call by call.
+    stop - 1 ends the forward, whatever follows. `carried`: what those modules gave here, call by call.
     """
 
     start: int
@@ -114,7 +118,8 @@ class Part:
     seen: dict[int, list[Any]] = field(default_factory=dict)
     record: bool = False
     leave: bool = False
-    nan: bool = True
+    # Whether a backward will follow.
+    grad: bool = False
     passed: bool = False
     calls: dict[int, int] = field(default_factory=dict)
     carried: dict[str, list[Any]] = field(default_factory=dict)
@@ -133,12 +138,22 @@ class StagedModel:
         device: torch.device,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
         carried: Mapping[str, int] | None = None,
+        bounds: Sequence[int] = (),
+        guard: Guard | None = None,
     ) -> None:
         self.model = model
         self.units = tuple(units)
         self.device = device
         self.part: Part | None = None
-        self._stand_ins: dict[tuple[Spec, bool], torch.Tensor] = {}
+        self.bounds = bounds or (0, len(units))
+        # What a tensor asks that is not on this stage.
+        self.guard = guard or Guard()
+        # Whether the forward runs to see the order of its units, without parts.
+        self.observing = False
+        # What would make a forward fit that was called in another order than it was cut for: a sentence, from the
+        # inputs of a call.
+        self.remedy: Callable[[tuple[Any, ...], dict[str, Any]], str] | None = None
+        self._origins: dict[int, Origin] = {}
         # What the prepared model does when it is called.
         self.entry: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
         # Units that compute again in the backward instead of keeping what they computed.
@@ -165,51 +180,96 @@ class StagedModel:
     def run(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What unit part.stop - 1 gives, and what is carried beside; the model's output where the forward ends."""
         self.part = part
+        self.guard.where = f"stage {self._stage_of(part.start)}"
+        try:
+            return self._run(part, args, kwargs)
+        except (AbsentError, OrderError) as error:
+            if self.remedy is None:
+                raise
+            self.part = None
+            raise PrepareError(f"{error} {self.remedy(args, kwargs)}") from error
+        finally:
+            self.part = None
+
+    def _run(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             output = self._forward(*args, **kwargs)
         except Reached as reached:
-            return reached.output, part.carried
-        finally:
-            self.part = None
-        if part.leave:
-            raise PrepareError(
-                f"the forward ended without calling {self.units[part.stop - 1]}, behind which the model is cut: name "
-                "other split_points"
-            )
-        if part.start and not part.passed:
-            raise PrepareError(
-                f"the forward did not call {self.units[part.start - 1]}, behind which the model is cut: name other "
-                "split_points"
-            )
+            output = reached.output, part.carried
+        else:
+            if part.leave:
+                raise OrderError(
+                    f"The forward ended without calling {self.units[part.stop - 1]}, behind which the model is cut."
+                )
+            if part.start and not part.passed:
+                raise OrderError(
+                    f"The forward did not call {self.units[part.start - 1]}, behind which the model is cut."
+                )
+        if (absent := first_absent(trees.leaves(output))) is not None:
+            absent.origin.fail()
         return output
+
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[Inner]:
+        """In the block, a forward of all units that computes as if nothing was cut, on tensors without content."""
+        self.observing = True
+        try:
+            yield self._forward
+        finally:
+            self.observing = False
+
+    def _stage_of(self, unit: int) -> int:
+        return next(stage for stage, stop in enumerate(self.bounds[1:]) if unit < stop or stop == self.bounds[-1])
 
     def _call_unit(self, number: int, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         part = self.part
         if part is None:
+            if self.observing or torch._C._current_graph_task_id() != -1:
+                # What the backward computes again (activation checkpointing of the model's own) was this stage's.
+                return inner(*args, **kwargs)
             raise RuntimeError(
                 f"{self.units[number]} was called outside of the pipeline: call the model that prepare returned"
             )
         if number < part.start:
             return self._former(part, number)
         if number >= part.stop:
-            raise PrepareError(
-                f"{self.units[number]} computes before {self.units[part.stop - 1]}, but is registered behind it: "
-                f'say placement={{"{self.units[number]}": "first"}}, or name other split_points'
+            raise OrderError(
+                f"{self.units[number]} computes before {self.units[part.stop - 1]}, on an earlier stage than its own."
             )
+        if part.grad and not torch.is_grad_enabled():
+            self._check_outside_of_functions(number)
         # A part without a start of its own begins where the model does.
-        output = inner(*args, **kwargs) if self.recompute is None else self.recompute(inner, args, kwargs)
+        self.guard.computing = True
+        try:
+            output = inner(*args, **kwargs) if self.recompute is None else self.recompute(inner, args, kwargs)
+        finally:
+            self.guard.computing = False
         if part.record:
             part.seen.setdefault(number, []).append(describe(output, f"the output of {self.units[number]}"))
         if part.leave and number == part.stop - 1:
             raise Reached(output)
         return output
 
+    def _check_outside_of_functions(self, number: int) -> None:
+        """Raise where a unit is called by an autograd function, whose gradient is lost when its forward is left."""
+        frame = sys._getframe()
+        while frame is not None:
+            context = frame.f_locals.get("ctx")
+            if isinstance(context, torch.autograd.function.FunctionCtx):
+                name = type(context).__name__.removesuffix("Backward")
+                raise PrepareError(
+                    f"{self.units[number]} is called inside of an autograd function ({name}), which a stage cannot "
+                    "leave in its middle: its gradient would be lost. Activation checkpointing takes "
+                    "use_reentrant=False; layers with a backward of their own over several blocks (reversible ones) "
+                    "cannot be cut."
+                )
+            frame = frame.f_back  # type: ignore[assignment]
+
     def _former(self, part: Part, number: int) -> Any:
-        """What a unit before the part gives: what was received from the last of them, stand-ins from the others."""
+        """What a unit before the part gives: of the last one what was received, of the others an absent tensor."""
         if part.passed:
-            raise PrepareError(
-                f"{self.units[number]} computes behind {self.units[part.start - 1]}, on a later stage than its own: "
-                f'say placement={{"{self.units[number]}": "last"}}, or name other split_points'
+            raise OrderError(
+                f"{self.units[number]} computes behind {self.units[part.start - 1]}, on a later stage than its own."
             )
         if number == part.start - 1:
             part.passed = True
@@ -223,14 +283,22 @@ class StagedModel:
                 f"{self.units[number]} was called more often than on its own stage: a forward that takes other ways "
                 "on other ranks cannot be cut"
             )
-        return trees.map_leaves(functools.partial(self._stand_in, nan=part.nan), known[call], is_spec)
+        origin = self._origins.get(number)
+        if origin is None:
+            home = f"stage {self._stage_of(number)}"
+            origin = self._origins[number] = Origin(f"the output of {self.units[number]}", home, self.guard)
+
+        def absent(spec: Spec) -> Absent:
+            return Absent.of(spec.shape, spec.dtype, self.device, origin)
+
+        return trees.map_leaves(absent, known[call], is_spec)
 
     def _call_carried(
         self, name: str, last: int, compute: Outer, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """A module of which later stages get what it gave: computed where its last unit is, received behind that."""
         part = self.part
-        if part is None:
+        if part is None or self.observing:
             return compute(inner, args, kwargs)
         before = part.carried.get(name, [])
         if part.start > last + 1:
@@ -243,14 +311,6 @@ class StagedModel:
             output = compute(inner, args, kwargs)
         part.carried[name] = [*before, output]
         return output
-
-    def _stand_in(self, spec: Spec, nan: bool) -> torch.Tensor:
-        found = self._stand_ins.get((spec, nan))
-        if found is None:
-            if len(self._stand_ins) >= _KEPT_STAND_INS:
-                self._stand_ins.clear()
-            found = self._stand_ins[spec, nan] = spec.stand_in(self.device, nan)
-        return found
 
 
 _INTERCEPTING: dict[type[nn.Module], type[nn.Module]] = {}
@@ -293,48 +353,64 @@ def _call_with_loss(
     return output if labels is None else (loss_fn(output, labels), output)
 
 
-def owned_tensors(model: nn.Module, units: Sequence[str]) -> dict[int, set[int]]:
-    """id of a parameter -> the numbers of the units that hold it; of none: 0, where the model begins."""
-    holders: dict[int, set[int]] = {}
-    for number, name in enumerate(units):
-        for parameter in model.get_submodule(name).parameters():
-            holders.setdefault(id(parameter), set()).add(number)
-    for parameter in model.parameters():
-        holders.setdefault(id(parameter), {0})
-    return holders
+def drop_foreign(
+    model: nn.Module,
+    held: Callable[[nn.Parameter], bool],
+    absent: Sequence[nn.Module],
+    kept: Collection[int],
+    device: torch.device,
+    origin: Callable[[str], Origin],
+) -> None:
+    """Take the parameters that are not held out of a model, and the buffers of absent modules that are not `kept`.
 
-
-def drop_foreign(model: nn.Module, held: Callable[[nn.Parameter], bool], absent: Sequence[nn.Module]) -> None:
-    """Take the parameters that are not held out of a model, and the buffers of modules that are absent.
-
-    Attributes of the same shape and dtype, without memory, stay in their places.
+    In their places stand attributes without content, on `device`; `origin` says of a name what they stand for.
     """
     without_buffers = {id(inner) for module in absent for inner in module.modules()}
-    for module in model.modules():
+    dropped: dict[int, Absent] = {}
+
+    def placeholder(tensor: torch.Tensor, name: str) -> Absent:
+        if id(tensor) not in dropped:
+            dropped[id(tensor)] = Absent.of(tensor.shape, tensor.dtype, device, origin(name))
+        return dropped[id(tensor)]
+
+    for prefix, module in model.named_modules():
+        path = f"{prefix}." if prefix else ""
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and not held(parameter):
                 del module._parameters[name]
-                module.__dict__[name] = _placeholder(parameter)
-        if id(module) in without_buffers:
-            for name, buffer in list(module._buffers.items()):
-                if buffer is not None:
-                    del module._buffers[name]
-                    module._non_persistent_buffers_set.discard(name)
-                    module.__dict__[name] = _placeholder(buffer)
+                module.__dict__[name] = placeholder(parameter, path + name)
+        for name, buffer in list(module._buffers.items()) if id(module) in without_buffers else ():
+            if buffer is not None and id(buffer) not in kept:
+                del module._buffers[name]
+                module._non_persistent_buffers_set.discard(name)
+                module.__dict__[name] = placeholder(buffer, path + name)
 
 
-def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    return Spec(tuple(tensor.shape), tensor.dtype).stand_in(torch.device("cpu"))
+def forget_aliases(model: nn.Module, former: Mapping[int, str], origin: Callable[[str], Origin], device: Any) -> None:
+    """Take parameters of other stages, by id, out of plain attributes, lists and dicts of modules (an LSTM's list)."""
 
+    def placeholder(tensor: torch.Tensor) -> Absent:
+        return Absent.of(tensor.shape, tensor.dtype, device, origin(former[id(tensor)]))
 
-def placeholders_to(model: nn.Module, device: torch.device) -> None:
-    """Put what stands in for foreign tensors on the device that the stage computes on."""
+    def is_former(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and id(value) in former
+
     for module in model.modules():
         for name, value in list(module.__dict__.items()):
-            if isinstance(value, torch.Tensor) and value.device != device:
-                module.__dict__[name] = Spec(tuple(value.shape), value.dtype).stand_in(device)
+            if is_former(value):
+                module.__dict__[name] = placeholder(value)
+            elif type(value) is list and name not in _OF_MODULES:
+                value[:] = [placeholder(entry) if is_former(entry) else entry for entry in value]
+            elif type(value) is tuple and any(map(is_former, value)):
+                module.__dict__[name] = tuple(placeholder(entry) if is_former(entry) else entry for entry in value)
+            elif type(value) is dict and name not in _OF_MODULES:
+                value.update({key: placeholder(entry) for key, entry in value.items() if is_former(entry)})
 
 
-def depends_on_stand_ins(output: Any) -> bool:
+# What nn.Module keeps in its own dictionaries.
+_OF_MODULES = frozenset(nn.Module().__dict__)
+
+
+def holds_nan(output: Any) -> bool:
     """Whether some tensor of `output` holds NaN."""
     return any(bool(torch.isnan(tensor).any()) for tensor in trees.leaves(output) if tensor.dtype.is_floating_point)

@@ -43,17 +43,19 @@ from ..sharded import ShardedModel, ShardedStrategy, lay_out_step, reshard
 from ..skeleton import skeleton, without_storage
 from ..tensor import strategy as tensor
 from . import state, weights
+from .absent import Guard, Origin
 from .batch import Batch, Stage
 from .communication import gradient_volume, stage_volume
 from .gradients import Ties, average, hold_shards, local, reduce_shards
 from .inputs import Divider, keep_to_tensors
+from .order import StagePlan
 from .p2p import Wire
-from .plan import plan
+from .plan import plan, remedy_of
 from .random import StageRandom
 from .run import Runner
 from .schedules import Scheduled
-from .split import Cut
-from .stage import StagedModel, drop_foreign, owned_tensors, placeholders_to
+from .split import computing_units, is_inside
+from .stage import StagedModel, drop_foreign, forget_aliases
 
 logger = logging.getLogger(__name__)
 
@@ -309,14 +311,19 @@ class PipelineParallel(ShardedStrategy):
         parts = options.num_microbatches or self.wire.size
         _check_model(model, parts)
         divider = Divider(model.forward, options.whole_inputs, parts, labels=options.loss_fn is not None)
-        cut, carried = plan(model, options, len(self.ranks), self.device)
+        units = computing_units(model)
+        found = plan(model, options, len(self.ranks), self.device)
+        cut = found.cut
         mine = [stage for stage, rank in enumerate(self.ranks) if rank == self.wire.rank]
         own = {unit for stage in mine for unit in range(cut.bounds[stage], cut.bounds[stage + 1])}
         shapes = {materialize.canonical_name(name): list(p.shape) for name, p in model.named_parameters()}
         template = skeleton(type(model).__name__, without_storage(model.state_dict(keep_vars=True)))
-        ties = self._ties(model, cut, own)
-        filled = self._keep_own(model, cut, own)
-        staged = StagedModel(model, cut.units, self.device, options.loss_fn, carried)
+        holders, guard = found.holders(model), Guard()
+        ties = self._ties(model, found, holders, own)
+        spread = self._spread_by_reads(model, found, holders)
+        filled = self._keep_own(model, found, holders, own, guard)
+        staged = StagedModel(model, cut.units, self.device, options.loss_fn, found.carried, cut.bounds, guard)
+        staged.remedy = remedy_of(staged, options, len(self.ranks), units)
         if self.plugin is not None and self.plugin.activation_checkpointing:
             staged.recompute = _recompute(bool(self.plugin.activation_checkpointing_offload), self.device)
         stages = {
@@ -325,12 +332,13 @@ class PipelineParallel(ShardedStrategy):
             )
             for stage in mine
         }
-        self._lay_out(model, stages, filled)
+        self._lay_out(model, stages, filled, spread)
         self.cast_parameters(model, stages.values())
         runner = Runner(staged, cut, stages, self.ranks, self.wire, divider, options.gather_output)
         scheduled = Scheduled(runner, options, self.precision, HeldGradients(model, [model, *stages.values()]))
         random = StageRandom(self.device, next(self._numbers), self.wire.rank, self.data_shard[0])
         sharded = {id(p) for stage in stages.values() if isinstance(stage, FSDPModule) for p in stage.parameters()}
+        sharded -= {id(p) for module in spread for p in module.parameters()}
         piped = Stages(
             scheduled, ties, random, shapes, template, self._groups, self.wire, self.replica_group,
             is_sharded=self.plugin is not None,
@@ -341,26 +349,50 @@ class PipelineParallel(ShardedStrategy):
         runner.after_backward.append(piped.finish)
         return self.as_prepared(model, piped)
 
-    def _ties(self, model: nn.Module, cut: Cut, own: set[int]) -> Ties:
+    def _ties(self, model: nn.Module, found: StagePlan, holders: dict[int, set[int]], own: set[int]) -> Ties:
         """Parameters of this rank that stages of other ranks hold too."""
         ties = Ties(self.wire.group)
-        holders = owned_tensors(model, cut.units)
+        inside = {id(p) for name in found.cut.units for p in model.get_submodule(name).parameters()}
         seen: set[int] = set()
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter is None or id(parameter) in seen or not holders[id(parameter)] & own:
+                if parameter is None or id(parameter) in seen or not self._is_own(holders[id(parameter)], found, own):
                     continue
                 seen.add(id(parameter))
-                ranks = {self.ranks[cut.stage_of(unit)] for unit in holders[id(parameter)]}
+                ranks = {self.ranks[stage] for stage in found.stages_of(holders[id(parameter)])}
                 if len(ranks) > 1:
-                    ties.add(module, name, ranks)
+                    # Where the forward was not seen it may be that no stage uses it.
+                    ties.add(module, name, ranks, unsure=found.readers is None and id(parameter) not in inside)
         return ties
 
-    def _keep_own(self, model: nn.Module, cut: Cut, own: set[int]) -> bool:
+    def _is_own(self, numbers: set[int], found: StagePlan, own: set[int]) -> bool:
+        """Whether this rank has the stage of one of these units."""
+        return bool(found.stages_of(numbers) & found.stages_of(own))
+
+    def _spread_by_reads(self, model: nn.Module, found: StagePlan, holders: dict[int, set[int]]) -> list[nn.Module]:
+        """Modules with a parameter that units of other ranks use: it is whole on all of them, also under shards."""
+        read = {
+            id(tensor)
+            for name, tensor in materialize.named_tensors(model)
+            if name in (found.readers or {})
+            and len({self.ranks[stage] for stage in found.stages_of(holders[id(tensor)])}) > 1
+        }
+        return [m for m in model.modules() if any(id(p) in read for p in m.parameters(recurse=False))]
+
+    def _keep_own(
+        self, model: nn.Module, found: StagePlan, holders: dict[int, set[int]], own: set[int], guard: Guard
+    ) -> bool:
         """Drop what other ranks hold; split what this one does, where the layout splits it. False: without weights."""
-        names = weights.own_names(model, cut.units, own)
+        cut, device = found.cut, self.device
+        former = list(model.named_parameters(remove_duplicate=False))
+        homes = {
+            materialize.canonical_name(name): sorted(found.stages_of(holders[id(parameter)]))
+            for name, parameter in former
+        }
+        mine = {unit for numbers in holders.values() for unit in numbers if self._is_own({unit}, found, own)}
+        names = weights.own_names(model, holders, mine)
         absent = weights.absent_modules(model, cut.units, own)
-        filled = weights.deal(model, names, absent, self.device)
+        filled = weights.deal(model, names, absent, device)
         if self.layout.tp_enabled and self.mesh is not None:
             # The plan is the whole model's: foreign parts are split too, without memory.
             tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
@@ -369,8 +401,23 @@ class PipelineParallel(ShardedStrategy):
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if materialize.canonical_name(name) in names
         }
-        drop_foreign(model, lambda parameter: id(parameter) in kept, absent)
-        placeholders_to(model, self.device)
+        buffers = {
+            id(buffer)
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+            if materialize.canonical_name(name) in names
+        }
+
+        def origin(name: str) -> Origin:
+            plain = materialize.canonical_name(name)
+            owner = next((number for number, unit in enumerate(cut.units) if is_inside(plain, unit)), 0)
+            stages = homes.get(plain, [cut.stage_of(owner)])
+            home = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+            return Origin(plain, home, guard)
+
+        drop_foreign(model, lambda parameter: id(parameter) in kept, absent, buffers, device, origin)
+        present = {id(parameter) for parameter in model.parameters()}
+        gone = {id(p): name for name, p in former if materialize.canonical_name(name) not in names}
+        forget_aliases(model, {key: name for key, name in gone.items() if key not in present}, origin, device)
         return filled
 
     def _mates(self) -> Any:
@@ -381,14 +428,14 @@ class PipelineParallel(ShardedStrategy):
             self._stage_mates = groups[self.wire.rank]
         return self._stage_mates
 
-    def _lay_out(self, model: nn.Module, stages: dict[int, Stage], filled: bool) -> None:
+    def _lay_out(self, model: nn.Module, stages: dict[int, Stage], filled: bool, spread: list[nn.Module]) -> None:
         """Shard the stages, or give those without weights their first values."""
         places = ParameterPlaces(model).shared()
         for stage in stages.values():
             # What initialises modules is the whole model's.
             stage.__dict__["_init_weights"] = getattr(model, "_init_weights", None)
         if self.plugin is not None:
-            self._shard(model, stages, self.replica_group if filled else self._mates())
+            self._shard(model, stages, self.replica_group if filled else self._mates(), spread)
         elif not filled:
             weights.initialise(stages.values(), self.device, self._mates())
         for owners in places:
@@ -404,7 +451,7 @@ class PipelineParallel(ShardedStrategy):
                 "weights on rank 0"
             )
 
-    def _shard(self, model: nn.Module, stages: dict[int, Stage], ranks: Any) -> None:
+    def _shard(self, model: nn.Module, stages: dict[int, Stage], ranks: Any, spread: list[nn.Module]) -> None:
         assert self.plugin is not None
         plugin = copy.copy(self.plugin)
         plugin.set_auto_wrap_policy(model)
@@ -412,7 +459,7 @@ class PipelineParallel(ShardedStrategy):
         plugin.reshard_after_forward = False
         plugin.activation_checkpointing = False
         shards = mesh.fsdp_mesh(self.layout, self.mesh, self.device)
-        ignored = find_modules(model, plugin.ignored_modules)
+        ignored = [*find_modules(model, plugin.ignored_modules), *spread]
         for number, stage in stages.items():
             inside = {id(module) for module in stage.modules()}
             plugin.ignored_modules = [module for module in ignored if id(module) in inside] or None

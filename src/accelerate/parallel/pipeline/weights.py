@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,17 +12,12 @@ from torch import nn
 
 from ...core.errors import PrepareError
 from .. import materialize
-from .stage import owned_tensors
 
 
-def own_names(model: nn.Module, units: tuple[str, ...], own: Collection[int]) -> set[str]:
-    """Plain names of the parameters that units of `own` numbers hold, under every name that a tied one has."""
-    holders = owned_tensors(model, units)
-    return {
-        materialize.canonical_name(name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if holders[id(parameter)] & set(own)
-    }
+def own_names(model: nn.Module, holders: Mapping[int, set[int]], own: Collection[int]) -> set[str]:
+    """Plain names of the parameters and read buffers that stages with units of `own` numbers hold, tied ones' too."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {materialize.canonical_name(name) for name, tensor in named if holders.get(id(tensor), set()) & set(own)}
 
 
 def absent_modules(model: nn.Module, units: tuple[str, ...], own: Collection[int]) -> list[nn.Module]:
@@ -31,7 +26,7 @@ def absent_modules(model: nn.Module, units: tuple[str, ...], own: Collection[int
 
 @torch.no_grad()
 def deal(model: nn.Module, names: set[str], absent: list[nn.Module], device: torch.device) -> bool:
-    """Give the parameters in `names`, and the buffers of modules that are not absent, rank 0's values on `device`.
+    """Give the parameters and buffers in `names`, and the buffers of present modules, rank 0's values on `device`.
 
     All other tensors lose their memory. Every rank calls it with a model of the same structure. False: rank 0 has no
     weights (they are on meta), and those of the own stages are to be initialised.
@@ -41,7 +36,7 @@ def deal(model: nn.Module, names: set[str], absent: list[nn.Module], device: tor
     meta = materialize.gather_flags(any(tensor.is_meta for _, tensor in listed), device, None)
     strange = {id(buffer) for module in absent for buffer in module.buffers()}
     wanted = [
-        name in names if isinstance(tensor, nn.Parameter) else id(tensor) not in strange for name, tensor in listed
+        name in names or not (isinstance(tensor, nn.Parameter) or id(tensor) in strange) for name, tensor in listed
     ]
     if not meta[0]:
         for (_, tensor), keep in zip(listed, wanted, strict=True):
