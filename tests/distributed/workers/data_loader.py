@@ -14,7 +14,20 @@ from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
 
-from loaders import EagerBatches, Ids, Numbers, PythonShuffle, ids, seed, states
+from loaders import (
+    BatchesAsItGoes,
+    DrawsAsItGoes,
+    EagerBatches,
+    Ids,
+    Numbers,
+    OwnGenerator,
+    PythonShuffle,
+    StreamAsItGoes,
+    drawn,
+    ids,
+    seed,
+    states,
+)
 
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
 from accelerate.state import PartialState
@@ -38,6 +51,7 @@ def steps_of(loader):
     return [(ids(batch), loader.batch_counts, loader.end_of_dataloader, loader.remainder) for batch in loader]
 
 
+SOURCES = ("python", "numpy", "torch")
 LOADERS = {
     "shuffled": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True),
     "generator": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True, generator=generator(RANK)),
@@ -48,7 +62,23 @@ LOADERS = {
     "python's": lambda: DataLoader(Ids(23), batch_size=2, sampler=PythonShuffle(23)),
     "own batches": lambda: DataLoader(Ids(23), batch_sampler=EagerBatches(23)),
     "workers": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True, num_workers=1),
+    "replacement": lambda: DataLoader(
+        Ids(23), batch_size=2, sampler=RandomSampler(range(23), True, 71, generator=generator(RANK))
+    ),
     "stream": lambda: DataLoader(Numbers(23, shuffled=True), batch_size=2),
+    **{
+        f"{source} as it goes": lambda source=source: DataLoader(
+            Ids(23), batch_size=2, sampler=DrawsAsItGoes(23, source)
+        )
+        for source in SOURCES
+    },
+    "batches as it goes": lambda: DataLoader(Ids(23), batch_sampler=BatchesAsItGoes(23, "python")),
+    "own batches in workers": lambda: DataLoader(Ids(23), batch_sampler=EagerBatches(23), num_workers=1),
+    "own generator": lambda: DataLoader(Ids(23), batch_size=2, sampler=OwnGenerator(23, random.Random(RANK))),
+    "numpy's own": lambda: DataLoader(
+        Ids(23), batch_size=2, sampler=OwnGenerator(23, np.random.default_rng(RANK)), num_workers=1
+    ),
+    "stream as it goes": lambda: DataLoader(StreamAsItGoes(23, "python"), batch_size=2),
     "stream with a worker": lambda: DataLoader(Numbers(23, shuffled=True), batch_size=2, num_workers=1),
 }
 
@@ -56,7 +86,7 @@ LOADERS = {
 def global_batches(name, build):
     """A plain loop over what one process would read at the global batch size; rank 0's random numbers."""
     raw = build()
-    if name == "own batches":
+    if "batches" in name:
         batches = [ids(batch) for batch in raw]
         return [sum(batches[start : start + WORLD], []) for start in range(0, len(batches), WORLD)]  # noqa: RUF017
     raw.__dict__["batch_size"] = raw.batch_sampler.batch_size = 2 * WORLD
