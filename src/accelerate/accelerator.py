@@ -16,7 +16,7 @@ from .core import memory
 from .core.enums import DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .data_loader import prepare_data_loader, skip_first_batches
-from .data_loader.diagnose import uneven_epoch
+from .data_loader.diagnose import uneven_epoch, uneven_window
 from .logging import get_logger
 from .optimizer import AcceleratedOptimizer
 from .parallel import ddp
@@ -142,6 +142,7 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         self._exact = resolved.plan.exact
         self._window = _Window(self, ())
         self._items = ItemWindow(self.strategy)
+        self._divided = False
         self._said: set[str] = set()
         self._accumulated: tuple[torch.nn.Module, ...] = ()
 
@@ -273,10 +274,7 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
         self._check_resumed()
         self._going_on.note_step()
         loader = self.gradient_state.active_dataloader
-        note = None if loader is None else uneven_epoch(loader, self.gradient_state.num_steps)
-        if note is not None and note not in self._said:
-            self._said.add(note)
-            logger.warning(note)
+        self._warn_once(None if loader is None else uneven_epoch(loader))
         held = {id(parameter) for model in self._models for parameter in model.parameters()}
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self._models and own and not any(id(parameter) in held for parameter in own):
@@ -285,6 +283,17 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
                 + (": their gradients are not averaged over the processes" if self.use_distributed else "")
                 + ". Was the model replaced after the optimizer was made, or never given to prepare?"
             )
+
+    def _warn_once(self, note: str | None) -> None:
+        if note is not None and note not in self._said:
+            self._said.add(note)
+            logger.warning(note)
+
+    def _look_before_first_division(self) -> None:
+        """Before the first loss is divided by the accumulation steps: say where that makes a window uneven."""
+        self._divided = True
+        loader = self.gradient_state.active_dataloader
+        self._warn_once(None if loader is None else uneven_window(loader, self.gradient_state.num_steps))
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
         """One learning-rate scheduler, wrapped: it moves with the prepared optimizer it belongs to."""
@@ -381,8 +390,11 @@ class Accelerator(ProcessControl, RunOptions, RunServices):
             weight = 1.0 if loader is None else loader.batch_weight
             if weight != 1.0:
                 loss = loss * weight
-        if steps != 1 and self.strategy.divides_loss:
-            loss = loss / steps
+        if steps != 1:
+            if not self._divided:
+                self._look_before_first_division()
+            if self.strategy.divides_loss:
+                loss = loss / steps
         self.strategy.backward(loss, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:

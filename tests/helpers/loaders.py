@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler, get_worker_info
 
 
 class Ids(Dataset):
@@ -172,6 +172,8 @@ class BatchesAsItGoes(Sampler):
         self.length = length
         self.source = source
         self.size = size
+        # What batch samplers mostly have; its order is not that of these batches.
+        self.sampler = SequentialSampler(range(length))
 
     def __len__(self) -> int:
         return sum(1 for _ in self._lengths())

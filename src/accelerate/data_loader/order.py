@@ -33,7 +33,13 @@ from .samplers import SeedableRandomSampler
 # These draw their whole order from torch when they are first asked for an index.
 _DRAWN_AT_ONCE = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 # Nor does an iterator over a finished sequence draw anything.
-_FINISHED = (type(iter([])), type(iter(())), type(iter(range(0))), type(iter(range(1 << 70))), type(reversed([])))
+_FINISHED: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+    type(iter(range(1 << 70))),
+    type(reversed([])),
+)
 
 # How often within an epoch the states of a plain loop's generators are recorded because the loop drew in between.
 RECORDS = 4096
