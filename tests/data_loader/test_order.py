@@ -196,6 +196,30 @@ def counted(kind):
     return DataLoader(Ids(LENGTH), batch_size=4, sampler=kind(LENGTH, "python"))
 
 
+def grouped():
+    transformers = pytest.importorskip("transformers.trainer_pt_utils")
+    lengths = [1 + number % 7 for number in range(LENGTH)]
+    return DataLoader(Ids(LENGTH), batch_size=4, sampler=transformers.LengthGroupedSampler(4, lengths=lengths))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_sampler_that_groups_by_length(exact):
+    seed(2)
+    plain = grouped()
+    wanted = [passed(plain) for _ in range(2)]
+    seed(2)
+    loader = single(grouped, exact=exact)
+    assert [passed(loader), passed(loader, 5)] == [wanted[0], wanted[1][:5]]
+    saved = copy.deepcopy(loader.state_dict())
+    rest = []
+    for index in range(3):
+        seed(60 + index)
+        resumed = prepare_data_loader(grouped(), num_processes=3, process_index=index, exact=True)
+        resumed.load_state_dict(saved)
+        rest += [sample for batch in resumed for sample in ids(batch)[: resumed.batch_counts[index]]]
+    assert sorted(rest) == sorted(sample for batch, _ in wanted[1][5:] for sample in batch)
+
+
 def test_an_order_that_cannot_be_drawn_again_is_refused():
     loader = single(lambda: counted(FromOutside))
     list(itertools.islice(loader, 5))
