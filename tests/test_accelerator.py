@@ -131,3 +131,21 @@ def test_a_window_without_items_has_no_gradient():
     assert torch.equal(model.weight, before)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_uneven_windows_are_said_once_it_is_known_that_items_are_not_counted(accelerator, caplog, counted):
+    """A window of one batch at the end of each epoch; also where a step comes before the first backward."""
+    accelerator.gradient_accumulation_steps = 4
+    model = torch.nn.Linear(1, 1)
+    loader = DataLoader(TensorDataset(torch.ones(9, 1)), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for _ in range(2):
+        for (x,) in loader:
+            optimizer.step()
+            optimizer.zero_grad()
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean(), **({"num_items": 1} if counted else {}))
+                optimizer.step()
+                optimizer.zero_grad()
+    assert caplog.text.count("has 1 of 4 batches, and each still weighs 1/4") == (0 if counted else 1)

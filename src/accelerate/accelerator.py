@@ -152,6 +152,7 @@ class Accelerator(ProcessControl, RunOptions):
         # The block of `accumulate()` without models, made once: it is entered for each batch.
         self._batch = AccumulatedBatch(self._accumulation, ())
         self._items = ItemWindow(self.strategy)
+        self._divided = False
         self._objects = RunObjects()
         project = _project(project_config, project_dir)
         self._trackers = TrackerGroup(log_with, project.logging_dir)
@@ -387,8 +388,12 @@ class Accelerator(ProcessControl, RunOptions):
             weight = 1.0 if loader is None else loader.batch_weight
             if weight != 1.0:
                 loss = loss * weight
-        if steps != 1 and self.strategy.divides_loss:
-            loss = loss / steps
+        if steps != 1:
+            if not self._divided:
+                self._divided = True
+                self._first_step.check_window()
+            if self.strategy.divides_loss:
+                loss = loss / steps
         self.strategy.backward(loss, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:

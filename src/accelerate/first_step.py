@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 
-from .data_loader.diagnose import uneven_epoch
+from .data_loader.diagnose import uneven_epoch, uneven_window
 from .logging import get_logger
 from .optimizer import AcceleratedOptimizer
 from .run_checkpoints import RunCheckpoints
@@ -36,9 +36,16 @@ class FirstStepCheck:
         self._check_epoch()
         self._check_parameters(optimizer, objects)
 
+    def check_window(self) -> None:
+        """Called before the first loss that is divided by the accumulation steps."""
+        loader = self._gradient_state.active_dataloader
+        self._log_once(None if loader is None else uneven_window(loader, self._gradient_state.num_steps))
+
     def _check_epoch(self) -> None:
         loader = self._gradient_state.active_dataloader
-        note = None if loader is None else uneven_epoch(loader, self._gradient_state.num_steps)
+        self._log_once(None if loader is None else uneven_epoch(loader))
+
+    def _log_once(self, note: str | None) -> None:
         if note is not None and note not in self._logged:
             self._logged.add(note)
             logger.warning(note)

@@ -16,6 +16,7 @@ from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, sk
 from accelerate.data_loader.assign import Dealer
 from accelerate.data_loader.batch_source import Source, plan_for
 from accelerate.data_loader.channel import Parcel, pack, padded_row, unpack
+from accelerate.data_loader.generators import Generators
 from accelerate.data_loader.order import Order
 from accelerate.data_loader.position import Place
 from accelerate.data_loader.rows import count_rows, join_rows, repeat_rows, take_rows
@@ -26,7 +27,7 @@ def dealt(loader, cut, slice_fn=None):
     """What a dispatcher's reader hands out: for each shard its steps, as (samples, counts, last)."""
     plan = plan_for(loader)
     plan.cut = cut
-    rounds = Dealer(plan, slice_fn).rounds(Source(loader).open(plan_for(loader), Order(None, []), Place()))
+    rounds = Dealer(plan, slice_fn).rounds(Source(loader).open(plan_for(loader), Order(None, Generators()), Place()))
     found = [[] for _ in range(cut.shards)]
     for step in rounds:
         for shard, part in enumerate(step.parts):
@@ -114,7 +115,7 @@ def test_batches_without_tensors_go_round():
     singles = DataLoader(Numbers(5), batch_size=None)
     plan = plan_for(singles)
     plan.cut = Cut(2, even=True)
-    rounds = Dealer(plan).rounds(Source(singles).open(plan_for(singles), Order(None, []), Place()))
+    rounds = Dealer(plan).rounds(Source(singles).open(plan_for(singles), Order(None, Generators()), Place()))
     assert [step.parts for step in rounds] == [[0, 1], [2, 3], [4, 0]]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler, get_worker_info
 
 
 class Ids(Dataset):
@@ -138,6 +138,94 @@ class EagerBatches:
             batches.append(order[:take])
             order = order[take:]
         return batches
+
+
+def drawn(source: str, below: int) -> int:
+    """A number from a global generator: `python`'s, `numpy`'s or `torch`'s."""
+    if source == "python":
+        return random.randrange(below)
+    if source == "numpy":
+        return int(np.random.randint(below))
+    return int(torch.randint(below, ()))
+
+
+class DrawsAsItGoes(Sampler):
+    """Draws each index when it is asked for it, from the ones that are left."""
+
+    def __init__(self, length: int, source: str) -> None:
+        self.length = length
+        self.source = source
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(self.length))
+        while left:
+            yield left.pop(drawn(self.source, len(left)))
+
+
+class BatchesAsItGoes(Sampler):
+    """Batches of one to three samples, each drawn when it is asked for."""
+
+    def __init__(self, length: int, source: str, size: int | None = None) -> None:
+        self.length = length
+        self.source = source
+        self.size = size
+        # What batch samplers mostly have; its order is not that of these batches.
+        self.sampler = SequentialSampler(range(length))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._lengths())
+
+    def _lengths(self) -> Iterator[int]:
+        lengths, left = itertools.cycle((1, 3, 2) if self.size is None else (self.size,)), self.length
+        while left:
+            length = min(left, next(lengths))
+            left -= length
+            yield length
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches()
+
+    def _batches(self) -> Iterator[list[int]]:
+        left = list(range(self.length))
+        for length in self._lengths():
+            yield [left.pop(drawn(self.source, len(left))) for _ in range(length)]
+
+
+class OwnGenerator(Sampler):
+    """Draws each index from a generator of its own, of Python's or NumPy's kind."""
+
+    def __init__(self, length: int, generator: Any) -> None:
+        self.length = length
+        self.rng = generator
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(self.length))
+        while left:
+            yield left.pop(int(self.rng.random() * len(left)))
+
+
+class StreamAsItGoes(IterableDataset):
+    """The numbers below `length`, shuffled through a buffer with a global generator."""
+
+    def __init__(self, length: int, source: str) -> None:
+        self.length = length
+        self.source = source
+
+    def __iter__(self) -> Iterator[int]:
+        buffer: list[int] = []
+        info = get_worker_info()
+        for number in range(self.length) if info is None else range(info.id, self.length, info.num_workers):
+            buffer.append(number)
+            if len(buffer) == 5:
+                yield buffer.pop(drawn(self.source, 5))
+        while buffer:
+            yield buffer.pop(drawn(self.source, len(buffer)))
 
 
 def ids(batch: Any) -> list[int]:

@@ -20,7 +20,7 @@ from .order import Order, draw_worker_seed
 from .position import Place
 from .samplers import innermost
 from .shard import plan_of
-from .steps import Cut, Plan
+from .steps import Cut, Plan, is_generator
 from .workers import MapWorker, Meter, StreamWorker, WorkerStart, altered, as_is, keeps_state, opened, unwrapped
 
 # A batch; the samples that each shard has in its step; the place after it; whether it is the last.
@@ -92,11 +92,6 @@ class Source:
         self._kept: tuple[Any, Any] | None = None
 
     @property
-    def seeds_workers(self) -> bool:
-        """Whether the next pass draws a seed for workers; persistent ones have theirs already."""
-        return self._kept is None
-
-    @property
     def workers(self) -> int:
         """How many streams an iterable dataset is read in."""
         return max(1, self.loader.num_workers)
@@ -119,28 +114,26 @@ class Source:
         loader: Any = self.loader
         if start.inner is not None:
             loader.dataset.load_state_dict(start.inner[0])
-        stream = order.open(plan.open, loader.generator)
-        if not order.redraw:
+        stream = order.open(plan.open, plan.opens_lazily)
+        if not order.resumes:
             draw_worker_seed(loader.generator)
         fetch = finished(loader, map_fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None))
-        steps = plan.read(stream, start.consumed)
+        steps = order.paced(plan.read(stream, start.consumed, order.looks_ahead))
         if tells_state(loader):
             return _fetched_with_state(steps, fetch, loader.dataset)
         return ((fetch(indices), counts, position, last) for indices, counts, position, last in steps)
 
     def _stream_in_process(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
         loader = self.loader
-        if not order.redraw:
+        if not order.resumes:
             draw_worker_seed(loader.generator)
         fetch = finished(loader, loader.collate_fn)
         if start.inner is not None or tells_state(loader):
+            order.begun = True
             return _streamed_with_state(loader, plan, start, fetch)
-        if order.redraw:
-            # Torch draws the workers' seed before it opens a stream.
-            stream = order.open(lambda: _later(loader.dataset), loader.generator)
-        else:
-            stream = open_stream(loader.dataset)
-        steps = plan.read(stream, start.consumed)
+        lazily = is_generator(unwrapped(loader.dataset))
+        stream = order.open(lambda: open_stream(loader.dataset), lazily)
+        steps = order.paced(plan.read(stream, start.consumed))
         return ((fetch(items), counts, position, last) for items, counts, position, last in steps)
 
     # -- in worker processes
@@ -210,10 +203,6 @@ class Source:
         return _looking_ahead(batches, plan, begin)
 
 
-def _later(dataset: Any) -> Iterator[Any]:
-    yield from open_stream(dataset)
-
-
 def _marked(batches: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
     """Tuples with whether each is the last, by a look ahead."""
     present = next(batches, _END)
@@ -226,7 +215,7 @@ def _marked(batches: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
 def _fetched_with_state(steps: Iterator[Any], fetch: Any, dataset: Any) -> Iterator[Batch]:
     for indices, counts, position, last in steps:
         batch = fetch(indices)
-        yield batch, counts, Place(position, inner=[dataset.state_dict()]), last
+        yield batch, counts, _with_state(position, [dataset.state_dict()]), last
 
 
 def _streamed_with_state(loader: DataLoader, plan: Plan, start: Place, fetch: Any) -> Iterator[Batch]:
@@ -241,7 +230,7 @@ def _streamed_with_state(loader: DataLoader, plan: Plan, start: Place, fetch: An
 
 
 def _metered_batches(
-    batches: Iterator[Any], log: deque[tuple[Any, int, bool]], start: Place, workers: int
+    batches: Iterator[Any], log: deque[tuple[Any, Place | int, bool]], start: Place, workers: int
 ) -> Iterator[Batch]:
     if not workers:
         for batch in batches:
@@ -252,7 +241,13 @@ def _metered_batches(
     for batch, worker, state in batches:
         counts, position, last = log.popleft()
         states[worker] = state
-        yield batch, counts, Place(position, inner=list(states)), last
+        yield batch, counts, _with_state(position, list(states)), last
+
+
+def _with_state(position: Place | int, states: list[Any]) -> Place:
+    place = Place(position) if isinstance(position, int) else position
+    place.inner = states
+    return place
 
 
 def _streamed_batches(batches: Iterator[Any], start: Place, workers: int) -> Iterator[Batch]:

@@ -109,6 +109,7 @@ class DataLoaderDispatcher(PreparedLoader):
         wire = Wire(plan.cut.index)
         if dist.get_rank() != READER:
             return _received(wire)
+        order.isolate(shared=False)
         whole = dataclasses.replace(plan, cut=Cut(exact=plan.cut.exact))
         # What fails while the loader is opened is told to the others like what fails later.
         dealer = Dealer(plan, self.slice_fn)

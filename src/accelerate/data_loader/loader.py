@@ -14,16 +14,17 @@ from ..collectives.rng import synchronize_rng_states
 from ..state import GradientState
 from .base import DataLoaderAdapter, DataLoaderStateMixin
 from .batch_source import Batch, Source, is_iterable, is_native, plan_for
-from .order import Order
+from .generators import Generators, own_generators
+from .order import History, Order, draws_at_once
 from .position import Place, Position, total_of
 from .prefetch import feed_for
-from .samplers import check_skip, epoch_listeners, get_sampler, with_sampler
+from .samplers import SeedableRandomSampler, check_skip, epoch_listeners, get_sampler, with_sampler
 from .steps import Plan
-from .workers import unwrapped
+from .workers import keeps_state, unwrapped
 
 # What a copy or another process makes anew.
 _PER_PROCESS = frozenset(
-    {"_source", "_feed", "_order", "_place", "_pending", "_open_passes", "_origin", "_successor"}
+    {"_source", "_feed", "_order", "_history", "_place", "_pending", "_open_passes", "_origin", "_successor"}
     | {"before_pass", "between_batches"}
 )
 
@@ -98,6 +99,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def _ready(self) -> None:
         """What is made anew in every process."""
         self._source = Source(self.base_dataloader)
+        self._history = History()
         self._feed = feed_for(self.device, self._non_blocking)
         # The pass that is under way (or was left), and where it is.
         self._order: Order | None = None
@@ -144,7 +146,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         order = self._new_order()
         start = Place()
         if resumed is not None and resumed.order is not None:
-            order.resume(resumed.order)
+            order.resume(resumed.order, resumed.place)
             start = resumed.place
         self._order, self._place = order, start
         plan = self.plan()
@@ -154,9 +156,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self._pass(batches, plan, start)
 
     def _open(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
-        if plan.cut.shards > 1 or self.torch_device_mesh is not None:
+        cut = plan.cut
+        if shared := cut.shards > 1 or self.torch_device_mesh is not None:
             # The shards of one order, or ranks that work on the same samples. A loader of one rank alone asks nobody.
-            order.share()
+            order.isolate(shared, ends_alike=cut.shards == 1 or cut.even or cut.exact or plan.drop_last)
+        elif cut.exact:
+            order.isolate(shared=False)
         return self._source.open(plan, order, start)
 
     def _pass(self, batches: Iterator[Batch], plan: Plan, start: Place) -> Iterator[Any]:
@@ -199,12 +204,23 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return plan_for(self.base_dataloader, self.skip_batches)
 
     def _new_order(self) -> Order:
-        sampler = self.get_sampler()
-        found = [getattr(sampler, "generator", None), self.base_dataloader.generator, self.synchronized_generator]
-        if is_iterable(self.base_dataloader):
-            found.append(getattr(unwrapped(self.base_dataloader.dataset), "generator", None))
-        generators = [one for one in found if isinstance(one, torch.Generator)]
-        return Order(sampler, generators, self._source.seeds_workers)
+        base = self.base_dataloader
+        sampler, streams = self.get_sampler(), is_iterable(base)
+        plan = self.plan()
+        stream: Any = None if streams else plan.stream
+        found = [getattr(sampler, "generator", None), base.generator, self.synchronized_generator]
+        if streams:
+            found.append(getattr(unwrapped(base.dataset), "generator", None))
+        torchs, others = own_generators(unwrapped(base.dataset)) if streams else own_generators(stream, sampler)
+        known = not streams and draws_at_once(stream)
+        return Order(
+            stream,
+            Generators([one for one in (*found, *torchs) if isinstance(one, torch.Generator)], others, not known),
+            sampler if isinstance(sampler, SeedableRandomSampler) else None,
+            next((one for one in (stream, sampler) if keeps_state(one)), None),
+            known,
+            self._history,
+        )
 
     def __len__(self) -> int:
         if is_native(self.base_dataloader):
@@ -263,7 +279,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return successor.state_dict()
         plan = self.plan()
         position = Position(self.iteration, plan.unit, total_of(plan))
-        if self._order is None:
+        if self._order is None or not (self._order.begun or _consumed(self._place)):
+            # Between epochs, or before the first draw of one.
             position.own = self._new_order().own()
         else:
             place = self._place
@@ -283,6 +300,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.before_pass, self.between_batches = origin.before_pass, origin.between_batches
         self._pending, origin._pending = origin._pending, None
         self._origin = origin
+        self._history = origin._history
         origin._successor = weakref.ref(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -330,6 +348,10 @@ def _restored(cls: type[PreparedLoader], fields: dict[str, Any]) -> PreparedLoad
 
 def _without_generator(kinds: list[Any] | None) -> list[Any] | None:
     return None if kinds is None else [kind for kind in kinds if str(getattr(kind, "value", kind)) != "generator"]
+
+
+def _consumed(place: Place | int) -> int:
+    return place if isinstance(place, int) else place.consumed
 
 
 def _last_size(counts: tuple[int, ...] | None, plan: Plan) -> int:

@@ -1,25 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an epoch's order is drawn from: taken down at its start, shared by all ranks, drawn from again on resume."""
+"""What an epoch's order is drawn from: recorded where it is drawn, shared by all ranks, drawn from again on resume."""
 
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
+import copy
+import itertools
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from ..collectives import transport
 from ..collectives.objects import broadcast_each
+from ..core.errors import CheckpointError, PrepareError
+from .digest import extended
+from .generators import GLOBAL, Generators, States, derived, differing, equal, listed, packed
+from .position import Place
 from .samplers import SeedableRandomSampler
 
-# These draw from torch alone. Any other sampler may use Python's or NumPy's generator too.
-_TORCH_ONLY = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+# These draw their whole order from torch when they are first asked for an index.
+_DRAWN_AT_ONCE = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+# Nor does an iterator over a finished sequence draw anything.
+_FINISHED: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+    type(iter(range(1 << 70))),
+    type(reversed([])),
+)
 
-States = dict[str, Any]
+# How often within an epoch the states of a plain loop's generators are recorded because the loop drew in between.
+RECORDS = 4096
+
+_END: Any = object()
+
+# Passes under way whose sampler draws as it goes.
+_under_way: weakref.WeakSet[Order] = weakref.WeakSet()
+
+
+@dataclass(slots=True)
+class History:
+    """What the passes of one loader have in common.
+
+    Fields:
+        overtaken: another part of the program has drawn from a generator between two draws of this loader's sampler.
+    """
+
+    overtaken: bool = False
+
+
+def draws_at_once(sampler: Any) -> bool:
+    """Whether `sampler` is known to draw its whole order at its first index, and from torch's generators alone."""
+    if type(sampler) in _DRAWN_AT_ONCE or isinstance(sampler, SeedableRandomSampler):
+        return True
+    if not isinstance(sampler, RandomSampler) or type(sampler).__iter__ is not RandomSampler.__iter__:
+        return False
+    # Without a generator it makes one of its own for each pass. A given one may be drawn from in between.
+    return sampler.generator is None or not (sampler.replacement or sampler.num_samples > len(sampler.data_source))
 
 
 class Order:
@@ -29,98 +78,414 @@ class Order:
     So does this, in the same sequence: on one process nothing differs. Where the order must be another than this
     process would draw (rank 0's, or the one of the epoch that is being resumed) it is drawn under those states, and
     this process's global generators are left as they were.
+
+    A sampler may draw between its indices. Where the shards of one order depend on it (`isolates`), these draws have
+    a stream of random numbers of their own, which no other draw of the program disturbs: it begins with rank 0's
+    states at the first index. On rank 0 the global generators follow that stream as long as nobody else draws from
+    them, as in a plain loop. In a plain loop of one process the sampler draws from the generators as they are, and
+    the states that a repetition cannot know are recorded.
+
+    Args:
+        stream: what is iterated: a sampler, a batch sampler; None for an iterable dataset.
+        generators: what it may draw from.
+        seedable: the seedable sampler inside of it, if any. stateful: what in it keeps a state.
+        known: it is known to draw at once. history: what the passes of the loader have in common.
     """
 
-    def __init__(self, sampler: Any, generators: Iterable[torch.Generator | None], seeds_workers: bool = True) -> None:
-        self.sampler = sampler
-        self.generators = list({id(one): one for one in generators if one is not None}.values())
-        self.torch_only = type(sampler) in _TORCH_ONLY or isinstance(sampler, SeedableRandomSampler)
+    def __init__(
+        self,
+        stream: Any,
+        generators: Generators,
+        seedable: SeedableRandomSampler | None = None,
+        stateful: Any = None,
+        known: bool = False,
+        history: History | None = None,
+    ) -> None:
+        self.stream = stream
+        self.generators = generators
+        self.seedable = seedable
+        self.stateful = stateful
+        self.known = known
+        self.history = History() if history is None else history
+        # The states that the order is opened with, and those that were set before some of its elements were drawn.
+        self.states: States = self._opening()
+        self.later: list[tuple[int, States]] = []
+        self.unrecorded = False
+        self.begun = False
         self.resumes = False
-        # Whether torch's iterator draws a seed for workers before the order (persistent workers have theirs).
-        self.seeds_workers = seeds_workers
-        self.states: States = self.capture()
-        self.redraw = False
+        self.isolates = False
+        self.shared = False
+        self.ends_alike = False
+        # How many elements were drawn. Of these, those behind the place of the last step; the checksum up to there.
+        self.drawn = 0
+        self._ahead: list[Any] = []
+        self._place = 0
+        self._digest = 0
+        self._expected: tuple[int, int | None] = (0, None)
+        # The states that the sampler's next draw begins with, where they are known; kinds that it has drawn from.
+        self._next: States | None = None
+        self._used: set[str] = set()
+        # The process's own states while a step is drawn, of the generators that are not to follow.
+        self._put_back: States = {}
+        self._rejoins: set[str] | None = None
+        self._finished = False
 
-    def resume(self, states: States) -> None:
-        """Draw the order of an epoch that was left in its middle, with nothing drawn from this process's states."""
-        self.take(states)
-        self.resumes = True
+    # -- states
 
-    def capture(self) -> States:
-        """The present states."""
-        states: States = {"seeds_workers": self.seeds_workers}
-        if isinstance(self.sampler, SeedableRandomSampler):
-            states["seed"] = self.sampler.initial_seed
-        elif type(self.sampler) is not SequentialSampler:
-            states["torch"] = torch.get_rng_state()
-        if self.generators:
-            states["generators"] = [generator.get_state() for generator in self.generators]
-        if not self.torch_only:
-            states["python"] = random.getstate()
-            if "numpy" in sys.modules:
-                states["numpy"] = sys.modules["numpy"].random.get_state()
-        return states
+    def _opening(self) -> States:
+        states: States = {}
+        if self.seedable is not None:
+            states["seed"] = self.seedable.initial_seed
+        if self.stateful is not None:
+            states["sampler"] = copy.deepcopy(self.stateful.state_dict())
+        if type(self.stream) is SequentialSampler or (self.known and self.seedable is not None):
+            return {**states, **self.generators.capture_private()}
+        return {**states, **self.generators.capture()}
 
     def as_saved(self) -> States:
         """The states of this order as numbers, lists and byte tensors."""
-        return {name: _listed(state) for name, state in self.states.items()}
+        states: States = {name: listed(state) for name, state in self.states.items()}
+        later = list(self.later)
+        if self._next is not None and self._is_plain:
+            # What the sampler would draw from next: others may have drawn since.
+            present = self.generators.capture()
+            later.append((self.drawn, packed({kind: present[kind] for kind in sorted(self._used)})))
+        if later:
+            states["later"] = [[count, listed(found)] for count, found in later]
+        if self.unrecorded:
+            states["unrecorded"] = True
+            warnings.warn(
+                f"the {self._name()} of this loader and the loop draw from the same generator, more than {RECORDS} "
+                "times in turn in this epoch: a position in the middle of this epoch cannot be resumed from. "
+                "Accelerator(exact=True) or a generator of the sampler's own keeps the two apart; or save between "
+                "epochs.",
+                stacklevel=3,
+            )
+        return states
 
     def own(self) -> States:
         """The part of the present states that is the loader's: its generators and its sampler's seed."""
-        return {key: value for key, value in self.capture().items() if key in ("seed", "generators")}
+        states = self.generators.capture_private()
+        if self.seedable is not None:
+            states["seed"] = self.seedable.initial_seed
+        if self.history.overtaken:
+            states["overtaken"] = True
+        return {name: listed(state) for name, state in states.items()}
 
     def restore_own(self, states: States) -> None:
         """Put back what `own` told."""
-        for generator, state in zip(self.generators, states.get("generators", ()), strict=False):
-            generator.set_state(state)
-        if "seed" in states and isinstance(self.sampler, SeedableRandomSampler):
-            self.sampler.initial_seed = states["seed"]
+        self.generators.restore({kind: states[kind] for kind in ("generators", "private") if kind in states})
+        if "seed" in states and self.seedable is not None:
+            self.seedable.initial_seed = states["seed"]
+        self.history.overtaken = bool(states.get("overtaken", self.history.overtaken))
 
     @property
     def is_fixed(self) -> bool:
         """Whether all ranks have the same order anyway."""
-        if isinstance(self.sampler, SeedableRandomSampler):
-            return self.sampler.seed_agreed
-        return type(self.sampler) is SequentialSampler
+        if self.known and self.seedable is not None:
+            return self.seedable.seed_agreed
+        return type(self.stream) is SequentialSampler
 
-    def share(self) -> None:
-        """Take the states of rank 0, so that all ranks cut the same order. One message an epoch."""
-        if self.is_fixed or not is_distributed():
-            return
-        shared = broadcast_each(self.states)
-        if not _same(shared, self.states):
-            self.take(shared)
-        if isinstance(self.sampler, SeedableRandomSampler):
-            self.sampler.seed_agreed = True
+    # -- whose order it is
 
-    def take(self, states: States) -> None:
-        """Draw from `states` instead of the present ones."""
-        self.states = states
-        self.redraw = True
-        self.seeds_workers = states["seeds_workers"]
+    def resume(self, states: States, place: Place) -> None:
+        """Draw the order of an epoch that was left in its middle, with nothing drawn from this process's states."""
+        if states.get("unrecorded"):
+            raise CheckpointError(
+                "this position was saved in the middle of an epoch whose sampler and loop drew from the same "
+                "generator in turn, too often to be recorded: the rest of that epoch is not known. Load a position "
+                "from between epochs, or call set_epoch on this loader for a new epoch."
+            )
+        self.states = dict(states)
+        self.later = [(count, found) for count, found in self.states.pop("later", [])]
+        self._expected = (place.consumed, place.digest)
+        self.resumes = self.begun = True
 
-    def open(
-        self, start: Callable[[], Iterator[Any]], generator: torch.Generator | None, twice: bool = False
-    ) -> Iterator[Any]:
+    def isolate(self, shared: bool, ends_alike: bool = False) -> None:
+        """Keep the sampler's draws apart from all others.
+
+        Args:
+            shared: the ranks are shards of this order, or work on the same samples: rank 0's states count.
+            ends_alike: all ranks make as many steps.
+        """
+        self.isolates = True
+        self.shared = shared and is_distributed() and not self.is_fixed
+        self.ends_alike = ends_alike
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it makes no difference that a step is drawn before the present one is worked on."""
+        return self.known or self.isolates
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the sampler draws from the process's generators, as in a plain loop."""
+        return not self.isolates and (not self.resumes or self._rejoins is not None)
+
+    @property
+    def _follows(self) -> bool:
+        """Whether this rank takes rank 0's states."""
+        return self.shared and not self.resumes and dist.get_rank() != 0
+
+    @property
+    def _leads(self) -> bool:
+        """Whether the process's generators go along with the order's."""
+        return not (self.resumes or self._follows or "rekeyed" in self.states)
+
+    # -- drawing
+
+    def open(self, start: Callable[[], Iterator[Any]], lazily: bool) -> Iterator[Any]:
         """The iterator that `start` makes, which draws the order.
 
-        `twice`: torch's iterator with workers asks its sampler for an iterator a second time after it has drawn
-        their seed; a redrawn order does the same.
+        `lazily`: `start` draws nothing before its first element. Otherwise it is called at once, as torch does.
         """
-        return self._drawn_again(start, generator, twice) if self.redraw else start()
+        if self.known and not self.resumes and not self.shared:
+            if type(self.stream) is not SequentialSampler:
+                return itertools.chain.from_iterable(self._recorded(start))
+            self.begun = True
+            return start()
+        found = None
+        if not self.resumes and not lazily:
+            with self.applied():
+                found = start()
+        return itertools.chain.from_iterable(self._parts(start, found))
 
-    def _drawn_again(
-        self, start: Callable[[], Iterator[Any]], generator: torch.Generator | None, twice: bool
-    ) -> Iterator[Any]:
-        with self.applied():
+    def _recorded(self, start: Callable[[], Iterator[Any]]) -> Iterator[Iterator[Any]]:
+        """The states at the first element are those that count: whoever has drawn before."""
+        self.begun = True
+        self.states = self._opening()
+        yield start()
+
+    def _parts(self, start: Callable[[], Iterator[Any]], found: Iterator[Any] | None) -> Iterator[Iterable[Any]]:
+        own = self.generators.capture()
+        self._begin(found is not None)
+        self._put_back = self._entered(own)
+        if self.resumes and self.stateful is not None and "sampler" in self.states:
+            self.stateful.load_state_dict(copy.deepcopy(self.states["sampler"]))
+        if not self.known:
+            # `paced` puts the process's own states back after the step.
+            yield self._drawn(start() if found is None else found)
+            return
+        try:
             found = start()
-            if self.seeds_workers:
-                draw_worker_seed(generator)
-                found = start() if twice else found
             # Samplers draw when they are first asked for an index.
-            first = list(_one(found))
-        yield from first
-        yield from found
+            first = list(itertools.islice(found, 1))
+        finally:
+            # Generators of the loader's own go on from here.
+            self.generators.restore(self._put_back)
+        yield first
+        yield found
+
+    def _begin(self, opened: bool) -> None:
+        """Fix the states that the first element is drawn from: rank 0's, for all ranks. One message an epoch."""
+        if self.resumes:
+            return
+        self.begun = True
+        present = self._opening()
+        if self.isolates and (self.history.overtaken or any(order is not self for order in _under_way)):
+            # Others draw from the same generators in between: the numbers that they see are not used here again.
+            present["rekeyed"] = True
+        if self.shared:
+            present = broadcast_each(present)
+            if self.seedable is not None:
+                self.seedable.seed_agreed = True
+        if opened:
+            self.later = [(0, packed({kind: present[kind] for kind in self.generators.capture()}))]
+            if "rekeyed" in present:
+                self.states["rekeyed"] = True
+        else:
+            self.states = present
+
+    def _entered(self, own: States) -> States:
+        """Set the states of the first element. Returns those of the process's own that are to be put back."""
+        if self.resumes:
+            self._set(self.states)
+            return _global(own)
+        if not self._follows:
+            return {}
+        self._set(dict(self.later)[0] if self.later else self.states)
+        moved = differing(own, self.generators.capture())
+        return _global({kind: own[kind] for kind in moved})
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """What is drawn in the block is drawn from the states that the order is opened with: rank 0's, or saved ones.
+
+        The global generators of a rank that had others are left as they were.
+        """
+        own = self.generators.capture()
+        put_back: States = {}
+        if self.resumes:
+            self._set(self.states)
+            put_back = _global(own)
+        else:
+            self.begun = True
+            self.states = self._opening()
+            if self.shared:
+                self.states = broadcast_each(self.states)
+            if self._follows:
+                self._set(self.states)
+                put_back = _global({kind: own[kind] for kind in differing(own, self.generators.capture())})
+        try:
+            yield
+        finally:
+            self.generators.restore(put_back)
+
+    def _drawn(self, found: Iterator[Any]) -> Iterator[Any]:
+        """The elements of an order, with what is due before some of them."""
+        self._finished = isinstance(found, _FINISHED)
+        due: list[tuple[int, Callable[[], None]]] = []
+        if self.resumes:
+            due += [(count, self._setter(count, states)) for count, states in self.later]
+            due.append((self._expected[0], self._verify))
+        if self.states.get("rekeyed") and not self._finished:
+            due.append((1, self._rekey))
+        for count, act in sorted(due, key=_count_of):
+            yield from self._counted(itertools.islice(found, max(0, count - self.drawn)))
+            if self.drawn >= count or act == self._verify:
+                act()
+        yield from self._counted(found)
+
+    def _counted(self, elements: Iterator[Any]) -> Iterator[Any]:
+        keep = self._ahead.append if self.stream is not None else None
+        for element in elements:
+            self.drawn += 1
+            if keep is not None:
+                keep(element)
+            yield element
+
+    def _setter(self, count: int, states: States) -> Callable[[], None]:
+        def set_states() -> None:
+            self._set(states)
+            if count and not self.isolates:
+                self._rejoin(states)
+
+        return set_states
+
+    def _rejoin(self, states: States) -> None:
+        """Where the process's generators stand where the saved run's did, go on in the plain loop's way."""
+        present = self.generators.capture()
+        kinds = {kind for kind in states if kind in present}
+        same = all(equal(self._put_back[kind], present[kind]) for kind in kinds if kind in self._put_back)
+        self._rejoins = kinds if kinds and same else None
+
+    def _rekey(self) -> None:
+        """From the second element on, random numbers that nothing else in the program draws."""
+        present = self.generators.capture()
+        self._put_back = {**_global(present), **self._put_back}
+        self.generators.restore(derived(present))
+
+    def _set(self, states: States) -> None:
+        self.generators.restore(states)
+        if "seed" in states and self.seedable is not None:
+            self.seedable.initial_seed = states["seed"]
+
+    def _verify(self) -> None:
+        """Raise CheckpointError where the part of the epoch that is done was not drawn as in the saved run."""
+        consumed, digest = self._expected
+        if self.stream is None or digest is None:
+            return
+        if self.drawn < consumed or extended(self._digest, self._ahead[: consumed - self._place]) != digest:
+            raise CheckpointError(
+                f"the order of this epoch cannot be drawn again: after {consumed} elements the {self._name()} gives "
+                "other ones than in the run that saved this position, so that samples would be lost or repeated. It "
+                "draws from something that is not part of a position (a file, the clock, a generator that it makes "
+                "itself without a seed), or it was changed. Let it draw from a seeded generator that it has as an "
+                "attribute, or from (seed, epoch) with `set_epoch`; to go on without the rest of this epoch, call "
+                "set_epoch with the next one after loading."
+            )
+
+    def paced(self, steps: Iterator[Any]) -> Iterator[Any]:
+        """`steps` that are cut from this order, each drawn from the states that are the order's."""
+        return steps if self.known else self._paced(steps)
+
+    def _paced(self, steps: Iterator[Any]) -> Iterator[Any]:
+        _under_way.add(self)
+        number = 0
+        try:
+            while True:
+                step = self._next_step(steps)
+                number += 1
+                if self.shared and (number == 1 or (step is _END and self.ends_alike)):
+                    self._compare()
+                if step is _END:
+                    return
+                yield self._placed(step)
+        finally:
+            _under_way.discard(self)
+
+    def _next_step(self, steps: Iterator[Any]) -> Any:
+        if self._finished:
+            return next(steps, _END)
+        before = self.generators.capture()
+        if not self._is_plain:
+            return self._next_isolated(steps, before)
+        count = self.drawn
+        step = next(steps, _END)
+        self._record(count, before, self.generators.capture())
+        return step
+
+    def _record(self, count: int, before: States, after: States) -> None:
+        """Note the states before a draw where a repetition would have others."""
+        used = differing(before, after)
+        self._used.update(used)
+        if self._next is None:
+            self._next = after
+            return
+        changed = {kind: before[kind] for kind in used if not equal(before[kind], self._next[kind])}
+        if changed and len(self.later) >= RECORDS:
+            self.unrecorded = True
+        elif changed:
+            self.later.append((count, packed(changed)))
+        self._next.update({kind: after[kind] for kind in used})
+
+    def _next_isolated(self, steps: Iterator[Any], before: States) -> Any:
+        start = self._next
+        if start is not None:
+            moved = differing(before, start)
+            self._put_back = {kind: before[kind] for kind in moved}
+            self.generators.restore({kind: start[kind] for kind in moved})
+        try:
+            return next(steps, _END)
+        finally:
+            self._next = self.generators.capture()
+            if start is not None and self._leads and not self.history.overtaken:
+                self.history.overtaken = any(kind in self._put_back for kind in differing(start, self._next))
+            if self._rejoins is not None:
+                self._put_back = {kind: own for kind, own in self._put_back.items() if kind not in self._rejoins}
+                self._used |= self._rejoins
+            self.generators.restore(self._put_back)
+
+    def _placed(self, step: Any) -> Any:
+        """`step` with the checksum of the order up to it."""
+        if self.stream is None:
+            return step
+        items, counts, position, *rest = step
+        count = position - self._place
+        self._digest = extended(self._digest, self._ahead[:count])
+        del self._ahead[:count]
+        self._place = position
+        return items, counts, Place(position, digest=self._digest), *rest
+
+    def _compare(self) -> None:
+        """Raise PrepareError on every rank where the ranks have not drawn the same order."""
+        if self.stream is None:
+            return
+        digest = extended(self._digest, self._ahead)
+        rows = transport.all_gather_numbers([self.drawn, digest], transport.group_of(None))
+        others = [rank for rank, row in enumerate(rows) if row != rows[0]]
+        if others:
+            raise PrepareError(
+                f"rank {others[0]} draws another order than rank 0 (within the first {rows[0][0]} elements), from "
+                f"rank 0's random states: the {self._name()} draws from something else (a file, the clock, a "
+                "generator that it makes itself without a seed, this process's rank), so that samples would be lost "
+                "and others repeated. Let it draw from torch's, Python's or NumPy's global generators, from a seeded "
+                "generator that it has as an attribute, or from (seed, epoch) with `set_epoch`; or let rank 0 draw "
+                "for all: dispatch_batches=True."
+            )
+
+    def _name(self) -> str:
+        return "dataset" if self.stream is None else type(self.stream).__name__
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -129,21 +494,6 @@ class Order:
         yield
         if state is not None:
             torch.set_rng_state(state)
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        """What is drawn in the block is drawn from `states`, where the order is redrawn."""
-        if not self.redraw:
-            yield
-            return
-        own = {**self.capture(), "torch": torch.get_rng_state()}
-        _restore(self.states)
-        self.restore_own(self.states)
-        try:
-            yield
-        finally:
-            # Generators of the loader's own go on from here; the global ones are the process's.
-            _restore(own)
 
 
 def draw_worker_seed(generator: torch.Generator | None) -> int:
@@ -155,36 +505,9 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _one(iterator: Iterator[Any]) -> Iterator[Any]:
-    for found in iterator:
-        yield found
-        return
+def _count_of(due: tuple[int, Any]) -> int:
+    return due[0]
 
 
-def _restore(states: States) -> None:
-    if "torch" in states:
-        torch.set_rng_state(states["torch"])
-    if "python" in states:
-        version, numbers, gauss = states["python"]
-        random.setstate((version, tuple(numbers), gauss))
-    if "numpy" in states and "numpy" in sys.modules:
-        kind, keys, *rest = states["numpy"]
-        sys.modules["numpy"].random.set_state((kind, keys, *rest))
-
-
-def _listed(value: Any) -> Any:
-    """Tuples and arrays as lists, which can be written as JSON and compared."""
-    if isinstance(value, (tuple, list)):
-        return [_listed(part) for part in value]
-    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, torch.Tensor) else value
-
-
-def _same(left: Any, right: Any) -> bool:
-    left, right = _listed(left), _listed(right)
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_same, left, right))
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        return torch.equal(left, right)
-    return type(left) is type(right) and bool(left == right)
+def _global(states: States) -> States:
+    return {kind: state for kind, state in states.items() if kind in GLOBAL}

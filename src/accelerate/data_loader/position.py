@@ -8,7 +8,7 @@ from typing import Any
 
 from ..core.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(slots=True)
@@ -20,12 +20,14 @@ class Place:
         workers: for an iterable dataset, the samples of each worker's own stream (one where there are no workers).
         turn: the worker whose batch comes next.
         inner: the states of a dataset that keeps its own, one for each worker.
+        digest: a checksum of what was consumed, where the order cannot be known beforehand.
     """
 
     consumed: int = 0
     workers: tuple[int, ...] | None = None
     turn: int = 0
     inner: list[Any] | None = None
+    digest: int | None = None
 
 
 @dataclass(slots=True)
@@ -63,6 +65,8 @@ class Position:
             found["turn"] = self.place.turn
         if self.place.inner is not None:
             found["inner"] = self.place.inner
+        if self.place.digest is not None:
+            found["digest"] = self.place.digest
         if self.order is not None:
             found["order"] = self.order
         if self.own:
@@ -80,7 +84,9 @@ class Position:
                 )
             workers = state.get("workers")
             workers = None if workers is None else tuple(workers)
-            place = Place(int(state["consumed"]), workers, state.get("turn", 0), state.get("inner"))
+            place = Place(
+                int(state["consumed"]), workers, state.get("turn", 0), state.get("inner"), state.get("digest")
+            )
             return cls(int(state["epoch"]), state["unit"], state["total"], place, state.get("order"), state.get("own"))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -78,12 +80,29 @@ class Plan:
         return None if self.size is None else self.size * (1 if self.cut.split else self.cut.shards)
 
     def open(self) -> Iterator[Any]:
-        """An iterator over the stream. As in torch, a sampler of single samples starts when it is first asked."""
-        return itertools.chain.from_iterable([self.stream]) if self.of_samples else iter(self.stream)
+        """An iterator over the stream."""
+        return iter(self.stream)
 
-    def read(self, stream: Iterator[Any], start: int = 0) -> Iterator[MarkedStep]:
-        """The steps of this shard from position `start` of `stream` on, with one look ahead."""
-        return mark_last(self.steps(stream, start))
+    @property
+    def opens_lazily(self) -> bool:
+        """Whether nothing is drawn before the first element is asked for. Torch batches single samples like that."""
+        return self.of_samples or is_generator(self.stream)
+
+    def read(self, stream: Iterator[Any], start: int = 0, ahead: bool = True) -> Iterator[MarkedStep]:
+        """The steps of this shard from position `start` of `stream` on, each with whether it is the last.
+
+        Args:
+            ahead: look one step ahead for that. Otherwise the length of the stream tells it, where it has one, and
+                nothing is drawn earlier than a plain loop does.
+        """
+        steps = self.steps(stream, start)
+        if ahead:
+            return mark_last(steps)
+        try:
+            total = self.total()
+        except (TypeError, NotImplementedError):
+            return mark_last(steps)
+        return mark_by_length(steps, total, self.stride if self.drop_last and self.of_samples else 1)
 
     def steps(self, stream: Iterator[Any], start: int = 0) -> Iterator[Step]:
         """The steps of this shard from position `start` of `stream` on (never before `skip`)."""
@@ -128,6 +147,31 @@ def mark_last(steps: Iterator[Step]) -> Iterator[MarkedStep]:
         items, counts, position = present
         present = next(steps, _END)
         yield items, counts, position, present is _END
+
+
+def mark_by_length(steps: Iterator[Step], total: int, least: int) -> Iterator[MarkedStep]:
+    """`steps`, each with whether it is the last: fewer than `least` elements of the `total` come after it.
+
+    A stream that is longer than it says is found out by a look ahead at its supposed end.
+    """
+    ended = True
+    for items, counts, position in steps:
+        ended = total - position < least
+        if ended and least == 1:
+            yield from mark_last(itertools.chain([(items, counts, position)], steps))
+            return
+        yield items, counts, position, ended
+    if not ended:
+        warnings.warn(
+            f"a sampler says that it has {total} elements and gives fewer: the last batch of the epoch could not be "
+            "marked as such, so that an accumulation window may stay open. Correct its __len__.",
+            stacklevel=2,
+        )
+
+
+def is_generator(stream: Any) -> bool:
+    """Whether iterating `stream` runs none of its code before the first element is asked for."""
+    return inspect.isgeneratorfunction(getattr(type(stream), "__iter__", None))
 
 
 def real_counts(samples: int, part: int, shards: int) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ class Meter(Sampler):
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
-        self.log: deque[tuple[Any, int, bool]] = deque()
+        self.log: deque[tuple[Any, Place | int, bool]] = deque()
         self.asked = False
 
     def arm(self, plan: Plan, order: Order, start: int) -> None:
@@ -55,14 +55,14 @@ class Meter(Sampler):
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Any]:
-        log: deque[tuple[Any, int, bool]] = deque()
+        log: deque[tuple[Any, Place | int, bool]] = deque()
         self.log = log
         self.asked = True
-        stream = self.order.open(self.plan.open, self.loader.generator, twice=self.loader.num_workers > 0)
-        return _noted(self.plan.read(stream), log)
+        stream = self.order.open(self.plan.open, self.plan.opens_lazily)
+        return _noted(self.order.paced(self.plan.read(stream, ahead=self.order.looks_ahead)), log)
 
 
-def _noted(steps: Iterator[Any], log: deque[tuple[Any, int, bool]]) -> Iterator[Any]:
+def _noted(steps: Iterator[Any], log: deque[tuple[Any, Place | int, bool]]) -> Iterator[Any]:
     for indices, counts, position, last in steps:
         log.append((counts, position, last))
         yield indices

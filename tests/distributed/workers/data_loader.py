@@ -14,8 +14,22 @@ from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
 
-from loaders import EagerBatches, Ids, Numbers, PythonShuffle, ids, seed, states
+from loaders import (
+    BatchesAsItGoes,
+    DrawsAsItGoes,
+    EagerBatches,
+    Ids,
+    Numbers,
+    OwnGenerator,
+    PythonShuffle,
+    StreamAsItGoes,
+    drawn,
+    ids,
+    seed,
+    states,
+)
 
+from accelerate.core.errors import PrepareError
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
 from accelerate.state import PartialState
 
@@ -38,6 +52,7 @@ def steps_of(loader):
     return [(ids(batch), loader.batch_counts, loader.end_of_dataloader, loader.remainder) for batch in loader]
 
 
+SOURCES = ("python", "numpy", "torch")
 LOADERS = {
     "shuffled": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True),
     "generator": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True, generator=generator(RANK)),
@@ -48,7 +63,23 @@ LOADERS = {
     "python's": lambda: DataLoader(Ids(23), batch_size=2, sampler=PythonShuffle(23)),
     "own batches": lambda: DataLoader(Ids(23), batch_sampler=EagerBatches(23)),
     "workers": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True, num_workers=1),
+    "replacement": lambda: DataLoader(
+        Ids(23), batch_size=2, sampler=RandomSampler(range(23), True, 71, generator=generator(RANK))
+    ),
     "stream": lambda: DataLoader(Numbers(23, shuffled=True), batch_size=2),
+    **{
+        f"{source} as it goes": lambda source=source: DataLoader(
+            Ids(23), batch_size=2, sampler=DrawsAsItGoes(23, source)
+        )
+        for source in SOURCES
+    },
+    "batches as it goes": lambda: DataLoader(Ids(23), batch_sampler=BatchesAsItGoes(23, "python")),
+    "own batches in workers": lambda: DataLoader(Ids(23), batch_sampler=EagerBatches(23), num_workers=1),
+    "own generator": lambda: DataLoader(Ids(23), batch_size=2, sampler=OwnGenerator(23, random.Random(RANK))),
+    "numpy's own": lambda: DataLoader(
+        Ids(23), batch_size=2, sampler=OwnGenerator(23, np.random.default_rng(RANK)), num_workers=1
+    ),
+    "stream as it goes": lambda: DataLoader(StreamAsItGoes(23, "python"), batch_size=2),
     "stream with a worker": lambda: DataLoader(Numbers(23, shuffled=True), batch_size=2, num_workers=1),
 }
 
@@ -56,7 +87,7 @@ LOADERS = {
 def global_batches(name, build):
     """A plain loop over what one process would read at the global batch size; rank 0's random numbers."""
     raw = build()
-    if name == "own batches":
+    if "batches" in name:
         batches = [ids(batch) for batch in raw]
         return [sum(batches[start : start + WORLD], []) for start in range(0, len(batches), WORLD)]  # noqa: RUF017
     raw.__dict__["batch_size"] = raw.batch_sampler.batch_size = 2 * WORLD
@@ -96,6 +127,117 @@ def check_ranks_keep_their_own_random_numbers():
     assert len(set(drawn)) == WORLD, drawn
 
 
+def lazies(length, workers):
+    found = {}
+    for source in SOURCES:
+        options = {"num_workers": workers, "batch_size": 2}
+        found[source] = DataLoader(Ids(length), sampler=DrawsAsItGoes(length, source), **options)
+        found[f"{source}, batches"] = DataLoader(
+            Ids(length), batch_sampler=BatchesAsItGoes(length, source, 2), num_workers=workers
+        )
+        found[f"{source}, stream"] = DataLoader(StreamAsItGoes(length, source), **options)
+    return found
+
+
+def draw_in_between():
+    """Each rank another number of draws from each generator."""
+    return [[drawn(source, 1000) for _ in range(RANK + 1)] for source in SOURCES]
+
+
+def check_draws_of_samplers_and_loops_are_apart():
+    for workers in (0, 2):
+        for exact in (True, False):
+            for name, raw in lazies(53, workers).items():
+                if workers and name not in ("python", "torch, batches", "numpy, stream"):
+                    continue
+                loader = prepare_data_loader(raw, exact=exact)
+                orders = []
+                for _ in range(2):
+                    seen, own = [], []
+                    seed(300 + RANK)
+                    for batch in loader:
+                        seen.append(ids(batch)[: loader.batch_counts[RANK]])
+                        own.append(draw_in_between())
+                    parts = all_ranks(seen)
+                    orders.append([sample for step in zip(*parts, strict=True) for part in step for sample in part])
+                    assert sorted(orders[-1]) == list(range(53)), (name, workers, exact, orders[-1])
+                    if RANK:
+                        # But for the seed of the workers, which torch draws from its own generator.
+                        seed(300 + RANK)
+                        assert [draws[:2] for draws in own] == [draw_in_between()[:2] for _ in own], name
+                assert not workers or orders[0] != list(range(53))
+
+
+def check_loaders_read_in_turn():
+    seed(40 + RANK)
+    for builds in (
+        [lambda: DataLoader(Ids(53), batch_size=2, sampler=DrawsAsItGoes(53, "python"))] * 2,
+        [lambda: DataLoader(Ids(53), batch_sampler=BatchesAsItGoes(53, "numpy"))] * 2,
+        [lambda: DataLoader(Ids(53), batch_size=2, shuffle=True)] * 2,
+    ):
+        loaders = [prepare_data_loader(build(), exact=True) for build in builds]
+        for _ in range(2):
+            seen = [[], []]
+            for pair in zip(*loaders, strict=True):
+                for kept, batch, loader in zip(seen, pair, loaders, strict=True):
+                    kept.append(ids(batch)[: loader.batch_counts[RANK]])
+                draw_in_between()
+            orders = []
+            for kept in seen:
+                parts = all_ranks(kept)
+                orders.append([sample for step in zip(*parts, strict=True) for part in step for sample in part])
+                assert sorted(orders[-1]) == list(range(53))
+            assert len(set(zip(*orders, strict=True)) & {(a, a) for a in range(53)}) < 15
+        for _ in loaders[0]:
+            break
+        rest = [sample for batch in loaders[0] for sample in ids(batch)[: loaders[0].batch_counts[RANK]]]
+        assert sorted(sum(all_ranks(rest), [])) == list(range(53))  # noqa: RUF017
+
+
+class Unseeded(DrawsAsItGoes):
+    def __iter__(self):
+        return iter(np.random.default_rng().permutation(self.length).tolist())
+
+
+class ByRank(DrawsAsItGoes):
+    """The same on all ranks at first, and different ones later."""
+
+    def __iter__(self):
+        return iter([*range(20), *(range(20, self.length) if RANK else reversed(range(20, self.length)))])
+
+
+def check_an_order_that_cannot_be_shared_is_refused():
+    for kind in (Unseeded, ByRank):
+        loader = prepare_data_loader(DataLoader(Ids(53), batch_size=2, sampler=kind(53, "python")))
+        steps = 0
+        try:
+            for _ in loader:
+                steps += 1
+        except PrepareError as error:
+            assert f"the {kind.__name__} draws from something else" in str(error) and "rank 1 draws" in str(error)
+            assert (steps == 0) == (kind is Unseeded)
+        else:
+            raise AssertionError("nothing was raised")
+
+
+def save_positions(path):
+    """What was read before a position in the second epoch, and the position, for another run to go on from."""
+    found = {}
+    for name, raw in lazies(53, 0).items():
+        loader = prepare_data_loader(raw, exact=True)
+        seed(500 + RANK)
+        for epoch in range(2):
+            seen = []
+            for step, batch in enumerate(loader):
+                seen += ids(batch)[: loader.batch_counts[RANK]]
+                draw_in_between()
+                if epoch and step == 4:
+                    break
+        found[name] = (sum(all_ranks(seen), []), all_ranks(loader.state_dict()))  # noqa: RUF017
+    if RANK == 0:
+        torch.save(found, path)
+
+
 def check_a_seed_that_differs_is_agreed_on():
     torch.manual_seed(50 + RANK)
     loader = prepare_data_loader(DataLoader(Ids(4 * WORLD), batch_size=2, shuffle=True), use_seedable_sampler=True)
@@ -110,6 +252,15 @@ def check_dispatched_batches():
         raw = DataLoader(data, batch_size=batch_size)
         return prepare_data_loader(raw, device=CPU, put_on_device=True, dispatch_batches=True, **options)
 
+    for source in SOURCES:
+        raw = DataLoader(Ids(53), batch_size=2, sampler=DrawsAsItGoes(53, source))
+        loader = prepare_data_loader(raw, device=CPU, put_on_device=True, dispatch_batches=True)
+        for _ in range(2):
+            seen = []
+            for batch in loader:
+                seen += ids(batch)[: loader.batch_counts[RANK]]
+                draw_in_between()
+            assert sorted(sum(all_ranks(seen), [])) == list(range(53))  # noqa: RUF017
     for data in (Ids, Numbers):
         for length in (1, 4 * WORLD, 4 * WORLD + 1, 4 * WORLD + 3):
             for options in ({}, {"exact": True}, {"split_batches": True}, {"split_batches": True, "exact": True}):
@@ -202,6 +353,10 @@ def check_positions_go_from_one_kind_to_another():
 check_orders_are_rank_0s()
 check_ranks_keep_their_own_random_numbers()
 check_a_seed_that_differs_is_agreed_on()
+check_draws_of_samplers_and_loops_are_apart()
+check_loaders_read_in_turn()
+check_an_order_that_cannot_be_shared_is_refused()
+save_positions(sys.argv[1])
 check_dispatched_batches()
 check_dispatched_objects()
 check_uneven_dispatch_ends_rank_by_rank()

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running checksum of an order: what was drawn so far, in one number, however it is cut into steps."""
+
+from __future__ import annotations
+
+import array
+import zlib
+from typing import Any
+
+import torch
+
+
+def extended(digest: int, elements: list[Any]) -> int:
+    """The checksum of an order whose first part has `digest`, after some more elements of it."""
+    try:
+        # By far most elements are indices.
+        return zlib.crc32(array.array("q", elements), digest)
+    except (TypeError, OverflowError, RuntimeError, ValueError):
+        for element in elements:
+            digest = zlib.crc32(_encoded(element), digest)
+        return digest
+
+
+def _encoded(element: Any) -> bytes:
+    """What tells an element from others, alike in every process."""
+    try:
+        return array.array("q", [element]).tobytes()
+    except (TypeError, OverflowError, RuntimeError, ValueError):
+        pass
+    if isinstance(element, (str, bytes, float, int)) or element is None:
+        return repr(element).encode()
+    if isinstance(element, torch.Tensor) or hasattr(element, "tolist"):
+        return repr(element.tolist()).encode()
+    if isinstance(element, dict):
+        return b"{" + b",".join(_encoded(part) for pair in element.items() for part in pair) + b"}"
+    if isinstance(element, (list, tuple, range)):
+        return b"[" + b",".join(map(_encoded, element)) + b"]"
+    # Of anything else only the kind can be compared: its text may hold an address, and an iterator is read once.
+    return type(element).__qualname__.encode()
