@@ -18,27 +18,8 @@ import torch
 from ..core.errors import CheckpointError
 from .blocks import BlockIO, CorruptFile, FileRecord, Segment, host_view, is_host
 from .codec import memory_of, require_plain_tensor
+from .dtypes import BY_NAME, NAMES
 
-_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 # Metadata key of ours: {alias: name} of tensors that are one memory and are stored once.
 ALIASES = "accelerate.aliases"
@@ -104,11 +85,11 @@ def file_head(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] |
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in NAMES:
             raise CheckpointError(f"{name}: a tensor of dtype {tensor.dtype} has no place in a safetensors file")
         size = tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [at, at + size],
         }
@@ -131,7 +112,7 @@ def read_header(path: Path) -> Header:
         data = json.loads(text)
         metadata = dict(data.pop("__metadata__", None) or {})
         entries = {
-            name: Entry(_DTYPES[row["dtype"]], tuple(row["shape"]), *map(int, row["data_offsets"]))
+            name: Entry(BY_NAME[row["dtype"]], tuple(row["shape"]), *map(int, row["data_offsets"]))
             for name, row in data.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
