@@ -431,11 +431,10 @@ class _Decoder:
         if data.get("order") == "F":
             found = np.asfortranarray(found)
         if "class" in data:
-            found = found.view(codec_numpy.VIEWS[data["class"]])
             whole = codec_numpy.read_dtype(data["dtype"])
             if whole != found.dtype:
                 raise ValueError(f"its dtypes {whole} and {found.dtype} differ")
-            found.dtype = whole  # with the class of its records
+            found = found.view(whole).view(codec_numpy.VIEWS[data["class"]])
         return found
 
     def _masked(self, data: dict[str, Any]) -> Any:

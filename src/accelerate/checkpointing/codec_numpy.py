@@ -52,9 +52,9 @@ def read_dtype(data: Any) -> np.dtype[Any]:
         return np.dtype((read_dtype(data["base"]), extents(data["shape"])))
     if "text" in data:
         wanted = _plain(data["text"])
-        twin = np.dtype(str(data["char"])[:1]).newbyteorder(wanted.byteorder)
+        twin: np.dtype[Any] = np.dtype(str(data["char"])[:1]).newbyteorder(wanted.byteorder)
         return twin if twin == wanted else wanted
-    fields: dict[str, Any] = {
+    fields: Any = {
         "names": [str(name) for name in data["names"]],
         "formats": [read_dtype(row) for row in data["formats"]],
         "offsets": [int(offset) for offset in data["offsets"]],
