@@ -31,9 +31,8 @@ accelerator.register_for_checkpointing(same, own, large, scheduler)
 
 if mode == "save":
     scheduler.step(1.0); scheduler.step(2.0 if rank == 1 else 0.5)
-    for name, blocking in (("now", True), ("later", False)):
+    for name, blocking in (("later", False), ("now", True)):
         accelerator.save_state(root / name, blocking=blocking)
-    accelerator.end_training()
     accelerator.wait_for_everyone()
     files = set(read_manifest(root / "now").files)
     expected = {"session.json"} | {f"session_rank_{r}.json" for r in range(1, world)}
