@@ -132,7 +132,7 @@ def _check_events(events: Iterator[Any], path: Path) -> None:
         depth -= kind in ("MappingEndEvent", "SequenceEndEvent")
         aliases += kind == "AliasEvent"
         if depth > _DEPTH:
-            raise ConfigurationError(f"{path}:{event.start_mark.line + 1}: nested more than {_DEPTH} levels deep")
+            raise ConfigurationError(f"{path}:{event.start_mark.line + 1}: nested too deep (over {_DEPTH} levels)")
         if aliases > _ALIASES:
             raise ConfigurationError(f"{path}:{event.start_mark.line + 1}: more than {_ALIASES} aliases (`*name`)")
 
