@@ -63,7 +63,9 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OSError) as error:
         raise CheckpointError(f"the index entry of {weight_file} does not describe it: {error!r}") from error
     if size < empty.nbytes:
-        raise CheckpointError(f"the offloaded weight {weight_file} cannot be read: it has {size} bytes, its index names {empty.nbytes}")
+        raise CheckpointError(
+            f"the offloaded weight {weight_file} cannot be read: it has {size} bytes, its index names {empty.nbytes}"
+        )
     if not empty.numel():
         return torch.empty_like(empty, device="cpu")
     try:
