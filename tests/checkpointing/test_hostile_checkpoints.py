@@ -53,13 +53,14 @@ VALUES = [None, True, -1, 2_000_000_000, 2**70, 1.5, "", "x", "../../x", [], {},
           {"$": "ndarray", "dtype": "<f8", "shape": [2_000_000_000], "b64": ""}, {"$": []}, {"$": "dict", "v": [1]},
           {"$": "tensor", "ref": "no"}, [2_000_000_000, 1], "quint8", {"$": "parameter", "v": 1}, [0, 10**18]]
 
-def places(value, found):
+def places(value, found, depth=0):
+    if depth > 20: return found
     if isinstance(value, dict):
         for key in value:
-            found.append((value, key)); places(value[key], found)
+            found.append((value, key)); places(value[key], found, depth + 1)
     elif isinstance(value, list):
         for index in range(len(value)):
-            found.append((value, index)); places(value[index], found)
+            found.append((value, index)); places(value[index], found, depth + 1)
     return found
 
 def mutate(value, chance):
