@@ -61,6 +61,7 @@ class PartialState:
         timeout: Any = None,
         _use_sagemaker_dp: bool = False,
     ) -> None:
+        env.check_run()
         cpu = cpu or env.get_flag("use_cpu")
         topology = _present_topology()
         device = devices.select(topology.local_rank, topology.local_world_size, cpu)

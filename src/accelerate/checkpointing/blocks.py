@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.files import open_regular
+
 BLOCK = 16 << 20  # bytes; a power of two, large enough that Python's part of the work vanishes
+_BLOCKS = (1 << 9, 1 << 30)  # bytes; what a record may name
+_SUM = re.compile("[0-9a-f]{8}")
 _IOV_MAX = 1000  # most systems take 1024 pieces in one call
 _WINDOW = 256 << 20  # bytes of host memory used to carry tensors from an accelerator to the disk
 
@@ -39,7 +44,18 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> FileRecord:
-        return cls(int(data["size"]), tuple(data["crc32"]), int(data["block"]))
+        """The record of a manifest. Raises ValueError, TypeError or KeyError for anything that is none."""
+        size, block, sums = data["size"], data["block"], data["crc32"]
+        for number in (size, block):
+            if type(number) is not int or number < 0:
+                raise ValueError(f"{str(number)[:40]} is not a size")
+        if not _BLOCKS[0] <= block <= _BLOCKS[1]:
+            raise ValueError(f"{block} is not the size of a block")
+        if not isinstance(sums, list) or len(sums) != -(-size // block):
+            raise ValueError(f"{size} bytes in blocks of {block} have other checksums")
+        if not all(isinstance(one, str) and _SUM.fullmatch(one) for one in sums):
+            raise ValueError("a checksum is eight hexadecimal digits")
+        return cls(size, tuple(sums), block)
 
 
 def host_view(tensor: torch.Tensor) -> memoryview:
@@ -157,7 +173,7 @@ class BlockIO:
 
     def record(self, path: Path) -> FileRecord:
         """The record of a file that somebody else wrote; the file is synced to the disk."""
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_regular(path)
         try:
             size = os.fstat(descriptor).st_size
             jobs = [self._pool.submit(_check_block, descriptor, at, BLOCK, None) for at in range(0, size, BLOCK)]
@@ -316,7 +332,7 @@ class _opened:
         self.path, self.size, self.record = path, size, record
 
     def __enter__(self) -> int:
-        self.descriptor = os.open(self.path, os.O_RDONLY)
+        self.descriptor = open_regular(self.path)
         found = os.fstat(self.descriptor).st_size
         want = self.record.size if self.record else self.size
         if found != want or self.size != want:

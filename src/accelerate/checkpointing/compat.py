@@ -19,6 +19,7 @@ import torch
 
 from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME
 from ..core.errors import CheckpointError
+from ..core.torch_files import READ_ERRORS, check_archive
 from .layout import numbered
 from .session import RunState, rng_state
 
@@ -40,6 +41,7 @@ def load_pickled(path: Any, allow_pickle: bool = False, map_location: Any = "cpu
 
     Raises CheckpointError, and runs nothing from the file, when it holds more than that and `allow_pickle` is False.
     """
+    check_archive(path)
     try:
         with torch.serialization.safe_globals(_NUMPY_GLOBALS):
             return torch.load(path, map_location=map_location, weights_only=True, **options)
@@ -51,8 +53,10 @@ def load_pickled(path: Any, allow_pickle: bool = False, map_location: Any = "cpu
             f"{path} holds more than plain data ({reason}). Reading it would run code from the file. If you trust who "
             "wrote it, pass allow_pickle=True."
         ) from error
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except FileNotFoundError:
+        raise
+    except READ_ERRORS as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
 
 
 def _named_global(error: Exception) -> str:

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from ..core.errors import CheckpointError
+from ..core.files import read_regular
+from ..core.torch_files import READ_ERRORS
 from .compat import load_pickled
 
 # The index names classes that hold places and shapes, and nothing that acts.
@@ -68,8 +70,8 @@ class PlainReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = self._folder / ".metadata"
         try:
-            metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, OSError) as error:
+            metadata = _Unpickler(io.BytesIO(read_regular(path, 1 << 30))).load()
+        except READ_ERRORS as error:
             raise CheckpointError(f"{path} is not an index of shards that can be trusted: {error}") from error
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} is not an index of shards")

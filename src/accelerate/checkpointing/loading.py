@@ -13,6 +13,7 @@ from ..core.errors import CheckpointError
 from ..parallel.prepared import PreparedModel
 from ..runtime.agreement import Council, Process
 from .commit import settle
+from .contents import check_loaders, taking
 from .layout import candidates, list_checkpoints
 from .manifest import CorruptCheckpoint, Manifest
 from .matching import CheckpointMismatch, check_counts, check_optimizer
@@ -170,7 +171,9 @@ def _read(run: RunState, source: Source, process: Process, strict: bool, models_
         check_optimizer(index, part, read, source.about_optimizer(index), source.folder)
         optimizers.append(read)
     rank = source.rank(process.process_index, process.num_processes, notes)
-    return _Plan(models, optimizers, source.shared(), rank, notes)
+    check_loaders(rank["dataloaders"], run.dataloaders, source.folder)
+    shared = source.shared_of(process.process_index, process.num_processes, notes)
+    return _Plan(models, optimizers, shared, rank, notes)
 
 
 def _match(parts: Sequence[PreparedModel], source: Source, strict: bool, notes: list[str]) -> list[Any]:
@@ -194,32 +197,42 @@ def _apply(run: RunState, source: Source, plan: _Plan, strict: bool, models_only
         kept = {id(module) for module in left}
         remaining = [part for part in run.models if id(part.module) in kept]
         plan.models = _match(remaining, source, strict, plan.notes)
-    for part, weights in plan.models:
-        weights.load(part, strict)
+    folder = source.folder
+    for index, (part, weights) in enumerate(plan.models):
+        with taking(f"model {index}", weights.path):
+            weights.load(part, strict)
     if run.sharded is not None and not source.is_whole:
-        run.sharded.load(source.folder, strict, models_only)
+        with taking("the sharded part of the run", folder):
+            run.sharded.load(folder, strict, models_only)
     if models_only:
         return
-    for part, read in zip(_held_whole(run.optimizers, source), plan.optimizers, strict=True):
-        part.load_state_dict(read())
-    for scheduler, state in zip(run.schedulers, plan.shared["schedulers"], strict=True):
-        scheduler.load_state_dict(state)
-    _load_ours(run, plan)
+    for index, (part, read) in enumerate(zip(_held_whole(run.optimizers, source), plan.optimizers, strict=True)):
+        with taking(f"optimizer {index}", folder):
+            part.load_state_dict(read())
+    for index, (scheduler, state) in enumerate(zip(run.schedulers, plan.shared["schedulers"], strict=True)):
+        with taking(f"scheduler {index}", folder):
+            scheduler.load_state_dict(state)
+    _load_ours(run, plan, folder)
 
 
-def _load_ours(run: RunState, plan: _Plan) -> None:
-    for loader, state in zip(run.dataloaders, plan.rank["dataloaders"], strict=True):
+def _load_ours(run: RunState, plan: _Plan, folder: Path) -> None:
+    for index, (loader, state) in enumerate(zip(run.dataloaders, plan.rank["dataloaders"], strict=True)):
         if state is not None and callable(getattr(loader, "load_state_dict", None)):
-            loader.load_state_dict(state)
+            with taking(f"data loader {index}", folder):
+                loader.load_state_dict(state)
     if run.scaler is not None and plan.shared.get("scaler") is not None:
-        run.scaler.load_state_dict(plan.shared["scaler"])
+        with taking("the gradient scaler", folder):
+            run.scaler.load_state_dict(plan.shared["scaler"])
     if run.rank_state is not None and plan.rank.get("rank_state") is not None:
-        plan.notes.extend(run.rank_state.load_state_dict(plan.rank["rank_state"]) or ())
-    for item, state in zip(run.custom, plan.shared["custom"], strict=True):
-        item.load_state_dict(state)
+        with taking("the rank's own state", folder):
+            plan.notes.extend(run.rank_state.load_state_dict(plan.rank["rank_state"]) or ())
+    for index, (item, state) in enumerate(zip(run.custom, plan.shared["custom"], strict=True)):
+        with taking(f"registered object {index} ({type(item).__qualname__})", folder):
+            item.load_state_dict(state)
     # Last, so that nothing loaded above draws from the generators afterwards.
     if plan.rank.get("rng") is not None:
-        plan.notes.extend(set_rng_state(plan.rank["rng"]))
+        with taking("the random number generators", folder):
+            plan.notes.extend(set_rng_state(plan.rank["rng"]))
 
 
 def load_newest(

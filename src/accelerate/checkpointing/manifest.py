@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ..core import json_text
 from ..core.constants import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -24,6 +25,7 @@ from ..core.constants import (
     SCHEDULER_NAME,
 )
 from ..core.errors import CheckpointError
+from ..core.files import require_regular
 from .blocks import BlockIO, CorruptFile, FileRecord
 
 MANIFEST = "checkpoint_manifest.json"
@@ -84,29 +86,69 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint. Raises CorruptCheckpoint when there is none or it cannot be trusted."""
     path = folder / MANIFEST
     try:
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError:
+        data = json_text.read(path)
+    except (FileNotFoundError, NotADirectoryError):
         if not folder.is_dir():
             raise CorruptCheckpoint(f"{folder}: no such folder") from None
         raise CorruptCheckpoint(
             f"{folder} has no {MANIFEST}: it is not a finished checkpoint, or another library wrote it"
         ) from None
-    except (OSError, ValueError) as error:
-        raise CorruptCheckpoint(f"{path} cannot be read: {error}") from error
+    except (OSError, json_text.JSONTextError) as error:
+        raise CorruptCheckpoint(f"{path} cannot be read: {reason(error)}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("manifest"), dict):
         raise CorruptCheckpoint(f"{path} is not the manifest of a checkpoint")
     body = data["manifest"]
-    if int(body.get("version", 0)) > VERSION:
+    if type(body.get("version")) is not int:
+        raise CorruptCheckpoint(f"{path} does not say the version of its format")
+    if body["version"] > VERSION:
         raise CheckpointError(
             f"{path} has format version {body['version']}; this accelerate reads up to {VERSION}. Update accelerate."
         )
     if data.get("crc32") != _checksum(body):
         raise CorruptCheckpoint(f"{path} was changed after it was written: its checksum does not match")
     try:
+        _check_body(body)
         files = {_inside(name, path): FileRecord.from_json(record) for name, record in body.pop("files").items()}
         return Manifest(files=files, **body)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path} cannot be understood: {error!r}") from error
+
+
+def _check_body(body: dict[str, Any]) -> None:
+    """Raise ValueError for a field that is of another kind than this library writes."""
+    if body["layout"] not in ("native", "compat"):
+        raise ValueError(f"layout {str(body['layout'])[:40]!r} is not known")
+    if type(body["world_size"]) is not int or body["world_size"] < 1:
+        raise ValueError("world_size is not a number of processes")
+    for name in ("progress", "files", "mesh", "libraries"):
+        if not isinstance(body.get(name, {}), dict):
+            raise ValueError(f"{name} is not an object")
+    for name in ("models", "optimizers"):
+        for row in _list(body[name], name):
+            if not isinstance(row, dict) or not isinstance(row.get("sharded"), bool):
+                raise ValueError(f"{name} holds a row that does not say whether it is sharded")
+            if not isinstance(row.get("class"), str):
+                raise ValueError(f"{name} holds a row without a class")
+    for row in body["optimizers"]:
+        if any(not isinstance(option, str) for option in _list(row["options"], "options")):
+            raise ValueError("the options of an optimizer are not names")
+        for group in _list(row["shapes"], "shapes"):
+            for shape in _list(group, "shapes"):
+                if any(type(extent) is not int for extent in _list(shape, "shapes")):
+                    raise ValueError("the shapes of an optimizer are not lists of sizes")
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is not a list")
+    return value
+
+
+def reason(error: BaseException) -> str:
+    """What a message says of an error from reading a file that it names already."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -115,9 +157,9 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     problems = [f"{name} is none of its files" for name in _foreign(folder, manifest)]
     for name, record in manifest.files.items():
         try:
-            size = (folder / name).stat().st_size
-        except OSError as error:
-            problems.append(f"{name} is missing ({error.strerror})")
+            size = require_regular(folder / name)
+        except (OSError, ValueError) as error:
+            problems.append(f"{name} is missing ({reason(error)})")
             continue
         if size != record.size:
             problems.append(f"{name} has {size} bytes where {record.size} were written")
@@ -143,8 +185,8 @@ def check_files(io: BlockIO, folder: Path, manifest: Manifest, names: Iterable[s
             problems.append(f"{name} is not in the manifest")
         except CorruptFile as error:
             problems.append(f"{name}: {error}")
-        except OSError as error:
-            problems.append(f"{name} cannot be read ({error.strerror})")
+        except (OSError, ValueError) as error:
+            problems.append(f"{name} cannot be read ({reason(error)})")
     if problems:
         raise CorruptCheckpoint(f"{folder} is damaged: {'; '.join(problems)}")
 

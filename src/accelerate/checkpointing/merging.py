@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
@@ -170,13 +168,7 @@ def _write_whole(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str,
 
 def _read(shards: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in entries.items()}
-    try:
-        load_entries(tensors, shards)
-    # torch gathers what its readers raise in an exception of its own, which derives from BaseException.
-    except (CheckpointException, OSError, RuntimeError, ValueError, SafetensorError) as error:
-        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-        cause = next((failure[0] for failure in failures), error)
-        raise CheckpointError(f"the shards in {shards} cannot be read: {cause}") from error
+    load_entries(tensors, shards)
     return tensors
 
 

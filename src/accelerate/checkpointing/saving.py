@@ -16,7 +16,7 @@ import torch
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..runtime.agreement import Council, Process
-from . import compat
+from . import compat, per_rank
 from .blocks import BlockIO, FileRecord, Segment
 from .commit import commit, drop_temporary, open_temporary
 from .layout import SESSION_NAME, numbered, rotate
@@ -69,6 +69,7 @@ class Draft:
     error: BaseException | None = None
     told: str | None = None  # the error as the other ranks are told it
     about: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] | None = None  # what the shared document of this rank holds, where it writes one
 
 
 def save_run(
@@ -96,6 +97,7 @@ def save_run(
         _collect(draft, run, process, options, writer is None)
     except BaseException as error:
         draft.error = error
+    _compare_ranks(draft, run, process, options)
     if writer is not None:
         failure = writer.submit(draft, process, options)
         if failure is not None:
@@ -258,10 +260,48 @@ def _collect(draft: Draft, run: RunState, process: Process, options: Options, bl
         if whole:
             for index, state in enumerate(states):
                 draft.files.update(documents(numbered("optimizer", index, ""), state, f"optimizer {index}"))
-            draft.files.update(documents(SESSION_NAME.removesuffix(".json"), shared_state(run), "session"))
+            draft.shared = shared_state(run)
+            draft.files.update(documents(SESSION_NAME.removesuffix(".json"), draft.shared, "session"))
     if whole:
         for index, state in enumerate(weights):
             _collect_weights(draft, index, state, options.safe_serialization)
+
+
+def _compare_ranks(draft: Draft, run: RunState, process: Process, options: Options) -> None:
+    """Let each rank write what it has different from the rank whose state is the shared one.
+
+    Every rank takes part, also one that has failed. What is wrong here is told with the outcome of the writing.
+    """
+    if process.num_processes == 1:
+        return
+    rows: list[per_rank.Entry] = []
+    mine: dict[str, str] | None = None
+    if draft.error is None:
+        try:
+            rows = per_rank.entries(run, draft.shared if draft.shared is not None else shared_state(run))
+            mine = per_rank.digests(rows, strict=options.layout == "native")
+        except BaseException as error:
+            draft.error = error
+    told = Council(process).exchange("save_state: compare", mine, options.timeout)
+    if draft.error is not None or mine is None:
+        return
+    try:
+        per_rank.check_alike(told)
+        keys = per_rank.differing(mine, told[draft.home])
+        if keys and options.layout == "native":
+            name = per_rank.document_name(process.process_index)
+            draft.files.update(documents(name, per_rank.own_document(rows, keys), name))
+        elif keys:
+            labels = ", ".join(row.label for row in rows if row.key in keys)
+            logger.warning(
+                "rank %d: layout='compat' has no place for the state of one rank: that of rank %d is saved for %s. "
+                "layout='native' saves each rank's own.",
+                process.process_index,
+                draft.home,
+                labels,
+            )
+    except BaseException as error:
+        draft.error = error
 
 
 def _collect_weights(draft: Draft, index: int, state: dict[str, Any], safe: bool) -> None:

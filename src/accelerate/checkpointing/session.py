@@ -14,12 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ..core import json_text
 from ..core.devices import accelerator_type, module_of
 from ..core.errors import CheckpointError
+from ..core.files import require_regular
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from .blocks import BlockIO, CorruptFile, Segment
-from .codec import TensorSink, decode, encode
-from .manifest import CorruptCheckpoint, Manifest
+from .codec import MALFORMED, TensorSink, decode, encode
+from .manifest import CorruptCheckpoint, Manifest, reason
 from .tensorfile import read_header, read_into, read_tensors, segments
 
 State = Mapping[str, Any]
@@ -160,15 +162,15 @@ def documents(name: str, value: Any, root: str, inline: int = 64) -> dict[str, l
 
 def read_document(io: BlockIO, folder: Path, name: str, manifest: Manifest, unshare: bool = False) -> Any:
     """The value that `documents` wrote, its files checked against the manifest in the same reading."""
-    with _damage(folder / f"{name}.json"):
+    with damage(folder / f"{name}.json"):
         text = _read_text(io, folder, name, manifest)
     path = folder / f"{name}.safetensors"
     tensors: dict[str, torch.Tensor] = {}
     if path.name in manifest.files:
-        with _damage(path):
+        with damage(path):
             tensors = read_tensors(io, path, manifest.files[path.name])
-    with _damage(folder / f"{name}.json"):
-        return decode(json.loads(text), tensors, str(folder / f"{name}.json"), unshare)
+    with damage(folder / f"{name}.json"):
+        return decode(json_text.parse(text), tensors, str(folder / f"{name}.json"), unshare)
 
 
 def read_document_into(
@@ -182,11 +184,13 @@ def read_document_into(
     if not sink.tensors or path.name not in manifest.files:
         value = read_document(io, folder, name, manifest, unshare=True)
         return lambda: value
-    with _damage(folder / f"{name}.json"):
+    with damage(folder / f"{name}.json"):
         text = _read_text(io, folder, name, manifest)
-    with _damage(path):
+    with damage(path):
         io.check(path, manifest.files[path.name])
         entries = read_header(path).entries
+    with damage(folder / f"{name}.json"):
+        json_text.parse(text)  # a text that is no JSON is found before the run changes
 
     def read() -> Any:
         targets = {}
@@ -195,31 +199,35 @@ def read_document_into(
             if mine is None or mine.dtype != entry.dtype or tuple(mine.shape) != entry.shape:
                 mine = torch.empty(entry.shape, dtype=entry.dtype)
             targets[key] = mine
-        with _damage(path):
+        with damage(path):
             read_into(io, path, targets)
-            return decode(json.loads(text), targets, str(folder / f"{name}.json"), unshare=True)
+        with damage(folder / f"{name}.json"):
+            return decode(json_text.parse(text), targets, str(folder / f"{name}.json"), unshare=True)
 
     return read
 
 
 def _read_text(io: BlockIO, folder: Path, name: str, manifest: Manifest) -> bytearray:
-    record = manifest.files[f"{name}.json"]
+    record = manifest.files.get(f"{name}.json")
+    if record is None:
+        raise CorruptCheckpoint(f"{folder} holds no {name}.json")
+    found = require_regular(folder / f"{name}.json")
+    if found != record.size:
+        raise CorruptFile(f"it has {found} bytes where {record.size} were written")
     text = bytearray(record.size)
     io.read(folder / f"{name}.json", [memoryview(text)], record)
     return text
 
 
 @contextlib.contextmanager
-def _damage(path: Path) -> Iterator[None]:
+def damage(path: Path) -> Iterator[None]:
     """What reading a damaged file raises, as a CorruptCheckpoint that names it."""
     try:
         yield
     except CheckpointError:
         raise
-    except KeyError as error:
-        raise CorruptCheckpoint(f"{path.parent} holds no {path.name} ({error})") from error
-    except (CorruptFile, OSError, ValueError) as error:
-        raise CorruptCheckpoint(f"{path} is damaged: {error}") from error
+    except (CorruptFile, OSError, *MALFORMED) as error:
+        raise CorruptCheckpoint(f"{path} is damaged: {reason(error)[:500]}") from error
 
 
 def shared_state(run: RunState) -> dict[str, Any]:
@@ -244,4 +252,5 @@ def rank_state(run: RunState) -> dict[str, Any]:
 
 
 def rank_documents(run: RunState, rank: int) -> dict[str, list[Segment]]:
+    """The files of what a rank has for itself."""
     return documents(f"random_states_{rank}", rank_state(run), f"rank {rank}", _RANK_INLINE)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,9 +28,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from ..core import json_text
 from ..core.constants import MODEL_NAME
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
+from ..core.files import read_regular, require_regular
+from ..core.torch_files import READ_ERRORS
 from ..parallel.fsdp.state import drop_states, is_fsdp1, unwrapped
 from ..parallel.materialize import canonical_name
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
@@ -35,6 +41,8 @@ from .codec import TensorSink, decode, encode, memory_of
 from .dcp_legacy import PlainPlanner, PlainReader
 from .layout import model_shards, optimizer_shards
 from .matching import CheckpointMismatch, Differences
+from .session import damage
+from .tensorfile import read_header
 
 _OPTIONS = "options.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -277,26 +285,74 @@ def read_options(folder: Path) -> dict[str, Any]:
     """What was saved of an optimizer besides tensors: its groups' options, by the flat names."""
     path = folder / _OPTIONS
     if path.exists():
-        return dict(decode(json.loads(path.read_text()), {}, str(path)))
+        with damage(path):
+            found = decode(json_text.parse(read_regular(path, json_text.LIMIT)), {}, str(path))
+            if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+                raise ValueError("it is not an object")
+            return found
     if any(folder.glob("*.safetensors")) or not folder.is_dir():
         return {}
     reader, prefix = _reader(folder), _prefix(folder)
-    entries = reader.read_metadata().state_dict_metadata
-    plain = dict.fromkeys(name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
-    dcp.load(plain, storage_reader=reader, planner=PlainPlanner(), no_dist=True)
+    with shards_damage(folder):
+        entries = reader.read_metadata().state_dict_metadata
+        plain = dict.fromkeys(name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
+        dcp.load(plain, storage_reader=reader, planner=PlainPlanner(), no_dist=True)
     return {name.removeprefix(prefix): value for name, value in plain.items()}
 
 
 def _reader(folder: Path) -> Any:
-    if any(folder.glob("*.safetensors")):
-        return dcp.HuggingFaceStorageReader(str(folder))
-    return PlainReader(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        with damage(path):
+            read_header(path)
+    for path in folder.glob("*.distcp"):
+        with damage(path):
+            require_regular(path)
+    return dcp.HuggingFaceStorageReader(str(folder)) if files else PlainReader(folder)
 
 
 def shard_entries(folder: Path) -> dict[str, TensorStorageMetadata]:
     """{name: what is known of it} of all tensors whose shards lie in a folder, with the names that the folder uses."""
-    entries = _reader(folder).read_metadata().state_dict_metadata
-    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    with shards_damage(folder):
+        entries = _reader(folder).read_metadata().state_dict_metadata
+        found = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+        _check_extents(folder, found)
+    return found
+
+
+def _check_extents(folder: Path, entries: Mapping[str, TensorStorageMetadata]) -> None:
+    """Raise CheckpointError where an index has shards outside of their tensor, or tensors larger than all files."""
+    total = 0
+    for name, entry in entries.items():
+        size = tuple(entry.size)
+        for chunk in entry.chunks:
+            ends = [start + extent for start, extent in zip(chunk.offsets, chunk.sizes, strict=True)]
+            inside = all(end <= extent for end, extent in zip(ends, size, strict=True))
+            if min((*size, *chunk.offsets, *chunk.sizes), default=0) < 0 or not inside:
+                raise CheckpointError(f"{folder} is damaged: a shard of {name} lies outside of the tensor")
+        total += math.prod(size) * entry.properties.dtype.itemsize
+    there = sum(require_regular(path) for path in folder.iterdir() if path.suffix in (".safetensors", ".distcp"))
+    if total > there:
+        raise CheckpointError(
+            f"{folder} is damaged: its index has {total} bytes of tensors, its files {there}; a file of shards is "
+            "missing, or the index was changed"
+        )
+
+
+@contextlib.contextmanager
+def shards_damage(folder: Path) -> Iterator[None]:
+    """What reading damaged shards raises, as a CheckpointError that names their folder."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    # torch gathers what its readers raise in an exception of its own, which derives from BaseException.
+    except (CheckpointException, SafetensorError, *READ_ERRORS) as error:
+        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+        cause = next((failure[0] for failure in failures), error)
+        if isinstance(cause, CheckpointError):
+            raise cause from error
+        raise CheckpointError(f"the shards in {folder} cannot be read: {str(cause)[:500]}") from error
 
 
 def read_shards(folder: Path, tensors: dict[str, Any], strict: bool) -> None:
@@ -323,7 +379,7 @@ def read_shards(folder: Path, tensors: dict[str, Any], strict: bool) -> None:
 
 def load_entries(wanted: dict[str, Any], folder: Path) -> None:
     """Fill `wanted` in place, by the names that the folder uses. All of them must be there."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), shards_damage(folder):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(wanted, storage_reader=_reader(folder), no_dist=True)
 

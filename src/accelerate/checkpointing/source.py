@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from ..core.constants import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError
 from ..parallel.prepared import PreparedModel
-from . import compat
+from . import compat, per_rank
 from .blocks import BlockIO, CorruptFile
+from .contents import check_rank, check_shared
 from .layout import model_shards, numbered, optimizer_shards
-from .manifest import MANIFEST, CorruptCheckpoint, Manifest, check_files, check_sizes, read_manifest
+from .manifest import MANIFEST, CorruptCheckpoint, Manifest, check_files, check_sizes, read_manifest, reason
 from .matching import Differences, compare_model
-from .session import RunState, read_document, read_document_into
+from .session import RunState, damage, read_document, read_document_into
 from .tensorfile import read_header, read_into, read_tensors
 
 
@@ -106,6 +108,10 @@ class Source:
     def shared(self) -> dict[str, Any]:
         raise NotImplementedError
 
+    def shared_of(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
+        """The shared state as a rank takes it."""
+        return self.shared()
+
     def rank(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
         raise NotImplementedError
 
@@ -146,7 +152,10 @@ class NativeSource(Source):
         name = numbered("model_extra", index, "")
         if f"{name}.json" not in self.manifest.files:
             return {}
-        return dict(read_document(self.io, self.folder, name, self.manifest))
+        found = read_document(self.io, self.folder, name, self.manifest)
+        if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+            raise CorruptCheckpoint(f"{self.folder / name}.json is damaged: it is not an object")
+        return found
 
     def optimizer(self, index: int) -> Callable[[], Any]:
         if self.manifest.optimizers[index]["sharded"]:
@@ -160,15 +169,40 @@ class NativeSource(Source):
 
     def shared(self) -> dict[str, Any]:
         if not hasattr(self, "_shared"):
-            self._shared: dict[str, Any] = read_document(self.io, self.folder, "session", self.manifest)
+            found = read_document(self.io, self.folder, "session", self.manifest)
+            self._shared: dict[str, Any] = check_shared(found, self.folder / "session.json")
         return self._shared
+
+    def shared_of(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
+        """The shared state as a rank had it. On another number of processes it is the same for all."""
+        names = per_rank.document_names(self.manifest.files)
+        if world_size != self.manifest.world_size:
+            if names:
+                notes.append(self._differing(names))
+            return self.shared()
+        name = per_rank.document_name(rank)
+        if name not in names:
+            return self.shared()
+        with damage(self.folder / f"{name}.json"):
+            return per_rank.overlay(self.shared(), read_document(self.io, self.folder, name, self.manifest))
+
+    def _differing(self, names: list[str]) -> str:
+        keys: dict[str, None] = {}
+        for name in names:
+            with damage(self.folder / f"{name}.json"):
+                for kind, rows in read_document(self.io, self.folder, name, self.manifest).items():
+                    keys.update({f"{kind}[{index}]": None for index in rows})
+        return (
+            f"{', '.join(keys)} differed between the {self.manifest.world_size} processes that saved: with another "
+            "number of processes every rank takes the state of rank 0"
+        )
 
     def rank(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
         """A rank's own state. On another number of processes the loaders' places are rank 0's, which are global."""
         same = world_size == self.manifest.world_size
         own = f"random_states_{rank}"
         if f"{own}.json" in self.manifest.files:
-            state = dict(read_document(self.io, self.folder, own, self.manifest))
+            state = self._rank_document(own)
             if same:
                 return state
             notes.append(
@@ -187,13 +221,16 @@ class NativeSource(Source):
     def _first_rank(self) -> dict[str, Any]:
         """The state of the lowest rank that this folder has (rank 0 but where each machine keeps its own copy)."""
         present = [
-            int(name.removeprefix("random_states_").removesuffix(".json"))
+            int(match[1])
             for name in self.manifest.files
-            if name.startswith("random_states_") and name.endswith(".json")
+            if (match := re.fullmatch(r"random_states_(\d{1,9})\.json", name))
         ]
         if not present:
             raise CorruptCheckpoint(f"{self.folder} holds the state of no rank")
-        return dict(read_document(self.io, self.folder, f"random_states_{min(present)}", self.manifest))
+        return self._rank_document(f"random_states_{min(present)}")
+
+    def _rank_document(self, name: str) -> dict[str, Any]:
+        return check_rank(read_document(self.io, self.folder, name, self.manifest), self.folder / f"{name}.json")
 
 
 class CompatSource(Source):
@@ -269,8 +306,8 @@ class TensorFile(ModelSource):
         super().__init__(source, path, index)
         try:
             self.header = read_header(path)
-        except CorruptFile as error:
-            raise CorruptCheckpoint(f"{path} is damaged: {error}") from error
+        except (CorruptFile, OSError) as error:
+            raise CorruptCheckpoint(f"{path} is damaged: {reason(error)}") from error
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
         found: dict[str, tuple[int, ...] | None] = {name: entry.shape for name, entry in self.header.entries.items()}
@@ -278,7 +315,8 @@ class TensorFile(ModelSource):
         return found
 
     def state(self) -> dict[str, Any]:
-        return dict(read_tensors(self.source.io, self.path))
+        with damage(self.path):
+            return dict(read_tensors(self.source.io, self.path))
 
     def load(self, part: PreparedModel, strict: bool) -> None:
         if part.is_partial or self.extra or not _loads_plainly(part.state_template):
@@ -290,7 +328,8 @@ class TensorFile(ModelSource):
             for name, tensor in part.state_template.state_dict().items()
             if name in saved and name not in self.differences.shapes
         }
-        read_into(self.source.io, self.path, targets)
+        with damage(self.path):
+            read_into(self.source.io, self.path, targets)
 
 
 class PickledFile(ModelSource):
@@ -298,7 +337,10 @@ class PickledFile(ModelSource):
 
     def __init__(self, source: Source, path: Path, index: int) -> None:
         super().__init__(source, path, index)
-        self._state = dict(compat.load_pickled(path, source.allow_pickle))
+        found = compat.load_pickled(path, source.allow_pickle)
+        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+            raise CorruptCheckpoint(f"{path} is not the state of a model")
+        self._state = dict(found)
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
         return {

@@ -7,6 +7,7 @@ The safetensors format: eight bytes of header length, a JSON header, the tensors
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,30 +16,13 @@ from typing import Any
 
 import torch
 
+from ..core import json_text
 from ..core.errors import CheckpointError
+from ..core.files import open_regular
 from .blocks import BlockIO, CorruptFile, FileRecord, Segment, host_view, is_host
 from .codec import memory_of, require_plain_tensor
+from .dtypes import BY_NAME, NAMES
 
-_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 # Metadata key of ours: {alias: name} of tensors that are one memory and are stored once.
 ALIASES = "accelerate.aliases"
@@ -64,7 +48,7 @@ class Header:
     def aliases(self) -> dict[str, str]:
         """{alias: name of the stored tensor}. Files of other writers say it as plain metadata entries."""
         if ALIASES in self.metadata:
-            return dict(json.loads(self.metadata[ALIASES]))
+            return {str(alias): str(name) for alias, name in json_text.parse(self.metadata[ALIASES]).items()}
         return {
             key: value
             for key, value in self.metadata.items()
@@ -104,11 +88,11 @@ def file_head(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] |
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     at = 0
     for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in NAMES:
             raise CheckpointError(f"{name}: a tensor of dtype {tensor.dtype} has no place in a safetensors file")
         size = tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [at, at + size],
         }
@@ -120,7 +104,7 @@ def file_head(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] |
 
 def read_header(path: Path) -> Header:
     """What a file holds. Raises CorruptFile for anything that is not a safetensors file."""
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         total = os.fstat(file.fileno()).st_size
         first = file.read(8)
         length = int.from_bytes(first, "little")
@@ -128,25 +112,32 @@ def read_header(path: Path) -> Header:
             raise CorruptFile("it is not a safetensors file, or it is cut short")
         text = file.read(length)
     try:
-        data = json.loads(text)
-        metadata = dict(data.pop("__metadata__", None) or {})
-        entries = {
-            name: Entry(_DTYPES[row["dtype"]], tuple(row["shape"]), *map(int, row["data_offsets"]))
-            for name, row in data.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        data = json_text.parse(text)
+        metadata = {str(key): str(value) for key, value in (data.pop("__metadata__", None) or {}).items()}
+        entries = {name: _entry(row) for name, row in data.items()}
+        header = Header(entries, metadata, 8 + length)
+        foreign = [alias for alias, name in header.aliases.items() if name not in entries or alias in entries]
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
         raise CorruptFile(f"its safetensors header cannot be read ({error!r})") from error
+    if foreign:
+        raise CorruptFile(f"its header has {foreign[0][:80]} as another name of a tensor that it does not hold")
     _check_entries(entries, total - 8 - length)
-    return Header(entries, metadata, 8 + length)
+    return header
+
+
+def _entry(row: dict[str, Any]) -> Entry:
+    start, end = row["data_offsets"]
+    numbers = (start, end, *row["shape"])
+    if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
+        raise ValueError(f"{str(row)[:100]} holds what is no size")
+    return Entry(BY_NAME[row["dtype"]], tuple(row["shape"]), start, end)
 
 
 def _check_entries(entries: Mapping[str, Entry], size: int) -> None:
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
-        count = 1
-        for extent in entry.shape:
-            count *= extent
-        if entry.start != at or entry.end - entry.start != count * entry.dtype.itemsize:
+        size_of = math.prod(entry.shape) * entry.dtype.itemsize
+        if entry.start != at or entry.end - entry.start != size_of:
             raise CorruptFile(f"its header places the tensor {name} wrongly")
         at = entry.end
     if at != size:
@@ -193,7 +184,7 @@ def read_into(io: BlockIO, path: Path, targets: Mapping[str, torch.Tensor]) -> N
 def _read_some(
     path: Path, header: Header, wanted: Mapping[str, list[torch.Tensor]], direct: Mapping[str, torch.Tensor]
 ) -> None:
-    with open(path, "rb", buffering=0) as file:
+    with open(open_regular(path), "rb", buffering=0) as file:
         for name in sorted(wanted, key=lambda name: header.entries[name].start):
             if name in direct:
                 _read_one(file, header, name, direct[name])

@@ -6,12 +6,12 @@ The model is built on the meta device: no weight is downloaded, read or allocate
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core import json_text
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
 from .parser import Parser
@@ -136,7 +136,7 @@ def _from_hub(name: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_bytes())
+        config = json_text.read(path, limit=16 << 20, numbers=True)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):

@@ -6,14 +6,17 @@ from __future__ import annotations
 import base64
 import binascii
 import copy
-import json
 import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from ..core import json_text
 from ..core.errors import ConfigurationError
+from ..core.files import read_regular
 from . import checks
+
+_SIZE = 4 << 20  # bytes of a config file
 
 
 class HfDeepSpeedConfig:
@@ -83,10 +86,14 @@ def _read_config(given: Any) -> dict[str, Any]:
         return copy.deepcopy(dict(given))
     if isinstance(given, (str, os.PathLike)):
         if os.path.exists(given):
-            with open(given, encoding="utf-8") as file:
-                return _parse(file.read(), f"the DeepSpeed config file {os.fspath(given)}")
+            origin = f"the DeepSpeed config file {os.fspath(given)}"
+            try:
+                raw = read_regular(given, _SIZE)
+            except OSError as error:
+                raise ConfigurationError(f"{origin} cannot be read: {error.strerror or error}") from None
+            return _parse(raw, origin)
         try:
-            return _parse(base64.urlsafe_b64decode(os.fspath(given)).decode("utf-8"), "the base64 DeepSpeed config")
+            return _parse(base64.urlsafe_b64decode(os.fspath(given)), "the base64 DeepSpeed config")
         except (UnicodeDecodeError, AttributeError, ValueError, binascii.Error):
             pass
     raise ConfigurationError(
@@ -95,11 +102,11 @@ def _read_config(given: Any) -> dict[str, Any]:
     )
 
 
-def _parse(text: str, origin: str) -> dict[str, Any]:
+def _parse(raw: bytes, origin: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(f"{origin} is not JSON: {error}") from error
+        found = json_text.parse(raw)
+    except json_text.JSONTextError as error:
+        raise ConfigurationError(f"{origin} cannot be used: {error}") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"{origin} holds a {type(found).__name__}; a JSON object is wanted")
     return found

@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core import env
+from ..core import env, json_text
 from ..core.errors import ConfigurationError, nearest
-from ..core.files import atomic_write
+from ..core.files import atomic_write, read_regular
 from .launch_option import Option, Setting, brief
 from .launch_schema import FORMER, FORMER_VALUES, canonical, cluster_keys, sagemaker_keys, sections
 
 SAGEMAKER = "AMAZON_SAGEMAKER"
+# What a file may hold at most; a launch takes a few kilobytes, four levels and no alias.
+_SIZE = 256 << 10  # bytes
+_DEPTH = 50
+_ALIASES = 100
+_VALUES = 20_000
 # distributed_type -> the switch of `accelerate launch` that says the same
 SWITCHES = {
     "FSDP": "use_fsdp",
@@ -63,13 +69,14 @@ def read(path: str | Path) -> LaunchFile:
     """Read and check a YAML or JSON file. ConfigurationError says file, line, key and the nearest valid one."""
     path = Path(path).expanduser()
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = json_text.decode_text(read_regular(path, _SIZE))
     except FileNotFoundError:
         raise ConfigurationError(
             f"the configuration file {path} does not exist; `accelerate config` writes one"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"the configuration file {path} cannot be read: {error}") from None
+    except (OSError, json_text.JSONTextError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigurationError(f"the configuration file {path} cannot be read: {why}") from None
     data, lines = _parse(text, path)
     return _Reader(path, lines).read(data)
 
@@ -81,17 +88,22 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     if path.suffix == ".json":
         try:
             json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigurationError(f"{path}: not JSON: {error}") from None
         except RecursionError:
             raise ConfigurationError(f"{path}{_deepest(text)}: nested too deep") from None
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text.replace("\t", " ") if path.suffix == ".json" else text)
+        except ValueError as error:
+            raise ConfigurationError(f"{path}: not JSON: {error}") from None
+    kind = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text = text.replace("\t", " ") if path.suffix == ".json" else text
+    loader: Any = None
     try:
+        _check_events(yaml.parse(text, Loader=kind), path)
+        loader = kind(text)
         node = loader.get_single_node()
         if node is None:
             raise ConfigurationError(f"{path}: the file is empty; `accelerate config` writes one")
         if not isinstance(node, yaml.MappingNode):
             raise ConfigurationError(f"{path}:{node.start_mark.line + 1}: expected `key: value` lines")
+        _check_expansion(node, path)
         lines = _lines(node, path)
         data = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
@@ -109,6 +121,45 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         why = str(error) if isinstance(error, (ValueError, OverflowError)) else "its tag does not fit it"
         raise ConfigurationError(f"{path}{_culprit(loader, node)} cannot be read: {why}") from None
     return data, lines
+
+
+def _check_events(events: Iterator[Any], path: Path) -> None:
+    """Refuse nesting and aliases beyond what a launch needs, before a tree is built."""
+    depth = aliases = 0
+    for event in events:
+        kind = type(event).__name__
+        depth += kind in ("MappingStartEvent", "SequenceStartEvent")
+        depth -= kind in ("MappingEndEvent", "SequenceEndEvent")
+        aliases += kind == "AliasEvent"
+        if depth > _DEPTH:
+            raise ConfigurationError(f"{path}:{event.start_mark.line + 1}: nested too deep (over {_DEPTH} levels)")
+        if aliases > _ALIASES:
+            raise ConfigurationError(f"{path}:{event.start_mark.line + 1}: more than {_ALIASES} aliases (`*name`)")
+
+
+def _check_expansion(root: Any, path: Path) -> None:
+    """Refuse aliases that refer to each other until the values are too many, or without an end."""
+    sizes: dict[int, int] = {}
+    unfinished: set[int] = set()
+
+    def size(node: Any) -> int:
+        if isinstance(node.value, str):
+            return 1
+        if id(node) in unfinished:
+            raise ConfigurationError(f"{path}:{node.start_mark.line + 1}: an alias stands inside of its own value")
+        if id(node) not in sizes:
+            unfinished.add(id(node))
+            parts = (part for item in node.value for part in (item if isinstance(item, tuple) else (item,)))
+            sizes[id(node)] = 1 + sum(map(size, parts))
+            unfinished.discard(id(node))
+        if sizes[id(node)] > _VALUES and id(node) != id(root):
+            raise ConfigurationError(
+                f"{path}:{node.start_mark.line + 1}: its aliases stand for more than {_VALUES} values: write them out"
+            )
+        return sizes[id(node)]
+
+    if size(root) > _VALUES:
+        raise ConfigurationError(f"{path}: the file stands for more than {_VALUES} values; a launch has some hundred")
 
 
 def _culprit(loader: Any, node: Any) -> str:

@@ -61,6 +61,7 @@ def resolve(flags: Mapping[str, Any], file: LaunchFile | None = None) -> Setting
 
     ConfigurationError where a variable or flag does not fit its type, or where two settings contradict each other.
     """
+    env.check_run()
     values = {option.name: _decide(option, flags, file) for option in options().values()}
     _imply_layout(values)
     _settle_contradictions(values)

@@ -55,6 +55,35 @@ VARIABLES: dict[str, str] = {
     "omp_num_threads": "OMP_NUM_THREADS",
 }
 
+# Fields and variables that are read as something else than text. A run checks them all at its start, also those that
+# only several processes would need: a value that cannot be read is a mistake, whoever needs it.
+_FLAGS = (
+    "use_cpu", "debug", "exact", "cpu_affinity", "allow_cp_standalone", "fork_launched", "downcast_bf16",
+    "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation",
+    "use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config",
+    "ACCELERATE_INIT_INCLUDE_BUFFERS", "ACCELERATE_USE_SAGEMAKER",
+    "ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD", "ACCELERATE_FP8_OVERRIDE_WGRAD",
+    "FSDP_OFFLOAD_PARAMS", "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
+)  # fmt: skip
+# (least, greatest) that is accepted.
+_NUMBERS: dict[str, tuple[int, int | None]] = {
+    "rank": (0, None),
+    "world_size": (1, None),
+    "local_rank": (0, None),
+    "local_world_size": (1, None),
+    "node_rank": (0, None),
+    "master_port": (0, 65535),
+    "restart_count": (0, None),
+    "gradient_accumulation_steps": (1, None),
+    "ACCELERATE_NUM_PROCESSES": (1, None),
+    "ACCELERATE_NUM_MACHINES": (1, None),
+    "ACCELERATE_MACHINE_RANK": (0, None),
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": (0, 3),
+    "FSDP_MIN_NUM_PARAMS": (0, None),
+    "PARALLELISM_CONFIG_PP_NUM_MICROBATCHES": (1, None),
+    "PARALLELISM_CONFIG_SP_SEQ_LENGTH": (1, None),
+}
+
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
 _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 
@@ -92,6 +121,34 @@ def get_float(field: str) -> float | None:
         return float(text)
     except ValueError:
         raise ConfigurationError(f"{variable(field)}={text!r} is not a number") from None
+
+
+def check_run() -> None:
+    """Check the typed variables of a run. ConfigurationError names the variable, its value and what is accepted."""
+    for variable_name, limits in _typed().items():
+        text = os.environ.get(variable_name)
+        if not text or text == "auto":
+            continue
+        if limits is None:
+            parse_bool(text, where=variable_name)
+            continue
+        least, greatest = limits
+        accepted = f"{least} to {greatest}" if greatest is not None else f"{least} or more"
+        try:
+            number = int(text)
+        except ValueError:
+            raise ConfigurationError(
+                f"{variable_name}={text[:100]!r} is not a whole number: use {accepted}, or unset it"
+            ) from None
+        if number < least or (greatest is not None and number > greatest):
+            raise ConfigurationError(f"{variable_name}={text[:100]!r} is out of range: use {accepted}, or unset it")
+
+
+@functools.cache
+def _typed() -> dict[str, tuple[int, int | None] | None]:
+    """{variable: its limits, None for a flag}."""
+    found: dict[str, tuple[int, int | None] | None] = {variable(field): None for field in _FLAGS}
+    return found | {variable(field): limits for field, limits in _NUMBERS.items()}
 
 
 def all_with_prefix(prefix: str) -> dict[str, str]:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..core import json_text
 from ..core.errors import CheckpointError
-from ..core.files import atomic_write
+from ..core.files import atomic_write, require_regular
 from .names import Place, is_within
 from .sizes import as_dtype
 from .tensors import as_device
@@ -53,8 +54,18 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     Its memory is the file's, read as it is touched; changes stay in this process and never reach the file.
     Raises CheckpointError where the file is missing or too short.
     """
-    dtype = as_dtype(weight_info["dtype"])
-    empty = torch.empty(tuple(weight_info["shape"]), dtype=dtype, device="meta")
+    try:
+        dtype = as_dtype(weight_info["dtype"])
+        empty = torch.empty(tuple(weight_info["shape"]), dtype=dtype, device="meta")
+        size = require_regular(weight_file) if empty.numel() else 0
+    except FileNotFoundError as error:
+        raise CheckpointError(f"the offloaded weight {weight_file} cannot be read: {error}") from None
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"the index entry of {weight_file} does not describe it: {error!r}") from error
+    if size < empty.nbytes:
+        raise CheckpointError(
+            f"the offloaded weight {weight_file} cannot be read: it has {size} bytes, its index names {empty.nbytes}"
+        )
     if not empty.numel():
         return torch.empty_like(empty, device="cpu")
     try:
@@ -69,7 +80,7 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
     if not index:
         return
     path = Path(offload_folder, INDEX_NAME)
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = _read_index(offload_folder) if path.is_file() else {}
     with atomic_write(path, "w") as file:
         json.dump({**known, **index}, file, indent=2)
 
@@ -165,6 +176,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder, INDEX_NAME)
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        found = json_text.read(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder} has no {INDEX_NAME}: no weights were offloaded to it") from None
+    except (OSError, json_text.JSONTextError) as error:
+        raise CheckpointError(f"the index {path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(entry, dict) for entry in found.values()):
+        raise CheckpointError(f"the index {path} does not map names of weights to their entries")
+    return found

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
+from ..core import json_text
 from ..core.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..core.errors import CheckpointError
+from ..core.files import open_regular, require_regular
+from ..core.torch_files import READ_ERRORS, check_archive
 
 logger = logging.getLogger(__name__)
 
 # How many bytes of a file may be mapped and touched before it is opened anew, so that its pages do not add up.
 _MAPPED = 64 * 2**20
+_HEADER_LIMIT = 100_000_000  # bytes; the safetensors format's own limit
 
 
 @contextmanager
@@ -31,8 +35,14 @@ def open_weights(checkpoint_file: str | os.PathLike[str], mapped: bool = True) -
     Raises FileNotFoundError, ValueError for a safetensors file of another framework, CheckpointError for a broken one.
     """
     path = os.fspath(checkpoint_file)
-    if not os.path.isfile(path):
+    if not os.path.lexists(path):
         raise FileNotFoundError(f"the checkpoint file {path} does not exist")
+    try:
+        require_regular(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint file {path} cannot be read: {_reason(error)}") from error
     if path.endswith(".safetensors"):
         with SafetensorsFile(path) as weights:
             yield weights
@@ -41,17 +51,16 @@ def open_weights(checkpoint_file: str | os.PathLike[str], mapped: bool = True) -
 
 
 def _unpickled(path: str, mapped: bool) -> Mapping[str, Any]:
-    import pickle
-    import zipfile
-
+    # Files of before the zip format cannot be mapped.
+    mapped = check_archive(path) and mapped
     try:
-        # Files of before the zip format cannot be mapped.
-        mapped = mapped and zipfile.is_zipfile(path)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+    except READ_ERRORS as error:
         raise CheckpointError(f"{path} cannot be read as a state dict: {error}") from error
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
+    if not all(isinstance(name, str) for name in state):
+        raise CheckpointError(f"{path} is not a state dict: a name in it is no text")
     return state
 
 
@@ -85,13 +94,16 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         self._touched = 0
         try:
             self._handle = safe_open(self.path, framework="pt", device="cpu")
-        except SafetensorError as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} is not a whole safetensors file: {error}") from error
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if self._touched > _MAPPED:
             self._reopen()
-        tensor: torch.Tensor = self._handle.get_tensor(name)
+        try:
+            tensor: torch.Tensor = self._handle.get_tensor(name)
+        except READ_ERRORS as error:
+            raise CheckpointError(f"{name} in {self.path} cannot be read: {error}") from error
         self._touched += tensor.nbytes
         return tensor
 
@@ -130,9 +142,17 @@ def checkpoint_files(checkpoint: str | os.PathLike[str]) -> list[str]:
 
 
 def _shards(index_file: str) -> list[str]:
-    with open(index_file, encoding="utf-8") as file:
-        index = json.load(file)
-    names = sorted(set(index.get("weight_map", index).values()))
+    try:
+        index = json_text.read(index_file, numbers=True)
+    except (OSError, json_text.JSONTextError) as error:
+        raise CheckpointError(f"the index {index_file} cannot be read: {_reason(error)}") from error
+    places = index.get("weight_map", index) if isinstance(index, dict) else None
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise CheckpointError(f"the index {index_file} does not map names of weights to names of files")
+    names = sorted(set(places.values()))
+    for name in names:
+        if not name or "\0" in name or os.path.isabs(name) or ".." in name.split("/"):
+            raise CheckpointError(f"the index {index_file} names a file outside of its folder: {name[:200]!r}")
     files = [os.path.join(os.path.dirname(index_file), name) for name in names]
     missing = [file for file in files if not os.path.isfile(file)]
     if missing:
@@ -198,6 +218,7 @@ class SafetensorsFiles:
     def _header(self, path: str) -> tuple[int, dict[str, Any]]:
         """The size of a file in bytes, and its entries with their places counted from the start of the file."""
         try:
+            require_regular(path)
             state = os.stat(path)
         except FileNotFoundError:
             raise CheckpointError(f"{path}, where offloaded weights are kept, does not exist any more") from None
@@ -213,16 +234,32 @@ class SafetensorsFiles:
 
 
 def _read_header(path: str, size: int) -> dict[str, Any]:
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
-            header = json.loads(file.read(length)) if 0 < length <= size - 8 else None
-        except ValueError:
+            header = json_text.parse(file.read(length)) if 0 < length <= min(size - 8, _HEADER_LIMIT) else None
+        except json_text.JSONTextError:
             header = None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} is not a safetensors file")
     header.pop("__metadata__", None)
     begin = 8 + length
-    for entry in header.values():
+    for name, entry in header.items():
+        if not _is_entry(entry):
+            raise CheckpointError(f"{path} is not a safetensors file: its header describes {name[:80]!r} wrongly")
         entry["data_offsets"] = [begin + at for at in entry["data_offsets"]]
     return header
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    numbers = all(type(number) is int and 0 <= number < 1 << 62 for number in (*shape, *offsets))
+    return numbers and math.prod(shape) < 1 << 62
+
+
+def _reason(error: BaseException) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of torch.save that others may have edited: what is checked before torch reads one, and what it raises."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import zipfile
+import zlib
+from typing import Any
+
+from .errors import CheckpointError
+from .files import require_regular
+
+# What torch's reader of plain data raises for files that were changed or cut short.
+READ_ERRORS = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    EOFError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    ImportError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+)
+
+
+def check_archive(file: Any) -> bool:
+    """Check a file of torch.save (a path or a file object) before it is read; whether it is a zip archive.
+
+    Raises CheckpointError for a path that is no regular file, and for an archive whose parts say that they are larger
+    than the archive: torch takes the memory first.
+    """
+    name = file if isinstance(file, (str, os.PathLike)) else "the file"
+    try:
+        if isinstance(file, (str, os.PathLike)):
+            size = require_regular(file)
+            is_archive = zipfile.is_zipfile(file)
+        else:
+            before = file.tell()
+            size = file.seek(0, os.SEEK_END)
+            file.seek(before)
+            is_archive = zipfile.is_zipfile(file)
+            file.seek(before)
+        if not is_archive:
+            return False
+        with zipfile.ZipFile(file) as archive:
+            declared = sum(part.file_size for part in archive.infolist())
+        if not isinstance(file, (str, os.PathLike)):
+            file.seek(before)
+    except FileNotFoundError:
+        raise
+    except READ_ERRORS as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(f"{name} cannot be read: {reason}") from error
+    if declared > size:
+        raise CheckpointError(f"{name} is damaged: its parts say that they have {declared} bytes, the file has {size}")
+    return True

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The typed variables of a run are checked at its start, whoever needs them."""
+
+from __future__ import annotations
+
+import pytest
+
+from accelerate.core import env
+from accelerate.core.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "accepted"),
+    [
+        ("ACCELERATE_USE_CPU", "maybe", "true, false, yes, no"),
+        ("ACCELERATE_DEBUG_MODE", "2", "true, false"),
+        ("ACCELERATE_NUM_PROCESSES", "abc", "1 or more"),
+        ("ACCELERATE_NUM_PROCESSES", "0", "1 or more"),
+        ("MASTER_PORT", "xyz", "0 to 65535"),
+        ("MASTER_PORT", "70000", "0 to 65535"),
+        ("WORLD_SIZE", "1.5", "1 or more"),
+        ("LOCAL_RANK", "-1", "0 or more"),
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "4", "0 to 3"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_accepted(monkeypatch, name, text, accepted):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigurationError) as caught:
+        env.check_run()
+    for part in (name, text, accepted):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["y", "Yes", "t", "TRUE", "on", "1", "n", "No", "f", "FALSE", "off", "0", ""])
+def test_the_words_of_a_flag(monkeypatch, text):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", text)
+    env.check_run()
+
+
+def test_the_state_and_the_launcher_check(monkeypatch):
+    from accelerate.config.launch_settings import resolve
+    from accelerate.state import AcceleratorState, PartialState
+
+    monkeypatch.setenv("MASTER_PORT", "xyz")
+    AcceleratorState._reset_state(True)
+    with pytest.raises(ConfigurationError, match="MASTER_PORT"):
+        PartialState(cpu=True)
+    with pytest.raises(ConfigurationError, match="MASTER_PORT"):
+        resolve({}, None)
