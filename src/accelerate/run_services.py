@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpointing import layout
+from .checkpointing.commit import can_restore
 from .checkpointing.going_on import GoingOn
 from .checkpointing.gradients import OpenWindow, PendingGradients, RankState
 from .checkpointing.loading import LoadReport, load_newest, load_run
 from .checkpointing.loading import resume as resume_run
 from .checkpointing.preemption import DEFAULT_SIGNALS
-from .checkpointing.saving import Options, save_run
+from .checkpointing.run_lock import RunLocks, claim_directory
+from .checkpointing.saving import DamagedCheckpoint, Options, save_run
 from .checkpointing.session import ModelPart, OptimizerPart, RunState, check_custom
 from .checkpointing.weights import save, save_model
 from .checkpointing.writer import Writer
 from .config.training import ProfileKwargs, ProjectConfiguration
 from .core.errors import CheckpointError, ConfigurationError
+from .core.files import user_path
 from .logging import get_logger
 from .state import AcceleratorState, PartialState
 from .telemetry.profile import profile
@@ -79,6 +82,9 @@ class RunServices:
         self._save_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
         self._load_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
         self._writer: Writer | None = None
+        self._locks = RunLocks()
+        self._damaged: list[DamagedCheckpoint] = []  # skipped by a load: their numbers are the next ones
+        self._started_in = _current_folder()
         self._shards: FullyShardedState | None = None
         self._steps_before = 0  # optimizer steps of the run before the checkpoint that was loaded
         self._former_trackers: dict[str, str] = {}
@@ -132,7 +138,8 @@ class RunServices:
         self._going_on.resume_if_asked()
         project = self.project_configuration
         folder, rotation = self._checkpoint_folder(output_dir)
-        if rotation is not None and folder.exists():
+        taken = rotation is not None and all(folder.name != damaged.name for damaged in self._damaged)
+        if taken and folder.exists():
             raise ConfigurationError(
                 f"{folder} exists already (save_iteration is {project.iteration}). Resume with load_state() first, "
                 "set ProjectConfiguration.iteration, or use another project_dir: nothing is overwritten."
@@ -143,12 +150,16 @@ class RunServices:
             save_on_each_node=project.save_on_each_node,
             checkpoints=rotation,
             total_limit=project.total_limit,
+            locks=self._locks,
+            damaged=self._damaged if rotation is not None else (),
         )
         writer = None if blocking else self._background_writer()
         if writer is None and self._writer is not None:
             self._writer.wait()
         with self._run_shown() as run:
             saved = save_run(run, folder, process=PartialState(), options=options, writer=writer)
+        if rotation is not None:
+            self._damaged = []
         project.iteration += 1
         return str(saved)
 
@@ -173,11 +184,15 @@ class RunServices:
             if input_dir is None:
                 report = load_newest(run, self._checkpoints_dir("load_state()"), process=PartialState(), **options)
             else:
-                folder = Path(input_dir).expanduser()
-                if not folder.is_dir():
+                folder = user_path(input_dir, "load_state")
+                if folder.is_file():
+                    raise CheckpointError(f"load_state: {folder} is a file: give the folder of a checkpoint")
+                if not folder.is_dir() and not can_restore(folder):
                     raise CheckpointError(f"load_state: there is no folder {folder}")
                 report = load_run(run, folder, process=PartialState(), **options)
         self._take_up(report)
+        if input_dir is None:
+            self._note_damaged(report)
         return report
 
     def resume(self, signals: Sequence[str] = DEFAULT_SIGNALS) -> LoadReport | None:
@@ -230,10 +245,13 @@ class RunServices:
     def _load_newest_if_any(self) -> LoadReport | None:
         if self._writer is not None:
             self._writer.wait()
+        directory = self._checkpoints_dir("resume()")
+        claim_directory(directory, self._locks, PartialState())
         with self._run_shown() as run:
-            report = resume_run(run, self._checkpoints_dir("resume()"), process=PartialState())
+            report = resume_run(run, directory, process=PartialState())
         if report is not None:
             self._take_up(report)
+            self._note_damaged(report)
             self._former_trackers = report.trackers
         return report
 
@@ -254,10 +272,18 @@ class RunServices:
         if "iteration" in report.progress and self.project_configuration.automatic_checkpoint_naming:
             self.project_configuration.iteration = int(report.progress["iteration"]) + 1
 
+    def _note_damaged(self, report: LoadReport) -> None:
+        """Let the next automatically named save rename what the load has skipped. A load itself moves nothing."""
+        self._damaged = [DamagedCheckpoint.found(folder, reason) for folder, reason in report.skipped]
+
     def _checkpoints_dir(self, caller: str) -> Path:
         if self.project_dir is None:
             raise ConfigurationError(f"{caller} needs a folder: give one, or set project_dir in ProjectConfiguration")
-        return layout.checkpoints_dir(Path(self.project_dir).expanduser())
+        project = user_path(self.project_dir, "project_dir")
+        if self._started_in not in (None, _current_folder()) and not project.is_absolute():
+            # A relative project_dir counts from where the run started, wherever the script goes after that.
+            project = self._started_in / project
+        return layout.checkpoints_dir(project)
 
     def _checkpoint_folder(self, output_dir: str | os.PathLike[str] | None) -> tuple[Path, Path | None]:
         """The folder of the next checkpoint, and the directory to rotate in when it is named automatically."""
@@ -270,7 +296,7 @@ class RunServices:
                 "save_state() needs a folder: give output_dir, or set "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
-        return Path(output_dir).expanduser(), None
+        return user_path(output_dir, "save_state: output_dir"), None
 
     def _background_writer(self) -> Writer:
         if self._writer is None:
@@ -475,6 +501,7 @@ class RunServices:
             self._writer.wait()
             self._writer.release()
             self._writer = None
+        self._locks.release()
         self._shards = None
         self._going_on.close()
         for tracker in self.trackers:
@@ -487,6 +514,13 @@ class RunServices:
         """A block under torch's profiler; with `output_trace_dir` each process writes its trace there."""
         options = profile_handler or self.plan.handlers.profile
         return profile(options, self.state.process_index, self.state.wait_for_everyone)
+
+
+def _current_folder() -> Path | None:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return None
 
 
 def _load_options(load_kwargs: dict[str, Any] | None) -> dict[str, Any]:
