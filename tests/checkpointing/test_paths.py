@@ -73,7 +73,7 @@ def test_links_that_lead_nowhere_are_refused(tmp_path, process):
         with pytest.raises(CheckpointError, match="link that leads back to itself"):
             save(process, tmp_path / path)
     for path in ("unmounted", "unmounted/below"):
-        with pytest.raises(CheckpointError, match="link to .*no disk.* does not exist"):
+        with pytest.raises(CheckpointError, match=r"link to .*no disk.* does not exist"):
             save(process, tmp_path / path)
     assert names(tmp_path) == ["one", "two", "unmounted"]
 

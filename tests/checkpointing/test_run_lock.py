@@ -29,13 +29,16 @@ folder, mode = sys.argv[1:3]
 naming = {"automatic_checkpoint_naming": True, "total_limit": 2} if mode == "numbered" else {}
 accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(folder, **naming))
 model = accelerator.prepare(torch.nn.Linear(64, 64))
+resumed = False
 for number, line in enumerate(sys.stdin):
     if line.strip() == "end":
         break
     try:
-        if naming and number == 0:
+        if naming and not resumed:
             accelerator.resume(signals=())
-        print("saved", accelerator.save_state(None if naming else folder + "/same", blocking=number % 2 == 0), flush=True)
+            resumed = True
+        place = None if naming else folder + "/same"
+        print("saved", accelerator.save_state(place, blocking=number % 2 == 0), flush=True)
     except Exception as error:
         print(type(error).__name__, error, flush=True)
 """

@@ -212,7 +212,11 @@ def _open(given: Path, process: Process, options: Options) -> Draft:
     draft: Draft | None = None
     error: BaseException | None = None
     try:
-        folder = follow_links(folder, "save_state")
+        if any(folder.name == damaged.name for damaged in options.damaged):
+            # A link among the damaged ones is renamed itself.
+            folder = follow_links(folder.parent, "save_state") / folder.name
+        else:
+            folder = follow_links(folder, "save_state")
         if process.process_index == 0:
             draft = _start(folder, options)
             folder = draft.folder
@@ -244,10 +248,11 @@ def _open(given: Path, process: Process, options: Options) -> Draft:
 
 def _start(folder: Path, options: Options) -> Draft:
     """On the rank that commits the folder: take its lock, free its name, make the temporary folder."""
-    target = save_target(folder)
-    lock = SaveLock(target, options.locks)
+    is_damaged = any(folder.name == damaged.name for damaged in options.damaged)
+    lock = SaveLock(folder if is_damaged else save_target(folder), options.locks)
     try:
-        _free_numbers(target, options)
+        _free_numbers(folder, options)
+        target = save_target(folder)
         return Draft(target, open_temporary(target), home=0, lock=lock)
     except BaseException:
         lock.close()
