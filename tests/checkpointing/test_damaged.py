@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that has skipped damaged checkpoints goes on with their numbers; the damaged ones are renamed, never removed."""
+"""A run that has skipped damaged checkpoints goes on with their numbers; these are renamed, never removed."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ class FolderLock:
     def take(self) -> None:
         """Create the lock file, or replace that of a dead run. Raises FolderInUse when its run is alive."""
         candidate = self.path.with_name(f"{self.path.name}.{self.holder.token}")
-        _write(candidate, self.holder)
         try:
+            _write(candidate, self.holder)
             while not self._place(candidate):
                 found = _read(self.path)
                 if found is None:
@@ -90,7 +90,8 @@ class FolderLock:
                 if alive is False:
                     self._remove_stale(holder)
         finally:
-            candidate.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                candidate.unlink(missing_ok=True)
         _remove_leftovers(self.path)
 
     def _place(self, candidate: Path) -> bool:
