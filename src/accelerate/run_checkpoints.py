@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from .accumulation import Accumulation
 from .checkpointing import layout
+from .checkpointing.commit import can_restore
 from .checkpointing.gradients import OpenWindow, PendingGradients, RankState
 from .checkpointing.loading import LoadReport, load_newest, load_run
 from .checkpointing.loading import resume as resume_run
 from .checkpointing.preemption import DEFAULT_SIGNALS
 from .checkpointing.resume_controller import ResumeController
-from .checkpointing.saving import Options, save_run
+from .checkpointing.run_lock import RunLocks, claim_directory
+from .checkpointing.saving import DamagedCheckpoint, Options, save_run
 from .checkpointing.session import RunState, check_custom
 from .checkpointing.writer import Writer
 from .config.training import ProjectConfiguration
 from .core.errors import CheckpointError, ConfigurationError
+from .core.files import user_path
 from .logging import get_logger
 from .parallel.base import Strategy
 from .parallel.items import ItemWindow
@@ -82,6 +85,9 @@ class RunCheckpoints:
         self.load_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
         self.controller = ResumeController(self._load_newest_if_any, self._save_and_exit, self._in_training_mode)
         self._writer: Writer | None = None
+        self._locks = RunLocks()
+        self._damaged: list[DamagedCheckpoint] = []  # skipped by a load: their numbers are the next ones
+        self._started_in = _current_folder()
         self._shards: FullyShardedState | None = None
         self._steps_before = 0  # optimizer steps of the run before the checkpoint that was loaded
 
@@ -98,7 +104,8 @@ class RunCheckpoints:
         self.controller.resume_if_pending()
         project = self.project
         folder, rotation = self._checkpoint_folder(output_dir)
-        if rotation is not None and folder.exists():
+        taken = rotation is not None and all(folder.name != damaged.name for damaged in self._damaged)
+        if taken and folder.exists():
             raise ConfigurationError(
                 f"{folder} exists already (save_iteration is {project.iteration}). Resume with load_state() first, "
                 "set ProjectConfiguration.iteration, or use another project_dir: nothing is overwritten."
@@ -109,12 +116,16 @@ class RunCheckpoints:
             save_on_each_node=project.save_on_each_node,
             checkpoints=rotation,
             total_limit=project.total_limit,
+            locks=self._locks,
+            damaged=self._damaged if rotation is not None else (),
         )
         writer = None if blocking else self._background_writer()
         if writer is None and self._writer is not None:
             self._writer.wait()
         with self._run_state() as run:
             saved = save_run(run, folder, process=PartialState(), options=options, writer=writer)
+        if rotation is not None:
+            self._damaged = []
         project.iteration += 1
         return str(saved)
 
@@ -132,20 +143,27 @@ class RunCheckpoints:
             if input_dir is None:
                 report = load_newest(run, self._checkpoints_dir("load_state()"), process=PartialState(), **options)
             else:
-                folder = Path(input_dir).expanduser()
-                if not folder.is_dir():
+                folder = user_path(input_dir, "load_state")
+                if folder.is_file():
+                    raise CheckpointError(f"load_state: {folder} is a file: give the folder of a checkpoint")
+                if not folder.is_dir() and not can_restore(folder):
                     raise CheckpointError(f"load_state: there is no folder {folder}")
                 report = load_run(run, folder, process=PartialState(), **options)
         self._apply(report)
+        if input_dir is None:
+            self._record_damaged(report)
         return report
 
     def _load_newest_if_any(self) -> LoadReport | None:
         if self._writer is not None:
             self._writer.wait()
+        directory = self._checkpoints_dir("resume()")
+        claim_directory(directory, self._locks, PartialState())
         with self._run_state() as run:
-            report = resume_run(run, self._checkpoints_dir("resume()"), process=PartialState())
+            report = resume_run(run, directory, process=PartialState())
         if report is not None:
             self._apply(report)
+            self._record_damaged(report)
             self.trackers.resumed_keys = report.trackers
         return report
 
@@ -160,6 +178,10 @@ class RunCheckpoints:
         self.controller.set_main_loader(report.progress.get("training_loader"))
         if "iteration" in report.progress and self.project.automatic_checkpoint_naming:
             self.project.iteration = int(report.progress["iteration"]) + 1
+
+    def _record_damaged(self, report: LoadReport) -> None:
+        """Let the next automatically named save rename what the load has skipped. A load itself moves nothing."""
+        self._damaged = [DamagedCheckpoint.found(folder, reason) for folder, reason in report.skipped]
 
     # -- resume and stop
 
@@ -213,6 +235,7 @@ class RunCheckpoints:
             self._writer.wait()
             self._writer.release()
             self._writer = None
+        self._locks.release()
         self._shards = None
         self.controller.close()
         self.trackers.finish()
@@ -223,7 +246,11 @@ class RunCheckpoints:
     def _checkpoints_dir(self, caller: str) -> Path:
         if self.project.project_dir is None:
             raise ConfigurationError(f"{caller} needs a folder: give one, or set project_dir in ProjectConfiguration")
-        return layout.checkpoints_dir(Path(self.project.project_dir).expanduser())
+        project = user_path(self.project.project_dir, "project_dir")
+        if self._started_in not in (None, _current_folder()) and not project.is_absolute():
+            # A relative project_dir counts from where the run started, wherever the script goes after that.
+            project = self._started_in / project
+        return layout.checkpoints_dir(project)
 
     def _checkpoint_folder(self, output_dir: str | os.PathLike[str] | None) -> tuple[Path, Path | None]:
         """The folder of the next checkpoint, and the directory to rotate in when it is named automatically."""
@@ -236,7 +263,7 @@ class RunCheckpoints:
                 "save_state() needs a folder: give output_dir, or set "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
-        return Path(output_dir).expanduser(), None
+        return user_path(output_dir, "save_state: output_dir"), None
 
     def _background_writer(self) -> Writer:
         if self._writer is None:
@@ -327,6 +354,13 @@ class RunCheckpoints:
     def register_load_hook(self, hook: Callable[..., None]) -> HookHandle:
         """See `Accelerator.register_load_state_pre_hook`."""
         return _register(self.load_hooks, hook)
+
+
+def _current_folder() -> Path | None:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return None
 
 
 def _load_options(load_kwargs: dict[str, Any] | None) -> dict[str, Any]:

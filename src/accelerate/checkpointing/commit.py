@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import errno
@@ -13,17 +14,54 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from ..core.files import fsync_path
+from ..core.errors import CheckpointError, ConfigurationError
+from ..core.files import follow_links, fsync_path
 from .layout import owned_entries, siblings
-from .manifest import MANIFEST, Manifest, read_manifest
+from .manifest import MANIFEST, Manifest, is_api_file, read_manifest
+from .run_lock import in_use_elsewhere
+
+
+def save_target(folder: Path) -> Path:
+    """The folder that a save into `folder` replaces: without symbolic links, so that a link stays what it is.
+
+    Its parent is made. Raises ConfigurationError where a folder cannot be replaced: a file, the current folder, the
+    home folder, a mount point, the root.
+    """
+    target = follow_links(folder, "save_state")
+    if target.exists() and not target.is_dir():
+        raise ConfigurationError(f"{target} is a file: give a folder")
+    reasons = {
+        "the root of the file system": target == target.parent,
+        "the home folder": _same(target, Path.home),
+        "the current folder": _same(target, Path.cwd),
+        "a mount point, which cannot be replaced in one step": os.path.ismount(target),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigurationError(
+                f"{target} is {reason}: give a folder of its own, such as {target / 'checkpoint'}"
+            )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in target.parents if path.exists())
+        raise ConfigurationError(f"{target} cannot be made: {file} is a file") from None
+    return target
+
+
+def _same(folder: Path, other: Callable[[], Path]) -> bool:
+    try:
+        return folder.samefile(other())
+    except (OSError, RuntimeError):
+        return False
 
 
 def open_temporary(folder: Path) -> Path:
-    """A new hidden folder beside `folder` to write its next content to.
+    """A new hidden folder next to `folder`, on the same file system, to write its next content to.
 
-    What a killed save of the same folder has left is put right or removed first. Errors of the system pass through.
+    What a killed save of the same folder has left is put right or removed first: the caller holds the folder's lock.
+    Errors of the system pass through.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
     settle(folder)
     for old in siblings(folder, "tmp"):
         shutil.rmtree(old, ignore_errors=True)
@@ -51,7 +89,11 @@ def commit(temporary: Path, folder: Path, manifest: Manifest) -> None:
         if entry.is_dir():
             fsync_path(entry)
     fsync_path(temporary)
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists():
+        os.rename(temporary, folder)
+    elif not any(folder.iterdir()):
+        with contextlib.suppress(OSError):
+            shutil.copymode(folder, temporary)
         os.rename(temporary, folder)
     elif owned_entries(folder):
         _replace(temporary, folder)
@@ -61,18 +103,33 @@ def commit(temporary: Path, folder: Path, manifest: Manifest) -> None:
 
 
 def _move_in(temporary: Path, folder: Path) -> None:
-    """Into a folder that was no checkpoint before: it becomes one with the last rename, that of the manifest."""
+    """Into a folder that was no checkpoint before: it becomes one with the last rename, that of the manifest.
+
+    A file of the same name is replaced. Nothing else in the folder changes, also in subfolders.
+    """
+    for path in sorted(temporary.rglob("*")):
+        target = folder / path.relative_to(temporary)
+        if os.path.lexists(target) and (target.is_symlink() or path.is_dir() != target.is_dir()):
+            # Found before the first rename, so that nothing is moved.
+            kind = "link" if target.is_symlink() else "folder" if target.is_dir() else "file"
+            raise CheckpointError(f"{target} is a {kind} in the place of the checkpoint's own: rename or remove it")
     for entry in sorted(temporary.iterdir()):
-        if entry.name == MANIFEST:
-            continue
-        target = folder / entry.name
-        if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target)
-        os.rename(entry, target)
+        if entry.name != MANIFEST:
+            _merge_into(entry, folder / entry.name)
     fsync_path(folder)
     os.rename(temporary / MANIFEST, folder / MANIFEST)
     fsync_path(folder)
     temporary.rmdir()
+
+
+def _merge_into(entry: Path, target: Path) -> None:
+    if not (entry.is_dir() and target.is_dir()):
+        os.rename(entry, target)
+        return
+    for inner in sorted(entry.iterdir()):
+        _merge_into(inner, target / inner.name)
+    entry.rmdir()
+    fsync_path(target)
 
 
 def _replace(temporary: Path, folder: Path) -> None:
@@ -90,7 +147,10 @@ def _replace(temporary: Path, folder: Path) -> None:
 
 
 def settle(folder: Path) -> None:
-    """Put right what a kill in the middle of a replacement has left beside `folder`: nothing of it is lost."""
+    """Put right what a kill in the middle of a replacement has left next to `folder`: nothing of it is lost.
+
+    The caller holds the folder's lock, or knows that no run saves into it.
+    """
     leftovers = list(siblings(folder, "swap"))
     if not leftovers:
         return
@@ -104,6 +164,22 @@ def settle(folder: Path) -> None:
         _clear(old, folder)
 
 
+def can_restore(folder: Path) -> bool:
+    """Whether a kill has left a checkpoint next to its place, for `restore`."""
+    return any(siblings(Path(os.path.realpath(folder)), "swap"))
+
+
+def restore(folder: Path) -> None:
+    """Before a load: put a checkpoint back that a kill between two renames has left next to its place.
+
+    Nothing is done while a run saves into the folder, nor where nothing can be written.
+    """
+    with contextlib.suppress(OSError, ConfigurationError):
+        target = follow_links(folder, "load_state")
+        if not target.exists() and not in_use_elsewhere(target):
+            settle(target)
+
+
 def _saved_at(folder: Path) -> tuple[str, float]:
     try:
         created = read_manifest(folder).created
@@ -113,12 +189,32 @@ def _saved_at(folder: Path) -> tuple[str, float]:
 
 
 def _clear(old: Path, folder: Path) -> None:
-    """Carry the entries of `old` that no checkpoint owns over to `folder` and remove the rest."""
+    """Carry what no checkpoint has written from `old` over to `folder`, and remove the rest."""
     owned = owned_entries(old)
     for entry in list(old.iterdir()):
-        if entry.name not in owned and not os.path.lexists(folder / entry.name):
-            os.rename(entry, folder / entry.name)
+        if entry.name not in owned:
+            if not os.path.lexists(folder / entry.name):
+                os.rename(entry, folder / entry.name)
+        elif entry.is_dir() and not entry.is_symlink():
+            _carry_files(old, entry, folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _carry_files(old: Path, inside: Path, folder: Path) -> None:
+    """Carry the files of a subfolder over that the manifest does not list; shards of an unlisted save are not kept."""
+    try:
+        listed = set(read_manifest(old).files)
+    except CheckpointError:
+        return
+    top = inside.relative_to(old).as_posix()
+    if is_api_file(top):
+        return  # a folder of shards: what a load could take for one of them must go
+    for path in sorted(inside.rglob("*")):
+        name = path.relative_to(old).as_posix()
+        target = folder / name
+        if name not in listed and (path.is_file() or path.is_symlink()) and not os.path.lexists(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(path, target)
 
 
 _AT_FDCWD = -100

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import uuid
@@ -31,6 +32,11 @@ def model_shards(folder: Path, index: int) -> Path:
 
 def optimizer_shards(folder: Path, index: int) -> Path:
     return folder / f"{OPTIMIZER_NAME}_{index}"
+
+
+def is_numbered(folder: Path) -> bool:
+    """Whether the folder has the name that automatic naming gives."""
+    return _NUMBERED.fullmatch(folder.name) is not None
 
 
 def checkpoints_dir(project_dir: str | Path) -> Path:
@@ -99,7 +105,8 @@ def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:
     if total_limit is None:
         return removed
     sweep(Path(directory))
-    present = [folder for _, folder in list_checkpoints(directory)]
+    # A link is the user's: what it leads to is not removed, and it takes no place of the others.
+    present = [folder for _, folder in list_checkpoints(directory) if not folder.is_symlink()]
     last = newest_valid(directory)
     for folder in present[: max(0, len(present) - total_limit)]:
         if folder != last:
@@ -117,14 +124,33 @@ def discard(folder: Path) -> None:
 
 def sweep(directory: Path) -> None:
     """Finish removals that a kill has interrupted."""
-    for trash in siblings(directory / "checkpoint_*", "trash"):
+    for trash in _hidden(directory, _NUMBERED.pattern, "trash"):
         shutil.rmtree(trash, ignore_errors=True)
 
 
 def siblings(folder: Path, kind: str) -> Iterator[Path]:
-    """The hidden folders beside `folder` that a save (`tmp`, `swap`) or a removal (`trash`) of it has left."""
-    if folder.parent.is_dir():
-        yield from sorted(folder.parent.glob(f".{folder.name}.{kind}-*"))
+    """The hidden folders next to `folder` that an interrupted save of it has left: `tmp` or `swap`."""
+    return _hidden(folder.parent, re.escape(folder.name), kind)
+
+
+def _hidden(directory: Path, name: str, kind: str) -> Iterator[Path]:
+    """Folders (no links) that have exactly a name that this package gives; `name` is a regular expression."""
+    pattern = re.compile(rf"\.{name}\.{kind}-[0-9a-f]{{8}}")
+    if directory.is_dir():
+        for entry in sorted(directory.iterdir()):
+            if pattern.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+                yield entry
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint to `<name>.damaged` (or `.damaged-2`, ...), which frees its number; the new path."""
+    number = 1
+    while True:
+        target = folder.with_name(f"{folder.name}.damaged" + (f"-{number}" if number > 1 else ""))
+        if not os.path.lexists(target):
+            os.rename(folder, target)
+            return target
+        number += 1
 
 
 def owned_entries(folder: Path) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from ..core.errors import CheckpointError
 from ..parallel.prepared import PreparedModel
 from ..runtime.agreement import Council, Process
-from .commit import settle
+from .commit import restore
 from .contents import check_loaders, taking
 from .layout import candidates, list_checkpoints
 from .manifest import CorruptCheckpoint, Manifest
@@ -101,7 +101,7 @@ def load_run(
     source: Source | None = None
     try:
         if process.local_process_index == 0 and not folder.exists():
-            settle(folder)
+            restore(folder)
         council.exchange("load_state: open", None, timeout)
         plan: _Plan | None = None
         error: Exception | None = None
@@ -275,7 +275,10 @@ def _none_left(directory: Path, passed: list[tuple[Path, str]]) -> str:
     if not passed:
         return f"there is no checkpoint in {directory}: it has no folder named checkpoint_N"
     told = "; ".join(f"{path.name}: {why}" for path, why in passed)
-    return f"no valid checkpoint is left in {directory}: {told}"
+    return (
+        f"no valid checkpoint is left in {directory}: {told}. Nothing was moved or removed: restore one of them, or "
+        "move them away to start anew"
+    )
 
 
 def resume(

@@ -65,7 +65,7 @@ def merge(folder: Path, output: Path, safe: bool = True, remove: bool = False) -
     """
     models = find_models(folder)
     if remove:
-        _check_removal(folder, models)
+        _check_removal(folder, models, output)
     if output.exists() and not output.is_dir():
         raise ConfigurationError(f"{output} is a file: give the folder in which the merged weights shall lie")
     for shards in models.values():
@@ -102,8 +102,14 @@ def find_models(folder: Path) -> dict[int, Path]:
     raise CheckpointError(f"{folder} holds no shards of a model: give a checkpoint, or the {MODEL_NAME}_fsdp_0 in it")
 
 
-def _check_removal(folder: Path, models: Mapping[int, Path]) -> None:
-    """What would be removed must be what was merged."""
+def _check_removal(folder: Path, models: Mapping[int, Path], output: Path) -> None:
+    """What would be removed must be what was merged, and nothing else."""
+    if folder.is_symlink():
+        raise ConfigurationError(f"{folder} is a link, which is not removed: name the folder that it leads to")
+    if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(folder)):
+        raise ConfigurationError(
+            f"removing {folder} would also remove the merged weights in {output}: give a folder outside of it"
+        )
     if folder in models.values():
         return
     known = {MANIFEST, *(shards.name for shards in models.values())}

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.errors import CheckpointError, ConfigurationError
+from ..core.files import follow_links, user_path
 from ..runtime.agreement import Council, Process
 from . import compat, per_rank
 from .blocks import BlockIO, FileRecord, Segment
-from .commit import commit, drop_temporary, open_temporary
-from .layout import SESSION_NAME, numbered, rotate
+from .commit import commit, drop_temporary, open_temporary, save_target
+from .layout import SESSION_NAME, numbered, rotate, set_aside
 from .manifest import Manifest, stamp
+from .run_lock import RunLocks, SaveLock
 from .session import RunState, documents, rank_documents, shared_state
 from .tensorfile import ALIASES, segments, without_aliases
 
@@ -38,9 +40,37 @@ _ABSENT = (
 )
 
 
+@dataclass(frozen=True)
+class DamagedCheckpoint:
+    """A checkpoint that could not be loaded, as it was then."""
+
+    name: str
+    reason: str
+    identity: tuple[int, int, int] | None
+
+    @classmethod
+    def found(cls, folder: Path, reason: str) -> DamagedCheckpoint:
+        return cls(folder.name, reason, _identity(folder))
+
+
+def _identity(folder: Path) -> tuple[int, int, int] | None:
+    """Tells whether a folder is still the one that was looked at."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
 @dataclass
 class Options:
-    """How a run is saved. `checkpoints` is the directory to rotate in after the commit, None for no rotation."""
+    """How a run is saved.
+
+    Fields:
+        checkpoints: the directory to rotate in after the commit; None for no rotation.
+        locks: the locks that the run keeps until its end; without them a lock is held for this save only.
+        damaged: checkpoints that a load has skipped. Those of the same directory are renamed before the save.
+    """
 
     layout: str = "native"
     safe_serialization: bool = True
@@ -49,6 +79,8 @@ class Options:
     timeout: float = COMPLETION
     checkpoints: Path | None = None
     total_limit: int | None = None
+    locks: RunLocks | None = None
+    damaged: Sequence[DamagedCheckpoint] = ()
 
     def __post_init__(self) -> None:
         if self.layout not in ("native", "compat"):
@@ -66,6 +98,7 @@ class Draft:
     pickled: dict[str, Any] = field(default_factory=dict)
     sharded: Any = None
     extras: bool = False  # others than this room have written into the folder
+    lock: SaveLock | None = None  # on the rank that commits the folder
     error: BaseException | None = None
     told: str | None = None  # the error as the other ranks are told it
     about: dict[str, Any] = field(default_factory=dict)
@@ -89,17 +122,21 @@ def save_run(
     seconds: nothing of the run is changed, and what `folder` held before is still there.
     """
     options = options or Options()
-    given, folder = Path(folder), Path(folder).absolute()
+    given = user_path(folder, "save_state")
     if writer is not None:
         writer.wait()
-    draft = _open(given, folder, process, options)
+    draft = _open(given, process, options)
     try:
         _collect(draft, run, process, options, writer is None)
     except BaseException as error:
         draft.error = error
     _compare_ranks(draft, run, process, options)
     if writer is not None:
-        failure = writer.submit(draft, process, options)
+        try:
+            failure = writer.submit(draft, process, options)
+        except BaseException:
+            _close(draft)
+            raise
         if failure is not None:
             # The others learn of it through the background's agreement, which the writer of this rank takes part in.
             writer.drop_error()
@@ -111,6 +148,18 @@ def save_run(
 
 def complete(draft: Draft, process: Process, options: Options, council: Council) -> None:
     """Write a draft, agree with the other ranks, commit. Raises CheckpointError on every rank when one fails."""
+    try:
+        _complete(draft, process, options, council)
+    finally:
+        _close(draft)
+
+
+def _close(draft: Draft) -> None:
+    if draft.lock is not None:
+        draft.lock.close()
+
+
+def _complete(draft: Draft, process: Process, options: Options, council: Council) -> None:
     records: dict[str, FileRecord] = {}
     with BlockIO() as io:
         if draft.error is None:
@@ -137,6 +186,8 @@ def _finish(draft: Draft, process: Process, options: Options, files: dict[str, F
         manifest = Manifest(
             layout=options.layout, world_size=process.num_processes, files=files, **draft.about, **stamp()
         )
+        if draft.lock is not None:
+            draft.lock.keep()
         commit(draft.temporary, draft.folder, manifest)
     except BaseException as error:
         drop_temporary(draft.temporary)
@@ -156,20 +207,27 @@ def _finish(draft: Draft, process: Process, options: Options, files: dict[str, F
 # --- opening -------------------------------------------------------------------------------------------------------
 
 
-def _open(given: Path, folder: Path, process: Process, options: Options) -> Draft:
+def _open(given: Path, process: Process, options: Options) -> Draft:
     """The temporary folder this rank writes to. Raises CheckpointError on every rank when the ranks disagree."""
     council = Council(process)
-    temporary: Path | None = None
+    folder = given.absolute()
+    draft: Draft | None = None
     error: BaseException | None = None
-    if process.process_index == 0:
-        try:
-            temporary = open_temporary(folder)
-        except OSError as caught:
-            error = caught
+    try:
+        if any(folder.name == damaged.name for damaged in options.damaged):
+            # A link among the damaged ones is renamed itself.
+            folder = follow_links(folder.parent, "save_state") / folder.name
+        else:
+            folder = follow_links(folder, "save_state")
+        if process.process_index == 0:
+            draft = _start(folder, options)
+            folder = draft.folder
+    except Exception as caught:
+        error = caught
     mine = {
         "folder": str(given),
         "layout": options.layout,
-        "temporary": None if temporary is None else temporary.name,
+        "temporary": None if draft is None else draft.temporary.name,
         "error": None if error is None else _tell(error),
     }
     try:
@@ -177,16 +235,45 @@ def _open(given: Path, folder: Path, process: Process, options: Options) -> Draf
         _check_same(rows)
         _raise_told([row["error"] for row in rows], error, process, folder)
     except BaseException:
-        if temporary is not None:
-            drop_temporary(temporary)
+        if draft is not None:
+            drop_temporary(draft.temporary)
+            _close(draft)
         raise
-    draft = Draft(folder, folder.with_name(rows[0]["temporary"]), home=0)
-    if process.process_index > 0:
+    if draft is None:
+        draft = Draft(folder, folder.with_name(rows[0]["temporary"]), home=0)
         try:
             _find_home(draft, process, options)
-        except (OSError, CheckpointError) as caught:
+        except Exception as caught:
             draft.error = caught
     return draft
+
+
+def _start(folder: Path, options: Options) -> Draft:
+    """On the rank that commits the folder: take its lock, free its name, make the temporary folder."""
+    is_damaged = any(folder.name == damaged.name for damaged in options.damaged)
+    lock = SaveLock(folder if is_damaged else save_target(folder), options.locks)
+    try:
+        _free_numbers(folder, options)
+        target = save_target(folder)
+        return Draft(target, open_temporary(target), home=0, lock=lock)
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _free_numbers(target: Path, options: Options) -> None:
+    """Rename the damaged checkpoints that the run has skipped, so that it can go on with their numbers."""
+    for damaged in options.damaged:
+        folder = target.with_name(damaged.name)
+        identity = _identity(folder)
+        if identity is None:
+            continue
+        if identity != damaged.identity:
+            if folder == target:
+                raise CheckpointError(f"{folder} has been saved by another run since this one was loaded")
+            continue
+        moved = set_aside(folder)
+        logger.warning("skipped damaged checkpoint %s, which is now %s: %s", folder, moved.name, damaged.reason)
 
 
 def _check_same(rows: list[dict[str, Any]]) -> None:
@@ -207,8 +294,9 @@ def _find_home(draft: Draft, process: Process, options: Options) -> None:
         )
     draft.home = process.process_index - process.local_process_index
     if process.local_process_index == 0:
-        name = draft.temporary
-        open_temporary(draft.folder).rename(name)
+        own = _start(draft.folder, options)
+        draft.lock = own.lock
+        own.temporary.rename(draft.temporary)
     elif not _appears(draft.temporary, _VISIBLE):
         raise CheckpointError(f"the folder {draft.temporary.parent} is not shared by the ranks of this machine")
 
@@ -396,7 +484,7 @@ def _relative(folder: Path) -> set[str]:
 
 def _tell(error: BaseException) -> str:
     text = str(error) or type(error).__name__
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, (CheckpointError, ConfigurationError)) else f"{type(error).__name__}: {text}"
 
 
 def _own(error: BaseException, process: Process) -> BaseException:

@@ -23,7 +23,7 @@ from ..core.constants import (
     WEIGHTS_PATTERN_NAME,
 )
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import atomic_write, fsync_path
+from ..core.files import atomic_write, follow_links, fsync_path, user_path
 from ..state import PartialState
 from .blocks import BlockIO
 from .compat import load_pickled
@@ -85,7 +85,7 @@ def save_model(
     stored. Shards of an earlier save in the folder are removed. Without `safe_serialization`, torch.save writes.
     Raises ValueError when `save_directory` is a file, CheckpointError naming the entry that cannot be stored.
     """
-    folder = Path(save_directory)
+    folder = follow_links(user_path(save_directory, "save_model: save_directory"), "save_model")
     if folder.is_file():
         raise ConfigurationError(f"save_model: {folder} is a file; give a folder")
     limit = size_in_bytes(max_shard_size)
@@ -174,7 +174,7 @@ def _remove_stale(folder: Path, single: str, pattern: str, index: str, written: 
     shard = re.compile(re.escape(pattern).replace(re.escape("{suffix}"), r"-\d{5}-of-\d{5}"))
     for entry in folder.iterdir():
         stale = shard.fullmatch(entry.name) or entry.name == single or (entry.name == index and not sharded)
-        if stale and entry.name not in written:
+        if stale and entry.name not in written and not entry.is_dir():
             entry.unlink()
 
 
@@ -203,7 +203,7 @@ def save(
         return
     if safe_serialization:
         kept, aliases = without_aliases(clean_tensors(obj))
-        path = Path(f)
+        path = follow_links(user_path(f, "save"), "save")
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
         try:
             with BlockIO() as io:
@@ -215,7 +215,7 @@ def save(
     if not isinstance(f, (str, os.PathLike)):
         torch.save(obj, f)
         return
-    with atomic_write(f) as file:
+    with atomic_write(user_path(f, "save")) as file:
         torch.save(obj, file)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ..core import env
 from ..core.enums import DDPCommunicationHookType, DynamoBackend
 from ..core.errors import ConfigurationError, nearest
+from ..core.files import path_text
 from . import checks
 from .base import KwargsHandler
 
@@ -91,11 +92,13 @@ class ProjectConfiguration:
             raise ConfigurationError(
                 f"ProjectConfiguration.total_limit={self.total_limit}: keep at least one checkpoint, or None for all"
             )
+        if self.logging_dir is not None:
+            self.logging_dir = path_text(self.logging_dir, "ProjectConfiguration.logging_dir")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Set `project_dir`, and `logging_dir` with it where it has none yet."""
-        self.project_dir = None if project_dir is None else os.fspath(project_dir)
+        self.project_dir = None if project_dir is None else path_text(project_dir, "project_dir")
         if self.logging_dir is None:
             self.logging_dir = self.project_dir
 

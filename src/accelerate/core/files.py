@@ -7,17 +7,77 @@ import contextlib
 import errno
 import os
 import stat
+import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from .errors import ConfigurationError
+
+
+def path_text(value: Any, argument: str) -> str:
+    """The text of a path that a user has given (text, bytes or a path object), which is not blank.
+
+    Raises ConfigurationError, which names `argument`, for what cannot be the name of a file or folder.
+    """
+    try:
+        text = os.fsdecode(value)
+    except TypeError:
+        raise ConfigurationError(f"{argument}: a path is text or a path object, not {type(value).__name__}") from None
+    if not text.strip():
+        raise ConfigurationError(f"{argument}={text!r} names no folder: give a path ('.' is the current folder)")
+    if "\0" in text:
+        raise ConfigurationError(f"{argument}={text!r} has a NUL character, which no path may have")
+    return text
+
+
+def user_path(value: Any, argument: str) -> Path:
+    """A path that a user has given, with `~` expanded. Raises ConfigurationError as `path_text` does."""
+    text = path_text(value, argument)
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigurationError(f"{argument}={text!r}: {error}") from None
+
+
+def follow_links(path: Path, argument: str) -> Path:
+    """The absolute path without any symbolic link, of something that need not exist yet.
+
+    Raises ConfigurationError for links in a circle, and for a link to something in a folder that does not exist: a
+    disk that is not mounted, say, for which nothing else must be made in its place.
+    """
+    try:
+        resolved = Path(os.path.realpath(path))
+        resolved.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigurationError(f"{argument}: {path} is a link that leads back to itself") from None
+        if error.errno != errno.ENOTDIR:
+            raise
+    if resolved.is_symlink():
+        raise ConfigurationError(f"{argument}: {path} is a link that leads back to itself")
+    for link in (path, *path.parents):
+        if link.is_symlink() and not link.exists():
+            target = Path(os.path.realpath(link))
+            if not target.parent.is_dir():
+                raise ConfigurationError(
+                    f"{argument}: {link} is a link to {target}, and {target.parent} does not exist: make that folder, "
+                    "or mend the link"
+                )
+    return resolved
+
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
-    """A file object whose content appears at `path` when the block ends well, synced to disk, and not at all else."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """A file object whose content appears at `path` when the block ends well, synced to disk, and not at all else.
+
+    Where `path` is a symbolic link, the file that it leads to is written, and the link stays.
+    """
+    path = follow_links(Path(path), "path")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with open(temporary, mode) as file:
             yield file
