@@ -87,7 +87,7 @@ class Order:
         """Take the states of rank 0, so that all ranks cut the same order. One message an epoch."""
         if self.is_fixed or not is_distributed():
             return
-        shared = broadcast_each(self.states)
+        shared = broadcast_each(self.states, operation="the start of an epoch of a data loader")
         if not _same(shared, self.states):
             self.take(shared)
         if isinstance(self.sampler, SeedableRandomSampler):
