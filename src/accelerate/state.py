@@ -85,6 +85,10 @@ class PartialState:
             local_process_index=topology.local_rank,
             fork_launched=env.get_flag("fork_launched"),
         )
+        if self.debug and topology.world_size > 1 and group.is_running():
+            from .runtime import whereabouts
+
+            whereabouts.start()
         if env.get_flag("cpu_affinity"):
             from .runtime.hardware import set_numa_affinity
 

@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.errors import CheckpointError, ConfigurationError
+from ..core.errors import CheckpointError, CommunicationError, ConfigurationError
+from ..runtime.communication import is_lost
 from . import compat
 from .blocks import BlockIO, FileRecord, Segment
 from .commit import commit, drop_temporary, open_temporary
@@ -92,10 +94,15 @@ def save_run(
     if writer is not None:
         writer.wait()
     draft = _open(given, folder, process, options)
+    council = Council(process)
     try:
-        _collect(draft, run, process, options, writer is None)
+        _collect(draft, run, process, options, functools.partial(_whole_states, run, draft, process, writer is None))
+    except _Alone as alone:
+        raise _own(alone.error, process) from alone.error
     except BaseException as error:
         draft.error = error
+    if run.sharded is not None:
+        _stage(draft, run, process, options, writer is None, council)
     if writer is not None:
         failure = writer.submit(draft, process, options)
         if failure is not None:
@@ -103,8 +110,64 @@ def save_run(
             writer.drop_error()
             raise _own(failure, process)
         return given
-    complete(draft, process, options, Council(process))
+    complete(draft, process, options, council)
     return given
+
+
+class _Alone(Exception):
+    """An error of this rank where the others may wait for it in a collective. They have been told; it goes its way."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _whole_states(run: RunState, draft: Draft, process: Process, blocking: bool) -> tuple[list[Any], list[Any]]:
+    """The states of models and optimizers that are not sharded. Where ranks hold parts of them, all work on it."""
+    models = [part for part in run.models if not part.sharded]
+    optimizers = [part for part in run.optimizers if not part.sharded]
+    together = any(part.state_dict for part in models) or any(part.state_dict for part in optimizers)
+    with _told_at_once(draft, process, blocking) if together else contextlib.nullcontext():
+        return [part.full_state() for part in models], [part.full_state() for part in optimizers]
+
+
+@contextlib.contextmanager
+def _told_at_once(draft: Draft, process: Process, blocking: bool) -> Iterator[None]:
+    """A block of collectives: an error of this rank alone is left for the others to find, and raised as `_Alone`."""
+    try:
+        yield
+    except CommunicationError:
+        # Another rank's error has broken the collective; what it was is found where the ranks agree.
+        raise
+    except Exception as error:
+        if is_lost(error):
+            raise
+        if draft.home == process.process_index:
+            drop_temporary(draft.temporary)
+        # The next round is the background's, where one writes there.
+        Council(process, "checkpoint" if blocking else "checkpoint-writer").refuse("save_state", _tell(error))
+        if process.num_processes == 1:
+            raise
+        raise _Alone(error) from error
+
+
+def _stage(draft: Draft, run: RunState, process: Process, options: Options, blocking: bool, council: Council) -> None:
+    """Take the shards, which is all ranks' work: first the ranks agree that none has failed."""
+    assert run.sharded is not None
+    told = council.exchange("save_state: states", None if draft.error is None else _tell(draft.error), options.timeout)
+    try:
+        _raise_told(told, draft.error, process, draft.folder)
+    except BaseException:
+        if draft.home == process.process_index:
+            drop_temporary(draft.temporary)
+        raise
+    try:
+        with _told_at_once(draft, process, blocking):
+            draft.sharded = run.sharded.stage(blocking, options.layout == "compat")
+    except _Alone as alone:
+        raise _own(alone.error, process) from alone.error
+    except BaseException as error:
+        draft.error = error
 
 
 def complete(draft: Draft, process: Process, options: Options, council: Council) -> None:
@@ -223,15 +286,18 @@ def _appears(folder: Path, seconds: float) -> bool:
 # --- contents ------------------------------------------------------------------------------------------------------
 
 
-def _collect(draft: Draft, run: RunState, process: Process, options: Options, blocking: bool) -> None:
+def _collect(
+    draft: Draft,
+    run: RunState,
+    process: Process,
+    options: Options,
+    whole_states: Callable[[], tuple[list[Any], list[Any]]],
+) -> None:
     """Fill the draft with what this rank writes. State that takes the ranks' messages is asked for on every rank."""
     if len({part.sharded for part in run.models} | {part.sharded for part in run.optimizers}) > 1:
         raise CheckpointError("a run whose models and optimizers are partly sharded and partly not cannot be saved")
     whole = draft.home == process.process_index
-    models = [part for part in run.models if not part.sharded]
-    optimizers = [part for part in run.optimizers if not part.sharded]
-    weights = [part.full_state() for part in models]
-    states = [part.full_state() for part in optimizers]
+    weights, states = whole_states()
     if draft.error is not None:
         return
     modules = [part.module for part in run.models]
@@ -244,8 +310,6 @@ def _collect(draft: Draft, run: RunState, process: Process, options: Options, bl
         "models": [{"class": type(part.target).__qualname__, "sharded": part.sharded} for part in run.models],
         "optimizers": [{**part.describe(), "sharded": part.sharded} for part in run.optimizers],
     }
-    if run.sharded is not None:
-        draft.sharded = run.sharded.stage(blocking, options.layout == "compat")
     draft.extras = bool(run.save_hooks) or run.sharded is not None
     if options.layout == "compat":
         draft.pickled.update(compat.rank_files(run, process.process_index))

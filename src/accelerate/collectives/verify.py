@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..core import env
 from ..core.errors import DistributedOperationException
+from ..runtime import whereabouts
 from ..runtime.calls import Call, difference, ranks_in_words, record
 from . import transport
 
@@ -68,7 +69,7 @@ def _settle(store: dist.Store, turn: int, ranks: list[int], record: dict[str, An
     for waited in pauses():
         present = [rank for rank in ranks if store.check([keys[rank]])]
         found = {rank: json.loads(store.get(keys[rank])) for rank in present}
-        judgement = _judge(found, ranks, waited, limit)
+        judgement = _judge(found, ranks, waited, limit, store, turn)
         if judgement is None and store.check([f"{turn}/verdict"]):
             # The others have not waited for all to be here.
             judgement = PASSED
@@ -80,7 +81,9 @@ def _settle(store: dist.Store, turn: int, ranks: list[int], record: dict[str, An
     return verdict
 
 
-def _judge(found: dict[int, dict[str, Any]], ranks: list[int], waited: float, limit: float) -> str | None:
+def _judge(
+    found: dict[int, dict[str, Any]], ranks: list[int], waited: float, limit: float, store: dist.Store, turn: int
+) -> str | None:
     """What the records shown so far amount to; None while it is open."""
     complete = len(found) == len(ranks)
     differs = difference(found)
@@ -88,7 +91,7 @@ def _judge(found: dict[int, dict[str, Any]], ranks: list[int], waited: float, li
         return differs or PASSED
     if differs is not None and waited > COMPLETE:
         return differs
-    return _absence(found, ranks, departed(_get_default_store(), ranks), limit, waited > limit)
+    return _absence(found, ranks, departed(_get_default_store(), ranks), limit, waited > limit, store, turn)
 
 
 def pauses() -> Iterator[float]:
@@ -122,7 +125,13 @@ def departed(store: dist.Store, ranks: Iterable[int]) -> list[int]:
 
 
 def _absence(
-    found: dict[int, dict[str, Any]], ranks: list[int], departed: list[int], limit: float, late: bool
+    found: dict[int, dict[str, Any]],
+    ranks: list[int],
+    departed: list[int],
+    limit: float,
+    late: bool,
+    store: dist.Store,
+    turn: int,
 ) -> str | None:
     """Why the absent ranks will not come, or None while they still may."""
     absent = [rank for rank in ranks if rank not in found]
@@ -138,7 +147,15 @@ def _absence(
         "Callers:",
     ]
     lines += [f"  - Process {rank}: at {record['at']}" for rank, record in found.items()]
-    lines += [f"  - Process {rank}: {'has ended' if rank in departed else 'has not come'}" for rank in absent]
+    places = whereabouts.ask([rank for rank in absent if rank not in departed])
+    for rank in absent:
+        line = "has ended" if rank in departed else "has not come"
+        if rank in places:
+            line += f"; it is at {places[rank]}"
+        if store.check([f"{turn - 1}/{rank}"]):
+            last = json.loads(store.get(f"{turn - 1}/{rank}"))
+            line += f"; its last operation was {last['summary']} (at {last['at']})"
+        lines.append(f"  - Process {rank}: {line}")
     if not gone:
         lines += ["", "If it only needs longer, set ACCELERATE_DEBUG_TIMEOUT to more seconds."]
     return "\n".join(lines)

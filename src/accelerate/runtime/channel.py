@@ -145,7 +145,7 @@ class Channel:
     def _wait_long(self, work: Any, call: Call) -> None:
         """Somebody is late. Say who, once; go on waiting up to the group's own timeout."""
         at = user_line()
-        marks.publish(marks.WAITING, {"operation": _words(call), "at": at, "total": marks.batches_read()})
+        marks.publish(marks.WAITING, marks.where(_words(call), at))
         for patience in (GLANCE, None):
             try:
                 _ = work.wait() if patience is None else work.wait(patience)

@@ -20,6 +20,9 @@ _LOST = re.compile(
     r"monitoredBarrier|has been aborted|Operation timed out|Writing to a pair|gloo/transport|not connected",
     re.IGNORECASE,
 )
+_CLOSED = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited", re.IGNORECASE
+)
 # Seconds in which the mark of whoever broke the connection, or waits elsewhere, is looked for.
 GRACE = 1.0
 
@@ -58,7 +61,7 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
     """Where this rank is, what the marks of the others say, and what to do. Leaves this rank's own mark."""
     me, world = dist.get_rank(), dist.get_world_size()
     at = at or user_line()
-    marks.publish(marks.WAITING, {"operation": operation, "at": at, "total": marks.batches_read()})
+    marks.publish(marks.WAITING, marks.where(operation, at))
     others = [rank for rank in range(world) if rank != me]
     begin = time.monotonic()
     while True:
@@ -70,9 +73,13 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
     head = f"rank {me}: {'another rank is not in' if error is None else 'the connection to another rank failed in'} "
     head += f"{operation} (at {at}{f', in {place}' if place else ''})"
     lines = [f"{head}."]
-    lines += [f"  - {line}" for line in _told(found, others)]
+    closed = error is not None and _CLOSED.search(str(error)) is not None
+    lines += [f"  - {line}" for line in _told(found, others, closed)]
     if found is not None and not _has_failed(found):
-        lines.append(UNEVEN if _is_uneven(found) else SAME_CALLS)
+        if _is_uneven(found):
+            lines.append(UNEVEN)
+        elif not closed or found[marks.LEFT]:
+            lines.append(SAME_CALLS)
     if error is not None:
         first = str(error).strip().splitlines()
         lines.append(f"The backend says: {first[0] if first else type(error).__name__}")
@@ -88,7 +95,7 @@ def _tells(found: dict[str, dict[int, Any]], rank: int) -> bool:
     return any(rank in found[kind] for kind in (marks.FAILED, marks.LEFT, marks.WAITING))
 
 
-def _told(found: dict[str, dict[int, Any]] | None, others: list[int]) -> list[str]:
+def _told(found: dict[str, dict[int, Any]] | None, others: list[int], closed: bool) -> list[str]:
     if found is None:
         return ["the store of the run is gone: the process that hosts it (rank 0, or the launcher) has ended"]
     lines, silent = [], []
@@ -98,6 +105,9 @@ def _told(found: dict[str, dict[int, Any]] | None, others: list[int]) -> list[st
             line = f"rank {rank} failed: {failed['error']} (at {failed['at']})"
         elif waiting is not None:
             line = f"rank {rank} is in {waiting['operation']} (at {waiting['at']})"
+            if waiting["place"]:
+                lines.append(f"{line}, in {waiting['place']}")
+                continue
         elif rank in found[marks.LEFT]:
             line = f"rank {rank} has finished: its script has ended"
         elif rank in found[marks.READ]:
@@ -107,9 +117,9 @@ def _told(found: dict[str, dict[int, Any]] | None, others: list[int]) -> list[st
             continue
         lines.append(line + _data(found[marks.READ].get(rank)))
     if silent:
-        lines.append(
-            f"{ranks_in_words(silent)}: nothing is known; still at work, or killed (out of memory?) without a word"
-        )
+        known = closed and (found[marks.LEFT] or found[marks.FAILED])
+        state = "still at work" if known or not closed else "killed (out of memory?) or crashed, or still at work"
+        lines.append(f"{ranks_in_words(silent)}: no word from {'it' if len(silent) == 1 else 'them'}; {state}")
     return lines
 
 
@@ -127,8 +137,10 @@ def _has_failed(found: dict[str, dict[int, Any]]) -> bool:
 
 
 def _is_uneven(found: dict[str, dict[int, Any]]) -> bool:
-    """Whether another rank has come to a stop after another number of batches than this one has read."""
+    """Whether another rank has read another number of batches, or has left its loop while this one is in it."""
     own = marks.batches_read()
+    if marks.own_place() and (found[marks.LEFT] or any(not mark["complete"] for mark in found[marks.READ].values())):
+        return True
     totals = {rank: mark["total"] for rank, mark in found[marks.READ].items()}
     totals |= {rank: mark["total"] for rank, mark in found[marks.WAITING].items()}
     stopped = [rank for rank in found[marks.LEFT] if rank not in totals]

@@ -24,6 +24,8 @@ class _Reading:
 
     open: Any = None
     total = 0
+    # Where the last pass was left, in words; None where it was read to its end.
+    left: str | None = None
 
 
 def publish(kind: str, value: Any) -> None:
@@ -65,6 +67,7 @@ def begin_pass(loader: Any) -> None:
 def end_pass(loader: Any, epoch: int, complete: bool) -> None:
     """A pass has ended, `complete` or left before; the other ranks can read where."""
     _Reading.open = None
+    _Reading.left = None if complete else f"batch {loader.batches_read} of epoch {epoch}"
     _Reading.total += loader.batches_read
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         mark = {"epoch": epoch, "batches": loader.batches_read, "complete": complete, "total": _Reading.total}
@@ -76,7 +79,12 @@ def batches_read() -> int:
     return _Reading.total + (_Reading.open.batches_read if _Reading.open is not None else 0)
 
 
-def own_place() -> str:
-    """Where this process is in its data, in words; empty outside a pass."""
+def own_place() -> str | None:
+    """Where this process is in its data, or has left it for an error or a `break`; None after a whole pass."""
     loader = _Reading.open
-    return "" if loader is None else f"batch {loader.batches_read} of epoch {loader.iteration}"
+    return _Reading.left if loader is None else f"batch {loader.batches_read} of epoch {loader.iteration}"
+
+
+def where(operation: str, at: str) -> dict[str, Any]:
+    """The mark of a process that waits in an operation."""
+    return {"operation": operation, "at": at, "total": batches_read(), "place": own_place()}
