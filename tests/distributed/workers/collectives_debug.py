@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -43,7 +44,8 @@ def disagree(needles, function, *args, within=10.0, **kwargs):
 
 
 one, here = torch.ones(1, 5), __file__
-SLEEPS = next(number for number, line in enumerate(open(__file__), 1) if line.strip().startswith("time.sleep("))
+LINES = Path(__file__).read_text().splitlines()
+SLEEPS = next(number for number, line in enumerate(LINES, 1) if line.strip().startswith("time.sleep("))
 assert gather([one, one]).__class__ is list  # agreement costs nothing but time
 assert gather(one).shape == (3, 5)
 
@@ -76,7 +78,7 @@ assert "rank 0" in told and "ranks 1, 2 differ" in told
 
 # One rank comes too late: the others name it; it hears of it when it comes.
 if LAST:
-    time.sleep(6)  # longer than ACCELERATE_DEBUG_TIMEOUT; the others ask where this rank is
+    time.sleep(3.5)  # longer than ACCELERATE_DEBUG_TIMEOUT; the others ask where this rank is
 disagree(
     ["rank 2 did not call it within 2 seconds", "Process 0: at", "ACCELERATE_DEBUG_TIMEOUT"]
     + [f"Process 2: has not come; it is at {here}:{SLEEPS}", "its last operation was `accelerate.gather_object`"],
