@@ -24,7 +24,7 @@ from .workers import unwrapped
 
 # What a copy or another process makes anew.
 _PER_PROCESS = frozenset(
-    {"_source", "_feed", "_order", "_place", "_pending", "_open_passes", "_origin", "_successor"}
+    {"batches_read", "_source", "_feed", "_order", "_place", "_pending", "_open_passes", "_origin", "_successor"}
     | {"before_pass", "between_batches"}
 )
 

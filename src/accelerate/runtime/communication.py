@@ -69,6 +69,7 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
         if found is None or all(_tells(found, rank) for rank in others) or time.monotonic() - begin > GRACE:
             break
         time.sleep(0.02)
+    marks.publish(marks.READY, True)
     place = marks.own_place()
     head = f"rank {me}: {'another rank is not in' if error is None else 'the connection to another rank failed in'} "
     head += f"{operation} (at {at}{f', in {place}' if place else ''})"

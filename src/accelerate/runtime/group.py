@@ -26,7 +26,7 @@ FAREWELL = timedelta(seconds=30)
 # Seconds in which the group's idle threads get the interpreter lock before it is gone.
 LOCK_HANDOVER = 0.02
 # Seconds for which a failed process that hosts the run's store keeps it for the others.
-LINGER = 3.0
+LINGER = 2.0
 
 # Called when this process leaves the run, before its group closes.
 before_leaving: list[Callable[[], None]] = []
@@ -180,13 +180,19 @@ def _arm() -> None:
 def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Before the traceback is printed: tell the other ranks of the error, and add what is known of a lost one."""
     _Exit.failed = True
+    try:
+        if is_running() and dist.get_world_size() > 1:
+            _share_failure(kind, error, trace)
+    finally:
+        _Exit.previous_hook(kind, error, trace)
+
+
+def _share_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     secondary = isinstance(error, CommunicationError) or communication.is_lost(error)
-    if is_running() and _Exit.owner and dist.get_world_size() > 1:
-        if secondary and not isinstance(error, CommunicationError):
-            error.add_note(communication.explanation("a collective of torch", error, at=_line(trace)))
-        text = f"{kind.__name__}: {error}".splitlines()[0][:500]
-        marks.publish(marks.FAILED, {"error": text, "at": _line(trace), "secondary": secondary})
-    _Exit.previous_hook(kind, error, trace)
+    if secondary and not isinstance(error, CommunicationError):
+        error.add_note(communication.explanation("a collective of torch", error, at=_line(trace)))
+    lines = f"{kind.__name__}: {error}".splitlines()
+    marks.publish(marks.FAILED, {"error": lines[0][:500], "at": _line(trace), "secondary": secondary})
 
 
 def _line(trace: TracebackType | None) -> str:
@@ -232,11 +238,16 @@ def _hosted_store() -> Any:
 
 
 def _linger(store: Any, others: list[int]) -> None:
-    """Wait until the other ranks have gone too, for a moment at most."""
+    """Wait until the other ranks have gone too, or have read why their collectives fail; for a moment at most."""
     deadline = time.monotonic() + LINGER
     try:
         while time.monotonic() < deadline:
-            if store.check([f"accelerate/left/{rank}" for rank in others]):
+            others = [
+                rank
+                for rank in others
+                if not any(store.check([f"accelerate/{kind}/{rank}"]) for kind in (marks.LEFT, marks.READY))
+            ]
+            if not others:
                 return
             time.sleep(0.02)
     except (RuntimeError, ValueError):

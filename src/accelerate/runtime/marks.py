@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 FAILED = "failed"  # an error that nobody caught: {"error", "at", "secondary"}
 LEFT = "left"  # the process has come to its end
 READ = "read"  # the last pass over a loader: {"epoch", "batches", "complete", "total"}
+READY = "ready"  # this rank has read the marks that it needs: whoever hosts the store may go
 WAITING = "waiting"  # in a collective that does not end: {"operation", "at", "total"}
 
 
 class _Reading:
-    """What this process has read from prepared loaders. `open`: the loader whose pass is under way."""
+    """What this process has read from prepared loaders. `open`: those whose pass is under way, the innermost last."""
 
-    open: Any = None
+    open: ClassVar[list[Any]] = []
     total = 0
     # Where the last pass was left, in words; None where it was read to its end.
     left: str | None = None
@@ -61,12 +62,13 @@ def read(kind: str, ranks: Iterable[int]) -> dict[int, Any] | None:
 
 def begin_pass(loader: Any) -> None:
     """A pass over a prepared loader begins. Its `batches_read` counts."""
-    _Reading.open = loader
+    _Reading.open.append(loader)
 
 
 def end_pass(loader: Any, epoch: int, complete: bool) -> None:
     """A pass has ended, `complete` or left before; the other ranks can read where."""
-    _Reading.open = None
+    if loader in _Reading.open:
+        _Reading.open.remove(loader)
     _Reading.left = None if complete else f"batch {loader.batches_read} of epoch {epoch}"
     _Reading.total += loader.batches_read
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -76,13 +78,16 @@ def end_pass(loader: Any, epoch: int, complete: bool) -> None:
 
 def batches_read() -> int:
     """Batches that this process has read from prepared loaders in all."""
-    return _Reading.total + (_Reading.open.batches_read if _Reading.open is not None else 0)
+    total: int = _Reading.total + sum(loader.batches_read for loader in _Reading.open)
+    return total
 
 
 def own_place() -> str | None:
     """Where this process is in its data, or has left it for an error or a `break`; None after a whole pass."""
-    loader = _Reading.open
-    return _Reading.left if loader is None else f"batch {loader.batches_read} of epoch {loader.iteration}"
+    if not _Reading.open:
+        return _Reading.left
+    loader = _Reading.open[-1]
+    return f"batch {loader.batches_read} of epoch {loader.iteration}"
 
 
 def where(operation: str, at: str) -> dict[str, Any]:
