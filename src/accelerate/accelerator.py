@@ -35,6 +35,7 @@ from .resolve import Request, resolve
 from .run_checkpoints import HookHandle, RunCheckpoints
 from .run_objects import RunObjects
 from .run_options import RunOptions
+from .runtime.communication import raise_lost
 from .scheduler import AcceleratedScheduler
 from .state import GradientState, PartialState
 from .telemetry.profile import profile
@@ -377,7 +378,11 @@ class Accelerator(ProcessControl, RunOptions):
         """
         if num_items is not None:
             models = [prepared.module for prepared in self._accumulation.models or self._objects.models]
-            self._items.backward(loss, num_items, self.gradient_state.sync_gradients, models, **kwargs)
+            try:
+                self._items.backward(loss, num_items, self.gradient_state.sync_gradients, models, **kwargs)
+            except RuntimeError as error:
+                raise_lost(error, "`accelerator.backward`")
+                raise
             for optimizer in self._objects.optimizers:
                 if self._items.close not in optimizer._after_step:
                     optimizer._after_step.append(self._items.close)
@@ -394,7 +399,11 @@ class Accelerator(ProcessControl, RunOptions):
                 self._first_step.check_window()
             if self.strategy.divides_loss:
                 loss = loss / steps
-        self.strategy.backward(loss, **kwargs)
+        try:
+            self.strategy.backward(loss, **kwargs)
+        except RuntimeError as error:
+            raise_lost(error, "`accelerator.backward`")
+            raise
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Backward of a LOMO optimizer, which updates the parameters during it."""
@@ -438,7 +447,11 @@ class Accelerator(ProcessControl, RunOptions):
     ) -> torch.Tensor | None:
         """Scale gradients so that their total norm is at most `max_norm`. Returns the norm before."""
         parameters = self._unscaled(parameters)
-        return self.strategy.clip_grad_norm(parameters, max_norm, norm_type=norm_type)
+        try:
+            return self.strategy.clip_grad_norm(parameters, max_norm, norm_type=norm_type)
+        except RuntimeError as error:
+            raise_lost(error, "`accelerator.clip_grad_norm_`")
+            raise
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Cut each element of the gradients to [-clip_value, clip_value]."""

@@ -15,7 +15,7 @@ from .core import devices, env, extensions
 from .core.enums import DistributedType, DynamoBackend, PrecisionType
 from .core.errors import ConfigurationError
 from .gradient_state import GradientState as GradientState
-from .runtime import group, process, smddp, xla
+from .runtime import channel, group, process, smddp, xla
 from .runtime.topology import Topology
 
 if TYPE_CHECKING:
@@ -86,6 +86,10 @@ class PartialState:
             local_process_index=topology.local_rank,
             fork_launched=env.get_flag("fork_launched"),
         )
+        if self.debug and topology.world_size > 1 and group.is_running():
+            from .runtime import whereabouts
+
+            whereabouts.start()
         if env.get_flag("cpu_affinity"):
             from .runtime.hardware import set_numa_affinity
 
@@ -141,10 +145,12 @@ class PartialState:
     def wait_for_everyone(self) -> None:
         """Return when every process has called this."""
         if self.num_processes > 1:
-            if self.device.type not in ("cpu", "mps") and self.backend != "gloo":
-                dist.barrier(device_ids=[self.device.index])
-            else:
-                dist.barrier()
+            channel.barrier("wait_for_everyone", self.device, self.backend)
+
+    def _meet(self, operation: str, error: str) -> None:
+        """A barrier that belongs to another operation, and hands on the error of a process that failed in it."""
+        if self.num_processes > 1:
+            channel.barrier(operation, self.device, self.backend, error)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the process group (the default one). The run's end does this by itself."""
@@ -164,14 +170,17 @@ class PartialState:
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The block runs on the main process first, then on all others together."""
-        with process.goes_first(self.is_main_process, self.wait_for_everyone):
+        """The block runs on the main process first, then on all others together.
+
+        Where it fails on the main process, the others raise DistributedOperationException with its error.
+        """
+        with process.goes_first(self.is_main_process, functools.partial(self._meet, "main_process_first")):
             yield
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """The block runs on each machine's first process first, then on all others together."""
-        with process.goes_first(self.is_local_main_process, self.wait_for_everyone):
+        with process.goes_first(self.is_local_main_process, functools.partial(self._meet, "local_main_process_first")):
             yield
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:

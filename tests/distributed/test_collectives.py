@@ -18,6 +18,16 @@ def test_every_operation(world):
         assert [result.stderr.count(f"] {words}") for result in results] == expected
 
 
+@pytest.mark.parametrize(
+    ("world", "seed"),
+    [(2, 1), pytest.param(3, 2, marks=pytest.mark.thorough), pytest.param(2, 3, marks=pytest.mark.thorough)],
+)
+def test_ranks_that_call_different_things(world, seed):
+    """Never an answer made of other tensors' bytes, never an abort: one error that names what each rank called."""
+    results = run_ranks(WORKERS / "mismatches.py", world, seed, 60, timeout=120)
+    assert all(" of 60 refused" in result.stdout for result in results)
+
+
 def test_debug_mode_names_ranks_and_sides():
     env = {"ACCELERATE_DEBUG_MODE": "1", "ACCELERATE_DEBUG_TIMEOUT": "2"}
     results = run_ranks(WORKERS / "collectives_debug.py", 3, env=env, timeout=120)

@@ -114,7 +114,13 @@ def load_run(
             error = caught
         _agree(council, error, folder, timeout)
         assert source is not None and plan is not None
-        _apply(run, source, plan, strict, models_only)
+        try:
+            _apply(run, source, plan, strict, models_only)
+        except Exception as caught:
+            # Others may wait for this rank in a collective of their part: it does not wait for them.
+            council.refuse("load_state", f"{type(caught).__name__}: {caught}")
+            raise
+        council.exchange("load_state: apply", None, timeout)
         for note in plan.notes if process.process_index == 0 else ():
             logger.warning("%s: %s", folder, note)
         progress = plan.shared.get("progress") or plan.rank.get("progress") or {}

@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.errors import CheckpointError, ConfigurationError
+from ..core.errors import CheckpointError, CommunicationError, ConfigurationError
 from ..core.files import follow_links, user_path
 from ..runtime.agreement import Council, Process
+from ..runtime.communication import is_lost
 from . import compat, per_rank
 from .blocks import BlockIO, FileRecord, Segment
 from .commit import commit, drop_temporary, open_temporary, save_target
@@ -126,11 +128,12 @@ def save_run(
     if writer is not None:
         writer.wait()
     draft = _open(given, process, options)
+    council = Council(process)
     try:
-        _collect(draft, run, process, options, writer is None)
-    except BaseException as error:
-        draft.error = error
-    _compare_ranks(draft, run, process, options)
+        _take_states(draft, run, process, options, council, blocking=writer is None)
+    except BaseException:
+        _close(draft)
+        raise
     if writer is not None:
         try:
             failure = writer.submit(draft, process, options)
@@ -142,8 +145,75 @@ def save_run(
             writer.drop_error()
             raise _own(failure, process)
         return given
-    complete(draft, process, options, Council(process))
+    complete(draft, process, options, council)
     return given
+
+
+def _take_states(
+    draft: Draft, run: RunState, process: Process, options: Options, council: Council, blocking: bool
+) -> None:
+    """Fill the draft: first the states, then what ranks have different from each other, then shards.
+
+    A failure of one rank is raised on every rank before shards are taken, which is all ranks' work.
+    """
+    try:
+        try:
+            _collect(draft, run, process, options, functools.partial(_whole_states, run, draft, process))
+        except _Alone:
+            raise
+        except BaseException as error:
+            draft.error = error
+        own = _compare_ranks(draft, run, process, options, council)
+        if run.sharded is None:
+            try:
+                draft.files.update(own())
+            except BaseException as error:
+                draft.error = error
+            return
+        with _reported_at_once(draft, process, blocking):
+            draft.files.update(own())
+            draft.sharded = run.sharded.stage(blocking, options.layout == "compat")
+    except _Alone as alone:
+        raise _own(alone.error, process) from alone.error
+
+
+class _Alone(Exception):
+    """An error of this rank where the others may wait for it in a collective. They have been told; it goes its way."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _whole_states(run: RunState, draft: Draft, process: Process) -> tuple[list[Any], list[Any]]:
+    """The states of models and optimizers that do not save shards. Where ranks hold parts of them, all work on it."""
+    models = [part for part in run.models if not part.saves_shards]
+    optimizers = [part for part in run.optimizers if not part.saves_shards]
+    together = any(part.is_partial for part in models) or any(part.is_partial for part in optimizers)
+    # What follows is the comparison of the ranks, in the foreground.
+    with _reported_at_once(draft, process, blocking=True) if together else contextlib.nullcontext():
+        weights = [dict(part.checkpoint_state_dict()) for part in models]
+        return weights, [part.state_dict() for part in optimizers]
+
+
+@contextlib.contextmanager
+def _reported_at_once(draft: Draft, process: Process, blocking: bool) -> Iterator[None]:
+    """A block of collectives: an error of this rank alone is left for the others to find, and raised as `_Alone`."""
+    try:
+        yield
+    except CommunicationError:
+        # Another rank's error has broken the collective; what it was is found where the ranks agree.
+        raise
+    except Exception as error:
+        if is_lost(error):
+            raise
+        if draft.home == process.process_index:
+            drop_temporary(draft.temporary)
+        # The next round is the background's, where one writes there.
+        Council(process, "checkpoint" if blocking else "checkpoint-writer").refuse("save_state", _tell(error))
+        if process.num_processes == 1:
+            raise
+        raise _Alone(error) from error
 
 
 def complete(draft: Draft, process: Process, options: Options, council: Council) -> None:
@@ -313,15 +383,18 @@ def _appears(folder: Path, seconds: float) -> bool:
 # --- contents ------------------------------------------------------------------------------------------------------
 
 
-def _collect(draft: Draft, run: RunState, process: Process, options: Options, blocking: bool) -> None:
+def _collect(
+    draft: Draft,
+    run: RunState,
+    process: Process,
+    options: Options,
+    whole_states: Callable[[], tuple[list[Any], list[Any]]],
+) -> None:
     """Fill the draft with what this rank writes. State that takes the ranks' messages is asked for on every rank."""
     if len({part.saves_shards for part in run.models} | {part.saves_shards for part in run.optimizers}) > 1:
         raise CheckpointError("a run whose models and optimizers are partly sharded and partly not cannot be saved")
     whole = draft.home == process.process_index
-    models = [part for part in run.models if not part.saves_shards]
-    optimizers = [part for part in run.optimizers if not part.saves_shards]
-    weights = [dict(part.checkpoint_state_dict()) for part in models]
-    states = [part.state_dict() for part in optimizers]
+    weights, states = whole_states()
     if draft.error is not None:
         return
     modules = [part.module for part in run.models]
@@ -336,8 +409,6 @@ def _collect(draft: Draft, run: RunState, process: Process, options: Options, bl
         ],
         "optimizers": [{**part.describe(), "sharded": part.saves_shards} for part in run.optimizers],
     }
-    if run.sharded is not None:
-        draft.sharded = run.sharded.stage(blocking, options.layout == "compat")
     draft.extras = bool(run.save_hooks) or run.sharded is not None
     if options.layout == "compat":
         draft.pickled.update(compat.rank_files(run, process.process_index))
@@ -355,13 +426,15 @@ def _collect(draft: Draft, run: RunState, process: Process, options: Options, bl
             _collect_weights(draft, index, state, options.safe_serialization)
 
 
-def _compare_ranks(draft: Draft, run: RunState, process: Process, options: Options) -> None:
-    """Let each rank write what it has different from the rank whose state is the shared one.
+def _compare_ranks(
+    draft: Draft, run: RunState, process: Process, options: Options, council: Council
+) -> Callable[[], dict[str, list[Segment]]]:
+    """Find what this rank has different from the rank whose state is the shared one; the callable encodes it.
 
-    Every rank takes part, also one that has failed. What is wrong here is told with the outcome of the writing.
+    Every rank takes part, also one that has failed: what any rank has failed with is raised on all of them.
     """
     if process.num_processes == 1:
-        return
+        return dict
     rows: list[per_rank.Entry] = []
     mine: dict[str, str] | None = None
     if draft.error is None:
@@ -370,26 +443,30 @@ def _compare_ranks(draft: Draft, run: RunState, process: Process, options: Optio
             mine = per_rank.digests(rows, strict=options.layout == "native")
         except BaseException as error:
             draft.error = error
-    told = Council(process).exchange("save_state: compare", mine, options.timeout)
-    if draft.error is not None or mine is None:
-        return
+    failed = None if draft.error is None else _tell(draft.error)
+    found = council.exchange("save_state: compare", {"error": failed, "digests": mine}, options.timeout)
+    digests = [row["digests"] for row in found]
     try:
-        per_rank.check_alike(told)
-        keys = per_rank.differing(mine, told[draft.home])
-        if keys and options.layout == "native":
-            name = per_rank.document_name(process.process_index)
-            draft.files.update(documents(name, per_rank.own_document(rows, keys), name))
-        elif keys:
-            labels = ", ".join(row.label for row in rows if row.key in keys)
-            logger.warning(
-                "rank %d: layout='compat' has no place for the state of one rank: that of rank %d is saved for %s. "
-                "layout='native' saves each rank's own.",
-                process.process_index,
-                draft.home,
-                labels,
-            )
-    except BaseException as error:
-        draft.error = error
+        _raise_told([row["error"] for row in found], draft.error, process, draft.folder)
+        per_rank.check_alike(digests)
+    except BaseException:
+        if draft.home == process.process_index:
+            drop_temporary(draft.temporary)
+        raise
+    keys = per_rank.differing(mine or {}, digests[draft.home])
+    if not keys:
+        return dict
+    if options.layout == "native":
+        name = per_rank.document_name(process.process_index)
+        return lambda: documents(name, per_rank.own_document(rows, keys), name)
+    logger.warning(
+        "rank %d: layout='compat' has no place for the state of one rank: that of rank %d is saved for %s. "
+        "layout='native' saves each rank's own.",
+        process.process_index,
+        draft.home,
+        ", ".join(row.label for row in rows if row.key in keys),
+    )
+    return dict
 
 
 def _collect_weights(draft: Draft, index: int, state: dict[str, Any], safe: bool) -> None:

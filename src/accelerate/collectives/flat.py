@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core import trees
 from ..core.modules import is_dtensor
+from ..runtime.channel import signature
 
+# Keys whose text is their value; of any other key the type is compared.
+_PRINTED = frozenset({str, int, float, bool, bytes, type(None)})
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 # torch's stubs know only the form of this function that fills tensors given to it.
 _split_copy: Any = torch.split_with_sizes_copy
@@ -27,29 +30,32 @@ def collect(data: Any, operation: str) -> list[torch.Tensor]:
     return checked(tensors_in(data, operation), operation)
 
 
-def tensors_in(data: Any, operation: str) -> list[torch.Tensor]:
-    """The tensors of nested `data` in order, none of a subclass.
+def tensors_in(data: Any, operation: str, outline: list[Any] | None = None) -> list[torch.Tensor]:
+    """The tensors of nested `data` in order, none of a subclass. `outline` is filled with the keys of its mappings.
 
     Raises TypeError, naming `operation`, for a value that is neither tensor nor container, and for a tensor of a kind
     that is no plain one.
     """
     found: list[torch.Tensor] = []
-    _collect(data, found, operation)
+    _collect(data, found, operation, [] if outline is None else outline)
     return found
 
 
-def _collect(data: Any, found: list[torch.Tensor], operation: str) -> None:
+def _collect(data: Any, found: list[torch.Tensor], operation: str, outline: list[Any]) -> None:
     # The common containers are walked without being rebuilt: this is on the path of every operation.
     kind = type(data)
     if kind in PLAIN:
         found.append(data)
     elif kind is dict:
+        outline.append(tuple(data))
         for value in data.values():
-            _collect(value, found, operation)
+            _collect(value, found, operation, outline)
     elif kind is list or kind is tuple:
         for value in data:
-            _collect(value, found, operation)
+            _collect(value, found, operation, outline)
     else:
+        if isinstance(data, Mapping):
+            outline.append(tuple(data))
         trees.map_leaves(lambda leaf: found.append(plain(leaf, operation)), data, strict=operation)
 
 
@@ -82,8 +88,33 @@ def plain(leaf: torch.Tensor, operation: str) -> torch.Tensor:
     return leaf if type(leaf) in PLAIN else leaf.as_subclass(torch.Tensor)
 
 
+def signature_of(operation: str, leaves: Sequence[torch.Tensor], outline: Sequence[Any], *facts: Any) -> bytes:
+    """What must be the same on every rank in a call on `leaves`: operation, keys, dtypes, shapes, and `facts`."""
+    return signature(operation, keys_of(outline), specs_of(leaves), facts)
+
+
+def keys_in(data: Any) -> list[Any]:
+    """The keys of the mappings in nested `data`, whatever else is in it."""
+    if isinstance(data, Mapping):
+        return [tuple(data), *(keys for value in data.values() for keys in keys_in(value))]
+    if isinstance(data, (list, tuple)):
+        return [keys for value in data for keys in keys_in(value)]
+    return []
+
+
+def keys_of(outline: Sequence[Any]) -> tuple[Any, ...]:
+    """The keys of mappings in a form that prints alike in every process."""
+    return tuple([tuple([_printed(key) for key in keys]) for keys in outline])
+
+
+def _printed(key: Any) -> Any:
+    return key if type(key) in _PRINTED else type(key).__qualname__
+
+
 def lone_device(leaves: Sequence[torch.Tensor]) -> torch.device | None:
     """The device that all `leaves` share, or None."""
+    if not leaves:
+        return None
     first = leaves[0].device
     for leaf in leaves:
         if leaf.device != first:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import ConfigurationError
+from ..runtime.calls import Call
+from ..runtime.channel import signature
 from ..state import PartialState
 from . import flat, objects, transport, verify
 
@@ -28,7 +30,8 @@ def gather_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | 
     distributed = PartialState().use_distributed
     if distributed and PartialState().debug:
         verify.agree(OPERATION, data, group, options=f"counts={tuple(counts)}", free_dim=0)
-    leaves = flat.collect(data, OPERATION)
+    outline: list[Any] = []
+    leaves = flat.checked(flat.tensors_in(data, OPERATION, outline), OPERATION)
     if not leaves:
         return data
     rank, world = _place(group, distributed)
@@ -36,8 +39,11 @@ def gather_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | 
         raise ConfigurationError(f"{OPERATION}: {len(counts)} counts were given for {world} ranks")
     mine = [_first_rows(leaf, counts[rank], rank) for leaf in leaves]
     rows = [[(count if leaf.dim() else min(count, 1)) for leaf in leaves] for count in counts]
-    joined = _gather_rows(mine, rows, group) if distributed else mine
-    return flat.replace(data, joined)
+    if not distributed:
+        return flat.replace(data, mine)
+    call = Call(OPERATION, data, f"counts={tuple(counts)}", 0)
+    sign = signature(OPERATION, tuple(counts), flat.keys_of(outline), _kinds(mine))
+    return flat.replace(data, _gather_rows(mine, rows, group, sign, call))
 
 
 def gather_uneven(data: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -48,14 +54,17 @@ def gather_uneven(data: Any, group: dist.ProcessGroup | None = None) -> Any:
     distributed = PartialState().use_distributed
     if distributed and PartialState().debug:
         verify.agree(OPERATION, data, group, options="uneven", free_dim=0)
-    leaves = flat.collect(data, OPERATION)
+    outline: list[Any] = []
+    leaves = flat.checked(flat.tensors_in(data, OPERATION, outline), OPERATION)
     if not leaves:
         return data
     mine = [leaf if leaf.dim() else leaf.view(1) for leaf in leaves]
     if not distributed:
         return flat.replace(data, mine)
-    rows = transport.all_gather_numbers([leaf.shape[0] for leaf in mine], transport.group_of(group))
-    return flat.replace(data, _gather_rows(mine, rows, group))
+    call = Call(OPERATION, data, "uneven", 0)
+    sign = signature(OPERATION, "uneven", flat.keys_of(outline), _kinds(mine))
+    rows = transport.all_gather_numbers([leaf.shape[0] for leaf in mine], transport.group_of(group), sign, call)
+    return flat.replace(data, _gather_rows(mine, rows, group, sign, call))
 
 
 def gather_objects_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -69,7 +78,7 @@ def gather_objects_counted(data: Any, counts: Sequence[int], group: dist.Process
     mine = list(data)[: counts[rank]]
     if not distributed:
         return mine
-    return [element for found in objects.gather_each(mine, group) for element in found]
+    return [element for found in objects.gather_each(mine, group, OPERATION, f"{counts=}") for element in found]
 
 
 def _place(group: dist.ProcessGroup | None, distributed: bool) -> tuple[int, int]:
@@ -90,8 +99,17 @@ def _first_rows(leaf: torch.Tensor, count: int, rank: int) -> torch.Tensor:
     return leaf[:count]
 
 
+def _kinds(leaves: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """What of the leaves is the same on every rank: dtypes, and shapes but for the rows."""
+    return tuple([(leaf.dtype, leaf.shape[1:]) for leaf in leaves])
+
+
 def _gather_rows(
-    leaves: Sequence[torch.Tensor], rows: Sequence[Sequence[int]], group: dist.ProcessGroup | None
+    leaves: Sequence[torch.Tensor],
+    rows: Sequence[Sequence[int]],
+    group: dist.ProcessGroup | None,
+    sign: bytes,
+    call: Call,
 ) -> list[torch.Tensor]:
     """Every rank's `leaves` joined; `rows[rank][place]` is the size of dimension 0 there."""
     group = transport.group_of(group)
@@ -100,7 +118,7 @@ def _gather_rows(
     sizes = [[count * width for count, width in zip(counts, widths, strict=True)] for counts in rows]
     # Each rank's row has its own tensors without gaps; only its end is filled up to the longest.
     longest = max(sum(each) for each in sizes)
-    stacked = transport.all_gather(flat.pack(leaves, target, longest), group)
+    stacked = transport.checked_all_gather(flat.pack(leaves, target, longest), group, sign, call)
     pieces = [row[: sum(each)].split_with_sizes(each) for row, each in zip(stacked, sizes, strict=True)]
     joined = []
     for place, leaf in enumerate(leaves):

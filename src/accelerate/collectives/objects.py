@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..runtime.calls import Call
+from ..runtime.channel import channel_of, signature
 from ..state import PartialState
 from . import transport, verify
 
@@ -40,11 +42,25 @@ def gather_object(object: Any) -> Any:
     return [element for found in gathered for element in found]
 
 
-def gather_each(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_each(
+    value: Any, group: dist.ProcessGroup | None = None, operation: str = "gather_object", options: str = ""
+) -> list[Any]:
     """Every rank's object, in rank order, on every rank of `group`. Raises TypeError for what cannot be pickled."""
     group = transport.group_of(group)
     device = transport.home(group)
     content, length = _pickled(value)
+    channel = channel_of(group)
+    if channel is not None:
+        call = Call(operation, None, options)
+        fits = abs(length) <= channel.capacity
+        channel.swap_bytes(group, signature(operation, options), content.getbuffer() if fits else b"", length, call)
+        lengths = [_checked_length(channel.length(rank), channel.content(rank), rank) for rank in range(channel.world)]
+        longest = max(lengths)
+        if longest <= channel.capacity:
+            return [pickle.loads(channel.content(rank)) for rank in range(channel.world)]
+        with transport.named(call):
+            rows = transport.all_gather(_as_row(content, longest, device), group).cpu()
+        return [pickle.loads(_view(row)[:size]) for row, size in zip(rows, lengths, strict=True)]
     rows = transport.all_gather(_first(content, length, device), group).cpu()
     views = [_view(row) for row in rows]
     lengths = [_length(view, rank) for rank, view in enumerate(views)]
@@ -76,12 +92,27 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
-def broadcast_each(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_each(
+    value: Any, source: int = 0, group: dist.ProcessGroup | None = None, operation: str = "broadcast_object_list"
+) -> Any:
     """The object of member `source` of `group`; the source gets its own back."""
     group = transport.group_of(group)
     device = transport.home(group)
     sends = group.rank() == source
     content, length = _pickled(value) if sends else (io.BytesIO(), 0)
+    channel = channel_of(group)
+    if channel is not None:
+        call = Call(operation, None, f"from_process={source}")
+        fits = abs(length) <= channel.capacity
+        sign = signature(operation, source)
+        channel.swap_bytes(group, sign, content.getbuffer() if fits else b"", length, call)
+        length = _checked_length(channel.length(source), channel.content(source), source)
+        if length > channel.capacity:
+            row = _as_row(content, length, device)
+            with transport.named(call):
+                transport.broadcast(row, source, group)
+            return value if sends else pickle.loads(_view(row))
+        return value if sends else pickle.loads(channel.content(source))
     row = _first(content, length, device)
     transport.broadcast(row, source, group)
     view = _view(row)
@@ -121,8 +152,13 @@ def _view(row: torch.Tensor) -> memoryview:
 
 def _length(view: memoryview, rank: int) -> int:
     length = int.from_bytes(view[:PREFIX], "little", signed=True)
+    return _checked_length(length, view[PREFIX : PREFIX + abs(length)], rank)
+
+
+def _checked_length(length: int, content: memoryview, rank: int) -> int:
+    """The length of a rank's pickle; TypeError where its content is instead why there is none."""
     if length < 0:
-        raise TypeError(f"rank {rank}: a {bytes(view[PREFIX : PREFIX - length]).decode(errors='replace')}")
+        raise TypeError(f"rank {rank}: a {bytes(content).decode(errors='replace')}")
     return length
 
 

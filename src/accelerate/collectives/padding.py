@@ -11,8 +11,10 @@ import torch.distributed as dist
 
 from ..core import trees
 from ..core.errors import ConfigurationError
+from ..runtime.calls import Call
+from ..runtime.channel import signature
 from ..state import PartialState
-from . import transport, verify
+from . import flat, transport, verify
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -43,6 +45,7 @@ def pad_nested(
 ) -> Any:
     """`pad_across_processes` among the ranks of `group`."""
     sizes: list[int] = []
+    found: list[tuple[int, torch.dtype]] = []
 
     def note(leaf: torch.Tensor) -> None:
         if leaf.is_nested:
@@ -53,11 +56,14 @@ def pad_nested(
             )
         elif -leaf.dim() <= dim < leaf.dim():
             sizes.append(leaf.shape[dim])
+        found.append((leaf.dim(), leaf.dtype))
 
     trees.map_leaves(note, data, strict="pad_across_processes")
-    if not PartialState().use_distributed or not sizes:
+    if not PartialState().use_distributed:
         return data
-    everywhere = transport.all_gather_numbers(sizes, transport.group_of(group))
+    call = Call("pad_across_processes", data, f"dim={dim}, pad_index={pad_index}, pad_first={pad_first}", ...)
+    sign = signature(call.operation, call.options, flat.keys_of(flat.keys_in(data)), tuple(found))
+    everywhere = transport.all_gather_numbers(sizes, transport.group_of(group), sign, call)
     greatest = iter([max(found) for found in zip(*everywhere, strict=True)])
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from ..core import trees
 from ..core.errors import ConfigurationError
+from ..runtime.calls import Call
+from ..runtime.channel import signature
 from ..state import PartialState
 from . import flat, objects, structure, transport, verify
 from . import gather_buffer as lane
@@ -46,21 +48,35 @@ def gather_nested(data: Any, group: dist.ProcessGroup | None = None) -> Any:
     """`gather` among the ranks of `group`."""
     if PartialState().debug:
         verify.agree("gather", data, group)
-    leaves = flat.tensors_in(data, "gather")
+    outline: list[Any] = []
+    leaves = flat.tensors_in(data, "gather", outline)
+    group = transport.group_of(group)
+    channel = transport.channel_for(group, flat.lone_device(leaves))
+    if channel is not None:
+        path = lane.known(leaves, outline, channel)
+        if path is None:
+            flat.checked(leaves, "gather")
+            path = lane.opened(leaves, outline, channel) if leaves else None
+        if path is not None:
+            return flat.replace(data, path.gather(leaves, group, data))
+        channel.agree(group, flat.signature_of("gather", leaves, outline), Call("gather", data))
     if not leaves:
         return data
-    group = transport.group_of(group)
-    if len(leaves) > 1 and (path := lane.known(leaves, group)) is not None:
-        return flat.replace(data, path.gather(leaves, group))
     leaves = flat.checked(leaves, "gather")
+    with transport.named(Call("gather")):
+        return flat.replace(data, _gather_raw(leaves, group))
+
+
+def _gather_raw(leaves: list[torch.Tensor], group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
+    """The `leaves` of all ranks, joined, in one raw message."""
     target = transport.carrier(group, flat.lone_device(leaves))
     if len(leaves) == 1:
         gathered: Sequence[torch.Tensor] = [_gather_one(leaves[0], target, group)]
     else:
-        gathered = _gather_many(leaves, target, group)
+        gathered = flat.unpack_stacked(transport.all_gather(flat.pack(leaves, target), group), flat.specs_of(leaves))
     if target is not None:
         gathered = [value.to(leaf.device) for value, leaf in zip(gathered, leaves, strict=True)]
-    return flat.replace(data, gathered)
+    return gathered
 
 
 def _gather_one(leaf: torch.Tensor, target: torch.device | None, group: dist.ProcessGroup) -> torch.Tensor:
@@ -75,14 +91,6 @@ def _gather_one(leaf: torch.Tensor, target: torch.device | None, group: dist.Pro
     out = torch.empty(shape, dtype=leaf.dtype, device=content.device)
     transport.all_gather_into(out.view(-1).view(torch.uint8), content, group)
     return out
-
-
-def _gather_many(
-    leaves: list[torch.Tensor], target: torch.device | None, group: dist.ProcessGroup
-) -> Sequence[torch.Tensor]:
-    if target is None and (path := lane.opened(leaves, group)) is not None:
-        return path.gather(leaves, group)
-    return flat.unpack_stacked(transport.all_gather(flat.pack(leaves, target), group), flat.specs_of(leaves))
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
@@ -108,20 +116,26 @@ def reduce_nested(
     data: Any, reduction: str = "mean", scale: float = 1.0, group: dist.ProcessGroup | None = None
 ) -> Any:
     """`reduce` among the ranks of `group`."""
+    options = f"reduction={reduction!r}, scale={scale!r}"
     if PartialState().debug:
-        verify.agree("reduce", data, group, options=f"reduction={reduction!r}, scale={scale!r}")
-    leaves = flat.collect(data, "reduce")
-    if not leaves:
-        return data
+        verify.agree("reduce", data, group, options=options)
+    outline: list[Any] = []
+    leaves = flat.checked(flat.tensors_in(data, "reduce", outline), "reduce")
     if reduction == "mean" or scale != 1.0:
         _check_divisible(leaves, reduction)
     group = transport.group_of(group)
+    call = Call("reduce", data, options)
+    sign = flat.signature_of("reduce", leaves, outline, reduction, scale)
+    if not leaves:
+        if (channel := transport.channel_for(group, None)) is not None:
+            channel.agree(group, sign, call)
+        return data
     by_dtype: dict[torch.dtype, list[int]] = {}
     for place, leaf in enumerate(leaves):
         by_dtype.setdefault(leaf.dtype, []).append(place)
     reduced: list[Any] = [None] * len(leaves)
     for places in by_dtype.values():
-        values = _reduce_alike([leaves[place] for place in places], reduction, scale, group)
+        values = _reduce_alike([leaves[place] for place in places], reduction, scale, group, sign, call)
         for place, value in zip(places, values, strict=True):
             reduced[place] = value
     return flat.replace(data, reduced)
@@ -137,13 +151,13 @@ def _check_divisible(leaves: Sequence[torch.Tensor], reduction: str) -> None:
 
 
 def _reduce_alike(
-    leaves: Sequence[torch.Tensor], reduction: str, scale: float, group: dist.ProcessGroup
+    leaves: Sequence[torch.Tensor], reduction: str, scale: float, group: dist.ProcessGroup, sign: bytes, call: Call
 ) -> Sequence[torch.Tensor]:
     """Tensors of one dtype, reduced in one message."""
     target = transport.carrier(group, flat.lone_device(leaves))
     total = flat.join(leaves if target is None else [leaf.to(target) for leaf in leaves])
     # The message goes around autograd: the result keeps this rank's own graph.
-    transport.all_reduce(total.detach(), REDUCTIONS[reduction], group)
+    transport.checked_all_reduce(total.detach(), REDUCTIONS[reduction], group, sign, call)
     if reduction == "mean":
         total.div_(group.size())
     if scale != 1.0:
@@ -171,14 +185,19 @@ def broadcast_nested(data: Any, source: int = 0, group: dist.ProcessGroup | None
     """`broadcast` among the ranks of `group`, from its member number `source`."""
     if PartialState().debug:
         verify.agree("broadcast", data, group, options=f"from_process={source}")
-    leaves = flat.collect(data, "broadcast")
-    if not leaves:
-        return data
+    outline: list[Any] = []
+    leaves = flat.checked(flat.tensors_in(data, "broadcast", outline), "broadcast")
     group = transport.group_of(group)
+    call = Call("broadcast", data, f"from_process={source}")
+    sign = flat.signature_of("broadcast", leaves, outline, source)
+    if not leaves:
+        if (channel := transport.channel_for(group, None)) is not None:
+            channel.agree(group, sign, call)
+        return data
     target = transport.carrier(group, flat.lone_device(leaves))
     # The row of a lone contiguous tensor is its own memory: it is received where it stays.
     row = flat.pack(leaves, target)
-    transport.broadcast(row, source, group)
+    transport.checked_broadcast(row, source, group, sign, call)
     if group.rank() != source and row.data_ptr() != leaves[0].data_ptr():
         for leaf, value in zip(leaves, flat.unpack(row, flat.specs_of(leaves)), strict=True):
             leaf.detach().copy_(value)
@@ -196,7 +215,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         verify.agree("copy_tensor_to_devices", None)
     held = [None if tensor is None else structure.TensorInformation(tensor.shape, tensor.dtype)]
     if state.use_distributed:
-        held = objects.gather_each(held[0])
+        held = objects.gather_each(held[0], operation="copy_tensor_to_devices")
     owners = [rank for rank, info in enumerate(held) if info is not None]
     if len(owners) != 1:
         raise ValueError(f"copy_tensor_to_devices: exactly one rank must hold a tensor; ranks {owners} do")
@@ -207,6 +226,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     if state.use_distributed:
         group = transport.group_of(None)
         row = flat.pack([tensor], transport.carrier(group, tensor.device))
-        transport.broadcast(row, owner, group)
+        call = Call("copy_tensor_to_devices", tensor)
+        transport.checked_broadcast(row, owner, group, signature(*call[:1], owner), call)
         (tensor,) = flat.unpack(row, flat.specs_of([tensor]))
     return tensor.to(state.device)

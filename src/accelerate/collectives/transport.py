@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The raw collectives on one flat tensor, and the device a message travels on. All files here send through this."""
+"""The collectives on one flat tensor, raw and checked, and the device a message travels on. All files send here."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllToAllOptions, _get_default_group
 
 from ..core.errors import ConfigurationError
+from ..runtime import communication
+from ..runtime.calls import Call
+from ..runtime.channel import HEADER, Channel, channel_of
 from ..state import PartialState
 
 CPU = torch.device("cpu")
@@ -24,6 +28,16 @@ SPREAD_BYTES = 4 << 20
 # The name since torch 2.13; torch 2.11 and 2.12 have the older one.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _all_to_all_options = AllToAllOptions()
+
+# How a few elements of every rank are reduced here, instead of in a collective.
+_LOCAL: dict[Any, Any] = {
+    dist.ReduceOp.SUM: lambda rows: torch.sum(rows, 0, dtype=rows.dtype),
+    dist.ReduceOp.MAX: lambda rows: torch.amax(rows, 0),
+    dist.ReduceOp.MIN: lambda rows: torch.amin(rows, 0),
+}
+_REDUCED_HERE = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +129,73 @@ def all_reduce(flat: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> 
         dist.all_reduce(flat, op=operation, group=group)
 
 
-def all_gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+def all_gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup, sign: bytes, call: Call) -> list[list[int]]:
     """Every rank's list of whole numbers (equally many on each)."""
     row = torch.tensor(numbers, dtype=torch.int64, device=home(group))
-    found: list[list[int]] = all_gather(row, group).tolist()
+    rows = checked_all_gather(row.view(torch.uint8), group, sign, call)
+    found: list[list[int]] = rows.contiguous().view(torch.int64).tolist()
     return found
+
+
+# -- checked: on gloo the ranks compare headers first (`sign`: what must be the same); `call` is for the message.
+
+
+def channel_for(group: dist.ProcessGroup, device: torch.device | None) -> Channel | None:
+    """The channel in which ranks with tensors on `device` (None: on several) check their calls, if they can."""
+    channel = channel_of(group)
+    if channel is None or channel.serves_all:
+        return channel
+    return channel if device is not None and device.type == "cpu" else None
+
+
+def checked_all_gather(row: torch.Tensor, group: dist.ProcessGroup, sign: bytes, call: Call) -> torch.Tensor:
+    """`all_gather` of bytes. The result may be overwritten by the next message of the group."""
+    channel = channel_for(group, row.device)
+    if channel is not None:
+        length = row.shape[0]
+        if length <= channel.capacity:
+            channel.swap_bytes(group, sign, row.cpu().numpy(), length, call)
+            return channel.rows(length).to(row.device)
+        channel.agree(group, sign, call)
+    with named(call):
+        return all_gather(row, group)
+
+
+def checked_broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup, sign: bytes, call: Call) -> None:
+    """`broadcast` of bytes."""
+    channel = channel_for(group, row.device)
+    if channel is not None:
+        length, sends = row.shape[0], group.rank() == source
+        if length <= channel.capacity:
+            channel.swap_bytes(group, sign, row.detach().cpu().numpy() if sends else b"", length if sends else 0, call)
+            if not sends:
+                row.detach().copy_(channel.slots[source, HEADER : HEADER + length])
+            return
+        channel.agree(group, sign, call)
+    with named(call):
+        broadcast(row, source, group)
+
+
+def checked_all_reduce(flat: torch.Tensor, operation: Any, group: dist.ProcessGroup, sign: bytes, call: Call) -> None:
+    """Reduce a flat contiguous tensor in place."""
+    channel = channel_for(group, flat.device)
+    if channel is not None:
+        if flat.nbytes <= channel.capacity and flat.dtype in _REDUCED_HERE:
+            content = flat.cpu().view(torch.uint8)
+            channel.swap_bytes(group, sign, content.numpy(), flat.nbytes, call)
+            if flat.numel():
+                flat.copy_(_LOCAL[operation](channel.rows(flat.nbytes).view(flat.dtype)))
+            return
+        channel.agree(group, sign, call)
+    with named(call):
+        all_reduce(flat, operation, group)
+
+
+@contextlib.contextmanager
+def named(call: Call) -> Iterator[None]:
+    """A raw collective whose errors about other ranks are raised as CommunicationError, by the operation's name."""
+    try:
+        yield
+    except RuntimeError as error:
+        communication.raise_lost(error, f"`{call.operation}`")
+        raise

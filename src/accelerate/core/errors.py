@@ -17,7 +17,11 @@ class PrepareError(AccelerateError, ValueError):
 
 
 class DistributedOperationException(AccelerateError):
-    """An operation was called with different operands on different ranks (found in debug mode)."""
+    """An operation was called with different operands on different ranks, or together with another operation."""
+
+
+class CommunicationError(AccelerateError, RuntimeError):
+    """Another rank is gone, or did not come to a collective in time. The message says what is known of it."""
 
 
 class LaunchError(AccelerateError, RuntimeError):

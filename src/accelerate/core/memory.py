@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import devices
+from .errors import AccelerateError
 
 # What the allocators and libraries say when memory runs out.
 EXHAUSTED = (
@@ -46,6 +47,9 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     """Whether an error says that memory has run out, so that a smaller batch may work."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
+    if isinstance(exception, AccelerateError):
+        # It may quote another rank's error.
+        return False
     if isinstance(exception, RuntimeError) and len(exception.args) == 1:
         return any(text in str(exception.args[0]) for text in EXHAUSTED)
     return False

@@ -13,12 +13,16 @@ import torch.distributed as dist
 from ..collectives import flat, transport
 from ..collectives.structure import TensorInformation, is_tensor_information
 from ..core import trees
+from ..runtime.calls import Call
+from ..runtime.channel import signature
 
 END, PART, FAILED = range(3)
 PREFIX = 8
 # A row that came to a device is read on the host as far as its description goes, which this many bytes hold mostly.
 HEAD = 4096
 READER = 0
+BEGIN = Call("the start of an epoch of a data loader with dispatch_batches")
+NEXT = Call("the next batch of a data loader with dispatch_batches")
 
 
 @dataclass(slots=True)
@@ -39,7 +43,8 @@ class Wire:
     def __init__(self, shard: int) -> None:
         self.group = transport.group_of(None)
         self.device = transport.home(self.group)
-        self.shards = [found[0] for found in transport.all_gather_numbers([shard], self.group)]
+        shards = transport.all_gather_numbers([shard], self.group, signature(BEGIN.operation), BEGIN)
+        self.shards = [found[0] for found in shards]
 
     def send(self, packed: list[torch.Tensor | None]) -> None:
         """Hand each rank its shard's parcel (`pack` of it); a rank whose shard has none is told that it has ended."""
@@ -69,7 +74,7 @@ class Wire:
         return unpack(row)
 
     def _header(self, header: torch.Tensor) -> None:
-        transport.broadcast(header, READER, self.group)
+        transport.checked_broadcast(header.view(torch.uint8), READER, self.group, signature(NEXT.operation), NEXT)
 
     def _scatter(self, kind: int, rows: list[torch.Tensor | None], length: int) -> None:
         self._header(torch.tensor([kind, length], dtype=torch.int64, device=self.device))

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..collectives.rng import synchronize_rng_states
+from ..runtime import marks
 from ..state import GradientState
 from .base import DataLoaderAdapter, DataLoaderStateMixin
 from .batch_source import Batch, Source, is_iterable, is_native, plan_for
@@ -24,7 +25,18 @@ from .workers import keeps_state, unwrapped
 
 # What a copy or another process makes anew.
 _PER_PROCESS = frozenset(
-    {"_source", "_feed", "_order", "_history", "_place", "_pending", "_open_passes", "_origin", "_successor"}
+    {
+        "batches_read",
+        "_source",
+        "_feed",
+        "_order",
+        "_history",
+        "_place",
+        "_pending",
+        "_open_passes",
+        "_origin",
+        "_successor",
+    }
     | {"before_pass", "between_batches"}
 )
 
@@ -33,9 +45,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """A torch loader that reads one shard's part, and knows where in the epoch it is.
 
     Attributes:
+        batches_read: batches that the present pass, or the last one, has yielded on this process.
         iteration: the epoch of the next pass. It goes up by one with each pass that is read to its end.
         skip_batches: steps left out at the start of every pass.
     """
+
+    batches_read = 0
 
     def __init__(
         self,
@@ -166,6 +181,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _pass(self, batches: Iterator[Batch], plan: Plan, start: Place) -> Iterator[Any]:
         self.begin()
+        complete, self.batches_read = False, 0
+        marks.begin_pass(self)
         try:
             self.remainder = -1 if self._drop_last else plan.last_size(start.consumed)
             for batch, counts, place, last in batches:
@@ -175,14 +192,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                     self.remainder = _last_size(counts, plan)
                 self.end_of_dataloader = last
                 self._place = place
+                self.batches_read += 1
                 yield batch
                 # The next batch is read without this one in memory, unless its reader keeps it.
                 del batch
                 for call in self.between_batches:
                     call(self)
             self._order = None
+            complete = True
             self._end_epoch(self.iteration + 1)
         finally:
+            marks.end_pass(self, self.iteration - complete, complete)
             self.end()
 
     def _end_epoch(self, following: int) -> None:

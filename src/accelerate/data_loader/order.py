@@ -25,6 +25,8 @@ from torch.utils.data import (
 from ..collectives import transport
 from ..collectives.objects import broadcast_each
 from ..core.errors import CheckpointError, PrepareError
+from ..runtime.calls import Call
+from ..runtime.channel import signature
 from .digest import extended
 from .generators import GLOBAL, Generators, States, derived, differing, equal, listed, packed
 from .position import Place
@@ -43,6 +45,10 @@ _FINISHED: tuple[type, ...] = (
 
 # How often within an epoch the states of a plain loop's generators are recorded because the loop drew in between.
 RECORDS = 4096
+
+# What ranks that call something else are told that the others do.
+_EPOCH_START = "the start of an epoch of a data loader"
+_COMPARISON = Call("the comparison of a data loader's order")
 
 _END: Any = object()
 
@@ -286,7 +292,7 @@ class Order:
             # Others draw from the same generators in between: the numbers that they see are not used here again.
             present["rekeyed"] = True
         if self.shared:
-            present = broadcast_each(present)
+            present = broadcast_each(present, operation=_EPOCH_START)
             if self.seedable is not None:
                 self.seedable.seed_agreed = True
         if opened:
@@ -322,7 +328,7 @@ class Order:
             self.begun = True
             self.states = self._opening()
             if self.shared:
-                self.states = broadcast_each(self.states)
+                self.states = broadcast_each(self.states, operation=_EPOCH_START)
             if self._follows:
                 self._set(self.states)
                 put_back = _global({kind: own[kind] for kind in differing(own, self.generators.capture())})
@@ -472,7 +478,9 @@ class Order:
         if self.stream is None:
             return
         digest = extended(self._digest, self._ahead)
-        rows = transport.all_gather_numbers([self.drawn, digest], transport.group_of(None))
+        rows = transport.all_gather_numbers(
+            [self.drawn, digest], transport.group_of(None), signature(_COMPARISON.operation), _COMPARISON
+        )
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if others:
             raise PrepareError(

@@ -63,6 +63,9 @@ class Council:
                 f"rank {self.rank}: the other ranks cannot be reached ({subject}): {error}. "
                 "The process that keeps the store (rank 0, or the launcher) may have ended."
             ) from error
+        if "refused" in verdict:
+            refused = verdict["refused"]
+            raise CheckpointError(f"{refused['subject']}: rank {refused['rank']} failed: {refused['text']}")
         if "missing" in verdict:
             raise CheckpointError(
                 f"rank {self.rank}: {_ranks(verdict['missing'])} did not come to `{subject}` within "
@@ -73,6 +76,20 @@ class Council:
             told = "; ".join(f"rank {rank}: {row['subject']}" for rank, row in enumerate(verdict["rows"]))
             raise CheckpointError(f"the ranks do different things at the same time: {told}")
         return [row["value"] for row in verdict["rows"]]
+
+    def refuse(self, subject: str, text: str) -> None:
+        """Leave `text` as the outcome of the next round, which this rank does not hold: the others raise it.
+
+        For a rank that has failed where others may wait for it in a collective: it must not wait for them in turn.
+        """
+        if self.store is None:
+            return
+        number = _ROUNDS[self.name] = _ROUNDS.get(self.name, -1) + 1
+        refused = {"refused": {"subject": subject, "rank": self.rank, "text": text}}
+        try:
+            self.store.compare_set(f"accelerate/{self.name}/{number}/verdict", "", json.dumps(refused))
+        except (dist.DistError, RuntimeError) as error:
+            logger.warning("rank %d: the other ranks cannot be told of an error: %s", self.rank, error)
 
     def _hold(self, base: str, subject: str, value: Any, timeout: float) -> Any:
         assert self.store is not None
@@ -95,24 +112,28 @@ class Council:
         keys = [f"{base}/{rank}" for rank in range(self.world)]
         if self.store.check([f"{base}/verdict"]):
             return json.loads(self.store.get(f"{base}/verdict"))
-        if self._wait(keys, timeout, base, subject):
+        arrived = self._wait(keys, timeout, base, subject, f"{base}/verdict")
+        if self.store.check([f"{base}/verdict"]):
+            return json.loads(self.store.get(f"{base}/verdict"))
+        if arrived:
             verdict: dict[str, Any] = {"rows": [json.loads(row) for row in self.store.multi_get(keys)]}
             self._forget(base)
         else:
             verdict = {"missing": self._missing(base), "waited": timeout}
         return json.loads(self.store.compare_set(f"{base}/verdict", "", json.dumps(verdict)))
 
-    def _wait(self, keys: list[str], timeout: float, base: str, subject: str) -> bool:
+    def _wait(self, keys: list[str], timeout: float, base: str, subject: str, instead: str | None = None) -> bool:
+        """Whether all `keys` have come in time, or the key `instead`."""
         assert self.store is not None
         first = min(_PATIENCE, timeout)
-        if _arrived(self.store, keys, first):
+        if _arrived(self.store, keys, first, instead):
             return True
         if timeout <= first:
             return False
         logger.warning(
             "rank %d waits in `%s` for %s, up to %.0f s more", self.rank, subject, _ranks(self._missing(base)), timeout
         )
-        return _arrived(self.store, keys, timeout - first)
+        return _arrived(self.store, keys, timeout - first, instead)
 
     def _missing(self, base: str) -> list[int]:
         assert self.store is not None
@@ -144,11 +165,12 @@ def _connection() -> Any:
     return _LINK["own"]
 
 
-def _arrived(store: Any, keys: list[str], seconds: float) -> bool:
+def _arrived(store: Any, keys: list[str], seconds: float, instead: str | None) -> bool:
     # Polled, since torch logs two lines of its own for each wait that runs out.
     deadline = time.monotonic() + seconds
     pause = 0.0002
-    while not store.check(keys):
+    # The other key is rare: it is looked for where the keys have not come at once.
+    while not store.check(keys) and not (instead and pause > 0.005 and store.check([instead])):
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)

@@ -17,14 +17,19 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core import env
-from ..core.errors import ConfigurationError
-from . import smddp, xla
+from ..core.errors import CommunicationError, ConfigurationError
+from . import communication, marks, smddp, xla
 from .topology import Topology
 
 # How long a rank that ends waits for the others before it closes its connections under them.
 FAREWELL = timedelta(seconds=30)
 # Seconds in which the group's idle threads get the interpreter lock before it is gone.
 LOCK_HANDOVER = 0.02
+# Seconds for which a failed process that hosts the run's store keeps it for the others.
+LINGER = 2.0
+
+# Called when this process leaves the run, before its group closes.
+before_leaving: list[Callable[[], None]] = []
 
 
 class _Exit:
@@ -148,6 +153,7 @@ def interrupt() -> Callable[[], None]:
     def join() -> None:
         dist.init_process_group(backend=backend, store=store, rank=rank, world_size=size, timeout=timeout)
         _Exit.owner = owner
+        marks.withdraw(marks.WAITING)
 
     return join
 
@@ -172,8 +178,32 @@ def _arm() -> None:
 
 
 def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Before the traceback is printed: tell the other ranks of the error, and add what is known of a lost one."""
     _Exit.failed = True
-    _Exit.previous_hook(kind, error, trace)
+    try:
+        if is_running() and dist.get_world_size() > 1:
+            _share_failure(kind, error, trace)
+    finally:
+        _Exit.previous_hook(kind, error, trace)
+
+
+def _share_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    secondary = isinstance(error, CommunicationError) or communication.is_lost(error)
+    if secondary and not isinstance(error, CommunicationError):
+        error.add_note(communication.explanation("a collective of torch", error, at=_line(trace)))
+    lines = f"{kind.__name__}: {error}".splitlines()
+    marks.publish(marks.FAILED, {"error": lines[0][:500], "at": _line(trace), "secondary": secondary})
+
+
+def _line(trace: TracebackType | None) -> str:
+    """The innermost line of a traceback that is in no installed package: the user's own."""
+    lines = []
+    while trace is not None:
+        name = str(trace.tb_frame.f_globals.get("__name__", ""))
+        lines.append((f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}", name.partition(".")[0]))
+        trace = trace.tb_next
+    own = [line for line, package in lines if package not in ("torch", __name__.partition(".")[0])]
+    return own[-1] if own else lines[-1][0] if lines else "unknown"
 
 
 def leave() -> None:
@@ -186,18 +216,49 @@ def leave() -> None:
     runtime aborts the process. So the lock is given away here until the idle threads are through. Where the run ends
     well the ranks say farewell first, so that rank 0, whose process may host the store, leaves last.
     """
+    for call in before_leaving:
+        call()
     if is_running() and _Exit.owner:
         _farewell(wait=not _Exit.failed)
+        # The process that hosts the store keeps it for the others while they read why their collectives fail.
+        hosted = _hosted_store() if _Exit.failed else None
+        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
         stop()
+        if hosted is not None:
+            _linger(hosted, others)
     # The threads only wait for the lock; a blocking call hands it to each of them in turn.
     time.sleep(LOCK_HANDOVER)
+
+
+def _hosted_store() -> Any:
+    """The run's store where this process hosts it for others; None elsewhere."""
+    if dist.get_rank() or dist.get_world_size() == 1 or env.get_flag("TORCHELASTIC_USE_AGENT_STORE"):
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
+def _linger(store: Any, others: list[int]) -> None:
+    """Wait until the other ranks have gone too, or have read why their collectives fail; for a moment at most."""
+    deadline = time.monotonic() + LINGER
+    try:
+        while time.monotonic() < deadline:
+            others = [
+                rank
+                for rank in others
+                if not any(store.check([f"accelerate/{kind}/{rank}"]) for kind in (marks.LEFT, marks.READY))
+            ]
+            if not others:
+                return
+            time.sleep(0.02)
+    except (RuntimeError, ValueError):
+        return
 
 
 def _farewell(wait: bool) -> None:
     try:
         store = dist.distributed_c10d._get_default_store()
         rank, world = dist.get_rank(), dist.get_world_size()
-        store.set(f"accelerate/left/{rank}", "")
+        store.set(f"accelerate/left/{rank}", "null")
         if wait and rank == 0:
             store.wait([f"accelerate/left/{other}" for other in range(1, world)], FAREWELL)
     except (RuntimeError, ValueError):

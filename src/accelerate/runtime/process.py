@@ -23,15 +23,22 @@ def only_if(condition: Callable[[], bool], function: Callable[..., Any]) -> Call
 
 
 @contextlib.contextmanager
-def goes_first(is_first: bool, wait: Callable[[], None]) -> Iterator[None]:
-    """The block runs on the first process, then on the others. The others are let go also when it fails there."""
+def goes_first(is_first: bool, wait: Callable[[str], None]) -> Iterator[None]:
+    """The block runs on the first process, then on the others.
+
+    `wait` is a barrier that takes an error message: where the block fails on the first process, the others raise it
+    instead of running theirs.
+    """
     if not is_first:
-        wait()
+        wait("")
     try:
         yield
-    finally:
+    except BaseException as error:
         if is_first:
-            wait()
+            wait(f"{type(error).__name__}: {error}")
+        raise
+    if is_first:
+        wait("")
 
 
 def part_of(length: int, index: int, count: int) -> tuple[int, int]:

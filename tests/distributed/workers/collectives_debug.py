@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -43,6 +44,8 @@ def disagree(needles, function, *args, within=10.0, **kwargs):
 
 
 one, here = torch.ones(1, 5), __file__
+LINES = Path(__file__).read_text().splitlines()
+SLEEPS = next(number for number, line in enumerate(LINES, 1) if line.strip().startswith("time.sleep("))
 assert gather([one, one]).__class__ is list  # agreement costs nothing but time
 assert gather(one).shape == (3, 5)
 
@@ -75,9 +78,13 @@ assert "rank 0" in told and "ranks 1, 2 differ" in told
 
 # One rank comes too late: the others name it; it hears of it when it comes.
 if LAST:
-    time.sleep(3.5)  # longer than ACCELERATE_DEBUG_TIMEOUT
+    time.sleep(3.5)  # longer than ACCELERATE_DEBUG_TIMEOUT; the others ask where this rank is
 disagree(
-    ["rank 2 did not call it within 2 seconds", "Process 0: at", "ACCELERATE_DEBUG_TIMEOUT"], gather, one, within=15.0
+    ["rank 2 did not call it within 2 seconds", "Process 0: at", "ACCELERATE_DEBUG_TIMEOUT"]
+    + [f"Process 2: has not come; it is at {here}:{SLEEPS}", "its last operation was `accelerate.gather_object`"],
+    gather,
+    one,
+    within=15.0,
 )
 for turn in range(20):
     assert gather(torch.tensor(turn)).tolist() == [turn] * WORLD

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small messages between the ranks of a gloo group, each with a header that says what its sender is doing.
+
+Every collective of this package begins with such a message: it carries the content where that is small, and the
+header alone where the content follows as one raw message. Whatever two ranks call, their first messages fit: each is
+received into room for the largest. So ranks that call different things all find out, from the headers, before anything
+of another size or dtype is received, and before gloo aborts a process for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllToAllOptions
+
+from ..core.errors import DistributedOperationException
+from . import communication, marks
+from .calls import Call, mismatch, ranks_in_words, record, user_line
+
+logger = logging.getLogger(__name__)
+
+SIGNATURE = 8
+# The signature, and the number of content bytes that this rank has (in this message, or in the one after it).
+HEADER = 16
+# Bytes of content that a message has room for: in any case, and over all ranks.
+LARGEST = 64 << 10
+LARGEST_OVER_ALL = 4 << 20
+# After this a rank that waits looks for the others, and says who is missing.
+PATIENCE = timedelta(seconds=60)
+GLANCE = timedelta(seconds=2)
+
+_DISAGREE = b"\xffdiffer\xff"
+_options = AllToAllOptions()
+
+
+@functools.lru_cache(maxsize=512)
+def signature(*facts: Any) -> bytes:
+    """What must be the same on every rank, in 8 bytes. `facts` are hashable and print alike in every process."""
+    return hashlib.blake2b(repr(facts).encode(), digest_size=SIGNATURE).digest()
+
+
+class Channel:
+    """The room for such messages of one group. The group itself is given to each call: it must not be kept alive.
+
+    `slots[rank]` is what that rank has sent last: header and content. This rank writes its own slot itself.
+    """
+
+    def __init__(self, rank: int, world: int, serves_all: bool) -> None:
+        self.rank, self.world = rank, world
+        # Whether tensors on any device go through gloo; else only those on the CPU do.
+        self.serves_all = serves_all
+        self.capacity = min(LARGEST, LARGEST_OVER_ALL // world) & ~15
+        stride = HEADER + self.capacity
+        # Tensors made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            row = torch.zeros(world * stride, dtype=torch.uint8, device="cpu")
+        self.slots = row.view(world, stride)
+        view = memoryview(row.numpy())  # type: ignore[arg-type]
+        self.views = [view[peer * stride : (peer + 1) * stride] for peer in range(world)]
+        self._headers = [self.views[peer][:SIGNATURE] for peer in range(world) if peer != rank]
+        # Parts lie one behind the other: the place of this rank's own belongs to the part before it.
+        self._splits = [stride] * world
+        self._splits[rank] = 0
+        if rank:
+            self._splits[rank - 1] += stride
+        self._received = row if rank else row[stride:]
+        self.memory: dict[Any, Any] = {}
+
+    def swap(self, group: dist.ProcessGroup, header: bytes, sent: torch.Tensor, splits: list[int], call: Call) -> None:
+        """Send each other rank its part of `sent` (header and content); `slots` then has what the others sent.
+
+        Raises DistributedOperationException, the same on every rank, where the ranks' signatures differ;
+        CommunicationError where another rank is gone or does not come within the group's timeout.
+        """
+        work = group.alltoall_base(self._received, sent, self._splits, splits, _options)
+        self._wait(work, call)
+        own = header[:SIGNATURE]
+        for found in self._headers:
+            if found != own:
+                self._complain(group, call)
+
+    def swap_bytes(self, group: dist.ProcessGroup, sign: bytes, content: Any, length: int, call: Call) -> None:
+        """`swap` of a row of bytes (anything with a buffer); `length` is what the header says of it."""
+        header = sign + length.to_bytes(HEADER - SIGNATURE, "little", signed=True)
+        size = HEADER + len(content)
+        self.views[self.rank][:HEADER] = header
+        self.views[self.rank][HEADER:size] = content
+        # A rank without content of its own sends the header too: nobody's message is left out.
+        sent = torch.frombuffer(bytearray(self.views[self.rank][:size]) * (self.world - 1), dtype=torch.uint8)
+        self.swap(group, header, sent, self.splits(size), call)
+
+    def agree(self, group: dist.ProcessGroup, sign: bytes, call: Call) -> None:
+        """Return when every rank is about to make the same call. A message without content."""
+        header, sent, splits = self.memory.get(sign) or self._header_alone(sign)
+        self.swap(group, header, sent, splits, call)
+
+    def _header_alone(self, sign: bytes) -> tuple[bytes, torch.Tensor, list[int]]:
+        header = sign + bytes(HEADER - SIGNATURE)
+        sent = torch.frombuffer(bytearray(header * (self.world - 1)), dtype=torch.uint8)
+        found: tuple[bytes, torch.Tensor, list[int]] = self.remember(sign, (header, sent, self.splits(HEADER)))
+        return found
+
+    def splits(self, size: int) -> list[int]:
+        found = [size] * self.world
+        found[self.rank] = 0
+        return found
+
+    def remember(self, key: Any, value: Any, kept: int = 16) -> Any:
+        """Keep what a message needs for the next one like it; the oldest is forgotten."""
+        while len(self.memory) >= kept:
+            del self.memory[next(iter(self.memory))]
+        self.memory[key] = value
+        return value
+
+    def length(self, rank: int) -> int:
+        """The number that `rank` has put into its header."""
+        return int.from_bytes(self.views[rank][SIGNATURE:HEADER], "little", signed=True)
+
+    def content(self, rank: int) -> memoryview:
+        """The bytes that `rank` has sent. Use them before the next message: they are overwritten."""
+        return self.views[rank][HEADER : HEADER + abs(self.length(rank))]
+
+    def rows(self, length: int) -> torch.Tensor:
+        """What every rank has sent, equally long: shape `[ranks, length]`. A view, overwritten by the next message."""
+        return self.slots[:, HEADER : HEADER + length]
+
+    def _wait(self, work: Any, call: Call) -> None:
+        try:
+            work.wait(PATIENCE)
+        except RuntimeError as error:
+            if work.is_completed():
+                communication.raise_lost(error, _words(call))
+                raise
+            self._wait_long(work, call)
+
+    def _wait_long(self, work: Any, call: Call) -> None:
+        """Somebody is late. Say who, once; go on waiting up to the group's own timeout."""
+        at = user_line()
+        marks.publish(marks.WAITING, marks.where(_words(call), at))
+        for patience in (GLANCE, None):
+            try:
+                _ = work.wait() if patience is None else work.wait(patience)
+            except RuntimeError as error:
+                if work.is_completed():
+                    communication.raise_lost(error, _words(call))
+                    raise
+            else:
+                break
+            waiting = marks.read(marks.WAITING, range(dist.get_world_size())) or {}
+            if dist.get_rank() == min(waiting, default=-1):
+                seconds = (PATIENCE + GLANCE).total_seconds()
+                here = ranks_in_words(sorted(waiting))
+                logger.warning("%s: waited %.0f s. %s", here, seconds, communication.explanation(_words(call), at=at))
+        marks.withdraw(marks.WAITING)
+
+    def _complain(self, group: dist.ProcessGroup, call: Call) -> None:
+        """The ranks' calls differ. Each has seen it, so each tells the others what it was about to do, and raises."""
+        mine = record(call)
+        text = json.dumps(mine).encode()
+        if len(text) > self.capacity:
+            short = {"operation": "", "options": "", "structure": "", "summary": "", "at": ""}
+            mine = {name: str(mine[name])[:200] for name in short} | {"dtypes": {}, "dimensions": {}, "shapes": {}}
+            text = json.dumps(mine).encode()
+        header = _DISAGREE + len(text).to_bytes(HEADER - SIGNATURE, "little", signed=True)
+        self.views[self.rank][: HEADER + len(text)] = header + text
+        sent = torch.frombuffer(bytearray((header + text) * (self.world - 1)), dtype=torch.uint8)
+        work = group.alltoall_base(self._received, sent, self._splits, self.splits(HEADER + len(text)), _options)
+        self._wait(work, call)
+        members = dist.get_process_group_ranks(group)
+        found = {members[peer]: json.loads(bytes(self.content(peer))) for peer in range(self.world)}
+        raise DistributedOperationException(mismatch(dict(sorted(found.items()))))
+
+
+def _words(call: Call) -> str:
+    return f"`{call.operation}`"
+
+
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel | None] = weakref.WeakKeyDictionary()
+
+
+def channel_of(group: dist.ProcessGroup) -> Channel | None:
+    """The channel of a group for tensors on the CPU; None where gloo does not serve it, or it has one rank."""
+    try:
+        return _channels[group]
+    except KeyError:
+        found = None
+        backends = _backends(group) if group.size() > 1 else {}
+        if backends.get("cpu") == "gloo":
+            found = Channel(group.rank(), group.size(), set(backends.values()) == {"gloo"})
+        _channels[group] = found
+        return found
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Type of device -> the backend that serves it."""
+    kinds: Sequence[torch.device] = group._device_types
+    return {device.type: group._get_backend(device).name() for device in kinds}
+
+
+def barrier(operation: str, device: torch.device, backend: str | None, error: str = "") -> None:
+    """Return when every rank of the run has called this; where one comes with an `error`, the others raise it.
+
+    On gloo the call is checked against what the others call. Elsewhere it is torch's own barrier.
+    """
+    group = dist.distributed_c10d._get_default_group()
+    channel = channel_of(group)
+    on_cpu = device.type in ("cpu", "mps") or backend == "gloo"
+    try:
+        if channel is None or not on_cpu:
+            dist.barrier(device_ids=None if on_cpu else [device.index])
+            return
+    except RuntimeError as lost:
+        communication.raise_lost(lost, f"`{operation}`")
+        raise
+    call = Call(operation)
+    channel.swap_bytes(group, signature(operation), content := error.encode()[: channel.capacity], len(content), call)
+    for rank in range(channel.world):
+        if rank != channel.rank and channel.length(rank):
+            told = bytes(channel.content(rank)).decode(errors="replace")
+            raise DistributedOperationException(f"rank {rank} failed in the block of `{operation}`: {told}")

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of torch.distributed and its backends, in words: which rank is missing, why, and what to look at."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from ..core.errors import AccelerateError, CommunicationError
+from . import marks
+from .calls import ranks_in_words, user_line
+
+# How gloo, NCCL and the store say that another rank is gone, or has not come.
+_LOST = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting \d+ms|Application timeout caused pair closure|"
+    r"Socket (closed|Timeout)|remote process exited|NCCL (communicator|error|watchdog)|collective operation timeout|"
+    r"monitoredBarrier|has been aborted|Operation timed out|Writing to a pair|gloo/transport|not connected",
+    re.IGNORECASE,
+)
+_CLOSED = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited", re.IGNORECASE
+)
+# Seconds in which the mark of whoever broke the connection, or waits elsewhere, is looked for.
+GRACE = 1.0
+
+UNEVEN = (
+    "Uneven batches? Ranks that read different numbers of batches cannot train together. Keep `even_batches=True` "
+    "(the default), wrap the loop in `accelerator.join_uneven_inputs([model])` (DDP), or use "
+    "`Accelerator(exact=True)`. A `break`, or an exception that is caught on one rank only, has the same effect."
+)
+SAME_CALLS = (
+    "Every rank must call the same collectives in the same order (gather, reduce, wait_for_everyone, backward, "
+    "save_state, ...): look for one under an `if`, after a `break` or in a `try` that only some ranks reach. "
+    "ACCELERATE_DEBUG_MODE=1 shows where each rank is."
+)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a backend's error says that another rank is gone or has not come."""
+    return isinstance(error, (RuntimeError, ConnectionError)) and (
+        isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError))
+        or _LOST.search(str(error)) is not None
+    )
+
+
+def raise_lost(error: BaseException, operation: str) -> None:
+    """Raise CommunicationError from a backend's error about another rank; return for any other error."""
+    if isinstance(error, AccelerateError) or not is_lost(error) or not _several():
+        return
+    raise CommunicationError(explanation(operation, error)) from error
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def explanation(operation: str, error: BaseException | None = None, at: str | None = None) -> str:
+    """Where this rank is, what the marks of the others say, and what to do. Leaves this rank's own mark."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    at = at or user_line()
+    marks.publish(marks.WAITING, marks.where(operation, at))
+    others = [rank for rank in range(world) if rank != me]
+    begin = time.monotonic()
+    while True:
+        found = _marks(others)
+        if found is None or all(_tells(found, rank) for rank in others) or time.monotonic() - begin > GRACE:
+            break
+        time.sleep(0.02)
+    marks.publish(marks.READY, True)
+    place = marks.own_place()
+    head = f"rank {me}: {'another rank is not in' if error is None else 'the connection to another rank failed in'} "
+    head += f"{operation} (at {at}{f', in {place}' if place else ''})"
+    lines = [f"{head}."]
+    closed = error is not None and _CLOSED.search(str(error)) is not None
+    lines += [f"  - {line}" for line in _told(found, others, closed)]
+    if found is not None and not _has_failed(found):
+        if _is_uneven(found):
+            lines.append(UNEVEN)
+        elif not closed or found[marks.LEFT]:
+            lines.append(SAME_CALLS)
+    if error is not None:
+        first = str(error).strip().splitlines()
+        lines.append(f"The backend says: {first[0] if first else type(error).__name__}")
+    return "\n".join(lines)
+
+
+def _marks(others: list[int]) -> dict[str, dict[int, Any]] | None:
+    found = {kind: marks.read(kind, others) for kind in (marks.FAILED, marks.LEFT, marks.READ, marks.WAITING)}
+    return None if None in found.values() else found  # type: ignore[return-value]
+
+
+def _tells(found: dict[str, dict[int, Any]], rank: int) -> bool:
+    return any(rank in found[kind] for kind in (marks.FAILED, marks.LEFT, marks.WAITING))
+
+
+def _told(found: dict[str, dict[int, Any]] | None, others: list[int], closed: bool) -> list[str]:
+    if found is None:
+        return ["the store of the run is gone: the process that hosts it (rank 0, or the launcher) has ended"]
+    lines, silent = [], []
+    for rank in others:
+        failed, waiting = found[marks.FAILED].get(rank), found[marks.WAITING].get(rank)
+        if failed is not None and not failed["secondary"]:
+            line = f"rank {rank} failed: {failed['error']} (at {failed['at']})"
+        elif waiting is not None:
+            line = f"rank {rank} is in {waiting['operation']} (at {waiting['at']})"
+            if waiting["place"]:
+                lines.append(f"{line}, in {waiting['place']}")
+                continue
+        elif rank in found[marks.LEFT]:
+            line = f"rank {rank} has finished: its script has ended"
+        elif rank in found[marks.READ]:
+            line = f"rank {rank} is elsewhere"
+        else:
+            silent.append(rank)
+            continue
+        lines.append(line + _data(found[marks.READ].get(rank)))
+    if silent:
+        known = closed and (found[marks.LEFT] or found[marks.FAILED])
+        state = "still at work" if known or not closed else "killed (out of memory?) or crashed, or still at work"
+        lines.append(f"{ranks_in_words(silent)}: no word from {'it' if len(silent) == 1 else 'them'}; {state}")
+    return lines
+
+
+def _data(mark: Any) -> str:
+    if mark is None:
+        return ""
+    batches = f"{mark['batches']} batch{'es' if mark['batches'] != 1 else ''}"
+    if mark["complete"]:
+        return f"; its loader ended epoch {mark['epoch']} after {batches}"
+    return f"; it left the loop over its loader in epoch {mark['epoch']} after {batches}"
+
+
+def _has_failed(found: dict[str, dict[int, Any]]) -> bool:
+    return any(not mark["secondary"] for mark in found[marks.FAILED].values())
+
+
+def _is_uneven(found: dict[str, dict[int, Any]]) -> bool:
+    """Whether another rank has read another number of batches, or has left its loop while this one is in it."""
+    own = marks.batches_read()
+    if marks.own_place() and (found[marks.LEFT] or any(not mark["complete"] for mark in found[marks.READ].values())):
+        return True
+    totals = {rank: mark["total"] for rank, mark in found[marks.READ].items()}
+    totals |= {rank: mark["total"] for rank, mark in found[marks.WAITING].items()}
+    stopped = [rank for rank in found[marks.LEFT] if rank not in totals]
+    return any(total != own for total in totals.values()) or bool(stopped and own)

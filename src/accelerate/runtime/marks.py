@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank leaves in the run's store for the others to read when a collective fails: where it is, how it ended.
+
+Nothing here is on the path of a step: marks are written at the end of a pass over a loader, on an error and at the
+exit. They are read only when something went wrong. A store that is gone is no error here: there is nothing to read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+FAILED = "failed"  # an error that nobody caught: {"error", "at", "secondary"}
+LEFT = "left"  # the process has come to its end
+READ = "read"  # the last pass over a loader: {"epoch", "batches", "complete", "total"}
+READY = "ready"  # this rank has read the marks that it needs: whoever hosts the store may go
+WAITING = "waiting"  # in a collective that does not end: {"operation", "at", "total"}
+
+
+class _Reading:
+    """What this process has read from prepared loaders. `open`: those whose pass is under way, the innermost last."""
+
+    open: ClassVar[list[Any]] = []
+    total = 0
+    # Where the last pass was left, in words; None where it was read to its end.
+    left: str | None = None
+
+
+def publish(kind: str, value: Any) -> None:
+    """Leave this rank's mark of a kind. Nothing happens where there is no group, or its store is gone."""
+    try:
+        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+        store.set(f"accelerate/{kind}/{rank}", json.dumps(value))
+    except (RuntimeError, ValueError):
+        return
+
+
+def withdraw(kind: str) -> None:
+    """Remove this rank's mark."""
+    try:
+        dist.distributed_c10d._get_default_store().delete_key(f"accelerate/{kind}/{dist.get_rank()}")
+    except (RuntimeError, ValueError):
+        return
+
+
+def read(kind: str, ranks: Iterable[int]) -> dict[int, Any] | None:
+    """The marks of a kind that `ranks` have left; None where the store is gone."""
+    found = {}
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        for rank in ranks:
+            key = f"accelerate/{kind}/{rank}"
+            if store.check([key]):
+                found[rank] = json.loads(store.get(key) or "null")
+    except (RuntimeError, ValueError):
+        return None
+    return found
+
+
+def begin_pass(loader: Any) -> None:
+    """A pass over a prepared loader begins. Its `batches_read` counts."""
+    _Reading.open.append(loader)
+
+
+def end_pass(loader: Any, epoch: int, complete: bool) -> None:
+    """A pass has ended, `complete` or left before; the other ranks can read where."""
+    if loader in _Reading.open:
+        _Reading.open.remove(loader)
+    _Reading.left = None if complete else f"batch {loader.batches_read} of epoch {epoch}"
+    _Reading.total += loader.batches_read
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        mark = {"epoch": epoch, "batches": loader.batches_read, "complete": complete, "total": _Reading.total}
+        publish(READ, mark)
+
+
+def batches_read() -> int:
+    """Batches that this process has read from prepared loaders in all."""
+    total: int = _Reading.total + sum(loader.batches_read for loader in _Reading.open)
+    return total
+
+
+def own_place() -> str | None:
+    """Where this process is in its data, or has left it for an error or a `break`; None after a whole pass."""
+    if not _Reading.open:
+        return _Reading.left
+    loader = _Reading.open[-1]
+    return f"batch {loader.batches_read} of epoch {loader.iteration}"
+
+
+def where(operation: str, at: str) -> dict[str, Any]:
+    """The mark of a process that waits in an operation."""
+    return {"operation": operation, "at": at, "total": batches_read(), "place": own_place()}
