@@ -49,8 +49,10 @@ def test_lines_come_out_whole(console):
 
 
 def test_lines_are_marked_with_their_rank(console):
-    _, write, _ = console(mark="[default1]:", holding=False)
-    assert write(b"a\nb\n") == b"[default1]:a\n[default1]:b\n"
+    _, write, _ = console(mark="[rank1]: ", holding=False)
+    assert write(b"a\nb\n") == b"[rank1]: a\n[rank1]: b\n"
+    # torch has marked the lines of its traceback already.
+    assert write(b"[rank1]: c\n") == b"[rank1]: c\n"
 
 
 def test_a_traceback_is_held_from_its_line_on(console):

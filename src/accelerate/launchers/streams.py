@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import IO
 
 TRACEBACK = b"Traceback (most recent call last):"
@@ -33,8 +34,11 @@ class Stream:
         self.holding = holding
         self.held = b""
         self.held_since: float | None = None
-        # The last traceback that was shown because the process seemed to survive it.
+        # The last traceback that was shown because the process seemed to survive it, and when it was written.
         self.shown = b""
+        self.shown_since: float | None = None
+        # Asked before a traceback is shown; what it returns is shown in its place.
+        self.before_showing: Callable[[bytes], bytes] | None = None
         self.tail = b""
         self.open = True
         self._at_line_start = True
@@ -98,9 +102,28 @@ class Stream:
 
     def release(self) -> None:
         """Show all that is kept back."""
-        self.shown = self.held or self.shown
-        self._emit(self.drop())
+        if self.held:
+            self.shown, self.shown_since = self.held, self.held_since
+        held = self.drop()
+        if held and self.before_showing is not None:
+            held = self.before_showing(held)
+        self._emit(held)
         self._flush()
+
+    @property
+    def last_traceback(self) -> bytes:
+        """The traceback that is the last thing the process has written, held back or shown; empty where none is."""
+        if self.held:
+            return self.held
+        shown = self.shown.rstrip()
+        return shown if shown and self.tail.rstrip().endswith(shown[-1024:]) else b""
+
+    @property
+    def trouble_since(self) -> float | None:
+        """When the traceback was written that is the last thing the process has written; None where none is."""
+        if self.held_since is not None:
+            return self.held_since
+        return self.shown_since if self.last_traceback else None
 
     def drop(self) -> bytes:
         """What was held, no longer to be shown."""
@@ -141,6 +164,9 @@ class Stream:
         lines = data.splitlines(keepends=True)
         starts = [self._at_line_start] + [line.endswith(b"\n") for line in lines[:-1]]
         self._at_line_start = lines[-1].endswith(b"\n")
+        mark = self.mark or b""
+        # torch marks a rank's traceback itself.
         return b"".join(
-            (self.mark or b"") + line if start else line for line, start in zip(lines, starts, strict=True)
+            mark + line if start and not line.startswith(mark) else line
+            for line, start in zip(lines, starts, strict=True)
         )
