@@ -80,3 +80,13 @@ def test_a_lone_traceback_is_held_for_a_shorter_time(console):
     assert read() == b""
     stream.release_if_old(alone=True)
     assert read() == stream.shown == b"Traceback (most recent call last):\nX\n"
+
+
+def test_a_terminal_that_a_killed_process_has_changed_is_brought_back():
+    from accelerate.launchers.streams import Modes
+
+    modes = Modes()
+    modes.note(b"text \x1b[?25l bar \x1b[?1049h")
+    assert modes.undoing() == b"\x1b[?25h\x1b[?1049l\x1b[0m"
+    modes.note(b"\x1b[?1049l\x1b[?25h")
+    assert modes.undoing() == b""

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..config import launch_file
 from ..core.errors import ConfigurationError, LaunchError
+from ..launchers.spec import check_host
 from .parser import Parser
 
 # Where the commands run on each worker.
@@ -60,6 +61,7 @@ def gcloud_command(args: argparse.Namespace) -> list[str]:
     for what, value in (("tpu_name", name), ("tpu_zone", zone)):
         if not value:
             raise ConfigurationError(f"no {what}: give --{what}, or write it into the configuration file")
+        check_host(str(value), what)
     steps = [f"cd {FOLDER}", *_installation(args), *_commands(args, kept)]
     alpha = ["alpha"] if args.use_alpha else []
     where = ["compute", "tpus", "tpu-vm", "ssh", str(name), "--zone", str(zone)]

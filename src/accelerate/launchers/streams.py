@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import IO
@@ -17,6 +18,33 @@ HOLD_WHILE_PRINTING = 1.0
 # Seconds a line without its end waits for the rest, so that lines of several ranks do not run into each other.
 LINE_WAIT = 0.1
 TAIL = 16384
+
+
+class Modes:
+    """Modes of a terminal that a program sets and takes back: the cursor, the other screen, mouse, pasting, colours."""
+
+    # mode -> whether a program that is killed leaves it set (h) or reset (l)
+    CHANGED = {b"25": b"l", b"1049": b"h", b"1000": b"h", b"1006": b"h", b"2004": b"h"}
+    _SEQUENCE = re.compile(rb"\x1b\[\?(\d+)([hl])")
+
+    def __init__(self) -> None:
+        self._changed: dict[bytes, bytes] = {}
+
+    def note(self, data: bytes) -> None:
+        """Take in what a process writes."""
+        if b"\x1b[?" not in data:
+            return
+        for mode, letter in self._SEQUENCE.findall(data):
+            if self.CHANGED.get(mode) == letter:
+                self._changed[mode] = letter
+            else:
+                self._changed.pop(mode, None)
+
+    def undoing(self) -> bytes:
+        """What brings the terminal back; empty where nothing is left changed."""
+        opposite = {b"h": b"l", b"l": b"h"}
+        back = b"".join(b"\x1b[?" + mode + opposite[letter] for mode, letter in self._changed.items())
+        return back + b"\x1b[0m" if back else b""
 
 
 class Stream:
@@ -41,6 +69,8 @@ class Stream:
         self.before_showing: Callable[[bytes], bytes] | None = None
         self.tail = b""
         self.open = True
+        # What the process has done to the console that a killed one does not undo.
+        self.modes = Modes()
         self._at_line_start = True
         self._line = b""
         self._line_since = 0.0
@@ -61,6 +91,7 @@ class Stream:
             self.log.write(data)
             self.log.flush()
         self.tail = (self.tail + data)[-TAIL:]
+        self.modes.note(data)
         self._take(data)
 
     def _take(self, data: bytes) -> None:

@@ -23,7 +23,7 @@ from . import tracebacks
 from .failure import Failure
 from .process import Rank
 from .spec import LaunchSpec, ProcessSpec
-from .streams import LINE_WAIT
+from .streams import LINE_WAIT, Stream
 from .tracebacks import fingerprint
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Supervisor:
 
     def run(self, processes: Sequence[ProcessSpec]) -> int:
         """Start, watch and end the processes; the exit code, also kept in `code`."""
-        with self._catching_signals():
+        with self._catching_signals(), _keeping_terminal():
             try:
                 self._start(processes)
                 while not all(rank.poll() for rank in self.ranks):
@@ -288,6 +288,13 @@ class Supervisor:
             for stream in rank.streams:
                 stream.release()
                 stream.close()
+                self._restore_modes(stream)
+
+    def _restore_modes(self, stream: Stream) -> None:
+        undoing = stream.modes.undoing()
+        if undoing and os.isatty(stream.sink):
+            with contextlib.suppress(OSError):
+                os.write(stream.sink, undoing)
 
     def _say(self, lines: list[str]) -> None:
         print("\n".join(lines), file=sys.stderr, flush=True)
@@ -322,6 +329,26 @@ class Supervisor:
                 signal.signal(number, handler)
             os.close(wake)
             os.close(alarm)
+
+
+@contextlib.contextmanager
+def _keeping_terminal() -> Iterator[None]:
+    """Give the terminal its settings (echo, lines, signals) back, whatever the ranks have made of them."""
+    try:
+        import termios
+
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            before = termios.tcgetattr(terminal)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        # A launcher in the background would be stopped by the kernel for touching the terminal.
+        with contextlib.suppress(OSError, termios.error), open("/dev/tty", "rb", buffering=0) as terminal:
+            if os.tcgetpgrp(terminal.fileno()) == os.getpgrp() and termios.tcgetattr(terminal) != before:
+                termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def with_restarts(spec: LaunchSpec, attempt: Callable[[int], Supervisor]) -> int:
