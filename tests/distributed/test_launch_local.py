@@ -119,7 +119,9 @@ def test_the_first_failing_rank_is_shown_once(launch, tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert "rank 1 failed: KeyError: 'the cause'" in done.stderr
-    assert "  other ranks: rank 0: lost the connection to another rank; rank 2: stopped by the launcher\n" in done.stderr
+    assert (
+        "  other ranks: rank 0: lost the connection to another rank; rank 2: stopped by the launcher\n" in done.stderr
+    )
     assert "[rank2]: hello from 2" in done.stdout
     told = json.loads((tmp_path / "error.json").read_text())
     assert told["rank"] == 1 and told["exit_code"] == 1 and "the cause" in told["traceback"]

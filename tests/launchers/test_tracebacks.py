@@ -11,7 +11,10 @@ from accelerate.launchers.failure import Failure, cause_of
 from accelerate.launchers.tracebacks import LOST, OWN, UNCLEAR, blame, message_of
 
 GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:23985. This is typically ..."
-LONG = "Cannot apply: rank 1 did not call it.\n\nOperation: `accelerate.gather`\nCallers:\n  - Process 0: at a.py:3\n\nSet X."
+LONG = (
+    "Cannot apply: rank 1 did not call it.\n\nOperation: `accelerate.gather`\n"
+    + "Callers:\n  - Process 0: at a.py:3\n\nSet X."
+)
 
 
 def printed(error: BaseException, rank: int | None = None) -> str:
@@ -117,7 +120,7 @@ def test_tracebacks_that_differ_in_addresses_only_are_the_same():
 
 def test_the_summary_has_the_whole_cause_and_one_line_for_the_others():
     others = {0: "stopped by the launcher", 2: "lost the connection to another rank", 3: "stopped by the launcher"}
-    others |= {rank: "lost the connection to another rank" for rank in range(4, 8)}
+    others |= dict.fromkeys(range(4, 8), "lost the connection to another rank")
     told = "\n".join(Failure(1, 1, 77, 1, f"RuntimeError: {LONG}", host="h", log="l.log", others=others).lines())
     assert told == textwrap.dedent(
         """\

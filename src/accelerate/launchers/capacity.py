@@ -50,8 +50,8 @@ def shortage_of_cpus(processes: int, threads: int | None, capacity: Capacity) ->
         )
     if threads is not None and processes * threads > capacity.cpus:
         return (
-            f"{processes} process{'es' if processes > 1 else ''} of {threads} threads share {_cpus(capacity)}: they get "
-            f"in each other's way. --num_cpu_threads_per_process {max(1, capacity.cpus // processes)} gives each its own"
+            f"{processes} process{'es' if processes > 1 else ''} of {threads} threads share {_cpus(capacity)}: they "
+            f"slow each other down. --num_cpu_threads_per_process {max(1, capacity.cpus // processes)} fits"
         )
     return None
 
@@ -65,8 +65,8 @@ def check(spec: LaunchSpec, engine: str, oversubscribe: bool, capacity: Capacity
     lack = shortage_of_memory(processes, PROCESS, capacity)
     if lack and not oversubscribe:
         raise ConfigurationError(
-            f"num_processes={spec.num_processes}: {lack}. Ask for fewer, or give --oversubscribe to start them all the "
-            "same"
+            f"num_processes={spec.num_processes}: {lack}. Ask for fewer, or give --oversubscribe to start them "
+            "all the same"
         )
     crowd = shortage_of_cpus(processes, spec.threads, capacity) if spec.device == "cpu" else None
     return [text for text in (lack, crowd) if text]
@@ -78,8 +78,8 @@ def check_forked(processes: int, capacity: Capacity | None = None) -> str | None
     lack = shortage_of_memory(processes, FORKED_PROCESS, capacity)
     if lack and not env.get_flag("oversubscribe"):
         raise ConfigurationError(
-            f"num_processes={processes}: {lack}. Ask for fewer, or set {env.variable('oversubscribe')}=1 to start them "
-            "all the same"
+            f"num_processes={processes}: {lack}. Ask for fewer, or set {env.variable('oversubscribe')}=1 to start "
+            "them all the same"
         )
     return lack or shortage_of_cpus(processes, None, capacity)
 

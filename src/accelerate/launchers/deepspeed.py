@@ -69,7 +69,7 @@ class DeepSpeedLauncher(Launcher):
         broken = [name for name, text in self.spec.variables.items() if text and "\n" in text]
         if broken:
             raise ConfigurationError(
-                f"{', '.join(broken)} holds a line break, which the file of variables of DeepSpeed's starter cannot hold"
+                f"{', '.join(broken)} holds a line break, which DeepSpeed's file of variables cannot hold"
             )
         if shutil.which("deepspeed") is None:
             raise ConfigurationError("the program deepspeed is not on the PATH: pip install deepspeed")

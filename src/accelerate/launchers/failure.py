@@ -84,7 +84,11 @@ def exit_code(code: int) -> int:
 
 def report(ranks: Sequence[Rank], first: Rank) -> str:
     """The first failure for the other machines' consoles."""
-    cause = early_cause(_others(ranks, first)) if first.code == 0 else cause_of(first.exit_code, _last_words(first), first.rank)
+    cause = (
+        early_cause(_others(ranks, first))
+        if first.code == 0
+        else cause_of(first.exit_code, _last_words(first), first.rank)
+    )
     return f"rank {first.rank} on {first.host} (pid {first.popen.pid}) failed: {cause}"
 
 

@@ -174,7 +174,9 @@ def _directive(option: str, where: str) -> str:
     if "'" not in option:
         return f"'{option}'"
     if '"' in option or "\\" in option:
-        raise ConfigurationError(f"{where}: {option!r} has quotes of both kinds, which a script for sbatch cannot hold")
+        raise ConfigurationError(
+            f"{where}: {option!r} has quotes of both kinds, which a script for sbatch cannot hold"
+        )
     return f'"{option}"'
 
 

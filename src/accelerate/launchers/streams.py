@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from typing import IO
+from typing import IO, ClassVar
 
 TRACEBACK = b"Traceback (most recent call last):"
 # Seconds a traceback is held back: whether it ended the process, and whose fault it was, is known by then. Where only
@@ -21,10 +21,10 @@ TAIL = 16384
 
 
 class Modes:
-    """Modes of a terminal that a program sets and takes back: the cursor, the other screen, mouse, pasting, colours."""
+    """Modes of a terminal that a program sets and takes back: the cursor, the other screen, the mouse, pasting."""
 
     # mode -> whether a program that is killed leaves it set (h) or reset (l)
-    CHANGED = {b"25": b"l", b"1049": b"h", b"1000": b"h", b"1006": b"h", b"2004": b"h"}
+    CHANGED: ClassVar = {b"25": b"l", b"1049": b"h", b"1000": b"h", b"1006": b"h", b"2004": b"h"}
     _SEQUENCE = re.compile(rb"\x1b\[\?(\d+)([hl])")
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ def chain(text: str, rank: int | None = None) -> list[str]:
     while at < len(lines):
         line = lines[at]
         at += 1
-        if line.startswith("During handling of the above") or line.startswith("The above exception was"):
+        if line.startswith(("During handling of the above", "The above exception was")):
             linked = True
         elif line.startswith(HEADER) or _GROUP.match(line):
             message, at = _message(lines, at, grouped=not line.startswith(HEADER))
