@@ -13,7 +13,7 @@ from accelerate.launchers.tracebacks import LOST, OWN, UNCLEAR, blame, message_o
 GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:23985. This is typically ..."
 LONG = (
     "Cannot apply: rank 1 did not call it.\n\nOperation: `accelerate.gather`\n"
-    + "Callers:\n  - Process 0: at a.py:3\n\nSet X."
+    "Callers:\n  - Process 0: at a.py:3\n\nSet X."
 )
 
 

@@ -273,6 +273,7 @@ class Supervisor:
     def _finish_interrupted(self, number: int) -> int:
         for rank in self.ranks:
             rank.error.drop()
+        self._release_all()
         # What mpirun returns then says nothing of its ranks.
         if all(rank.code == 0 and not rank.spec.starter for rank in self.ranks):
             return 0
