@@ -119,8 +119,10 @@ def test_the_first_failing_rank_is_shown_once(launch, tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert "rank 1 failed: KeyError: 'the cause'" in done.stderr
-    assert "rank 2: stopped by the launcher" in done.stderr
-    assert "[default2]:hello from 2" in done.stdout
+    assert (
+        "  other ranks: rank 0: lost the connection to another rank; rank 2: stopped by the launcher\n" in done.stderr
+    )
+    assert "[rank2]: hello from 2" in done.stdout
     told = json.loads((tmp_path / "error.json").read_text())
     assert told["rank"] == 1 and told["exit_code"] == 1 and "the cause" in told["traceback"]
     with open(told["log"]) as log:
@@ -208,6 +210,7 @@ def test_twenty_launches_at_once(tmp_path):
         (["--num_proceses", "2"], "did you mean --num_processes"),
         (["--num_processes", "0"], "at least 1 process"),
         (["--num_processes", "two"], "not a whole number"),
+        (["--cpu", "--num_processes", "65000"], "are free: at most"),
         (["--mixed_precision", "bf61"], "did you mean bf16"),
         (["--cpu", "--multi_gpu"], "contradict"),
         (["--config_file", "/no/such/file.yaml"], "does not exist"),

@@ -47,7 +47,7 @@ def test_every_process_knows_its_place(start, tmp_path):
     assert code == 0, errors
     # A device of its own each, seen among all of its machine: that of its local rank.
     assert sorted(output.splitlines()) == [
-        f"[default{rank}]:{rank} 4 {rank % 2} 2 {rank // 2} 2 0,1 yes an argument {tmp_path.name}" for rank in range(4)
+        f"[rank{rank}]: {rank} 4 {rank % 2} 2 {rank // 2} 2 0,1 yes an argument {tmp_path.name}" for rank in range(4)
     ]
     (folder,) = (tmp_path / "logs").iterdir()
     assert (folder / "rank_3" / "stdout.log").read_text().startswith("3 4 1 2 1 2")

@@ -49,8 +49,10 @@ def test_lines_come_out_whole(console):
 
 
 def test_lines_are_marked_with_their_rank(console):
-    _, write, _ = console(mark="[default1]:", holding=False)
-    assert write(b"a\nb\n") == b"[default1]:a\n[default1]:b\n"
+    _, write, _ = console(mark="[rank1]: ", holding=False)
+    assert write(b"a\nb\n") == b"[rank1]: a\n[rank1]: b\n"
+    # torch has marked the lines of its traceback already.
+    assert write(b"[rank1]: c\n") == b"[rank1]: c\n"
 
 
 def test_a_traceback_is_held_from_its_line_on(console):
@@ -78,3 +80,13 @@ def test_a_lone_traceback_is_held_for_a_shorter_time(console):
     assert read() == b""
     stream.release_if_old(alone=True)
     assert read() == stream.shown == b"Traceback (most recent call last):\nX\n"
+
+
+def test_a_terminal_that_a_killed_process_has_changed_is_brought_back():
+    from accelerate.launchers.streams import Modes
+
+    modes = Modes()
+    modes.note(b"text \x1b[?25l bar \x1b[?1049h")
+    assert modes.undoing() == b"\x1b[?25h\x1b[?1049l\x1b[0m"
+    modes.note(b"\x1b[?1049l\x1b[?25h")
+    assert modes.undoing() == b""

@@ -12,6 +12,7 @@ from ..config.launch import GROUPS
 from ..config.launch_settings import Settings, given, resolve
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
+from ..launchers import capacity
 from ..launchers.base import Launcher
 from ..launchers.plan import plan, summary
 from ..launchers.registry import choose
@@ -92,6 +93,14 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     spec, launcher = prepared(settings, program_of(args, settings), in_place)
     for line in idle_flags(settings):
         print(f"accelerate launch: {line}", file=sys.stderr)
+    try:
+        warnings = capacity.check(spec, launcher.name, settings["oversubscribe"])
+    except ConfigurationError as error:
+        if not settings["dry_run"]:
+            raise ConfigurationError(settings.located(str(error))) from None
+        warnings = [str(error)]
+    for line in warnings if settings["dry_run"] or not settings["quiet"] else ():
+        print(f"accelerate launch: warning: {line}", file=sys.stderr)
     if settings["dry_run"]:
         print(launcher.dry_run())
         return

@@ -49,7 +49,20 @@ def main() -> None:
         meant = f" (did you mean {near}?)" if near else ""
         print(f"accelerate: error: unknown command {name!r}{meant}\n\n{usage()}", file=sys.stderr)
         sys.exit(2)
-    importlib.import_module(f"{__package__}.{COMMANDS[name][0]}").main(rest)
+    try:
+        importlib.import_module(f"{__package__}.{COMMANDS[name][0]}").main(rest)
+    except KeyboardInterrupt:
+        if _runs_a_script():
+            # The script's own traceback and end.
+            raise
+        print(f"\naccelerate {name}: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _runs_a_script() -> bool:
+    """Whether `launch` has begun to run a script in this very process."""
+    script = sys.modules.get(f"{__package__.rpartition('.')[0]}.launchers.script")
+    return script is not None and script.is_entered()
 
 
 if __name__ == "__main__":

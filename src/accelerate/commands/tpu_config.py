@@ -17,6 +17,7 @@ from typing import Any
 from ..config import launch_file
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.version import __version__
+from ..launchers.spec import check_host
 from .parser import Parser
 
 # Where the commands run on each worker, and where the wheel of this package is copied to.
@@ -70,6 +71,7 @@ def gcloud_commands(args: argparse.Namespace, wheel: str | None = None) -> list[
     for what, value in (("tpu_name", name), ("tpu_zone", zone)):
         if not value:
             raise ConfigurationError(f"no {what}: give --{what}, or write it into the configuration file")
+        check_host(str(value), what)
     steps = [f"cd {FOLDER}", *_installation(args, wheel), *_commands(args, kept)]
     tpu = ["gcloud", *(["alpha"] if args.use_alpha else []), "compute", "tpus", "tpu-vm"]
     where, everywhere = ["--zone", str(zone)], ["--worker", "all"]

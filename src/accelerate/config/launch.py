@@ -64,6 +64,14 @@ RESOURCES = Group(
             key="enable_cpu_affinity",
             variable="ACCELERATE_CPU_AFFINITY",
         ),
+        Option(
+            "oversubscribe",
+            "switch",
+            "Start the processes although this machine's free memory is too small for so many.",
+            False,
+            key="oversubscribe",
+            variable="ACCELERATE_OVERSUBSCRIBE",
+        ),
     ),
 )
 

@@ -29,6 +29,7 @@ VARIABLES: dict[str, str] = {
     "config_file": "ACCELERATE_CONFIG_FILE",
     "log_level": "ACCELERATE_LOG_LEVEL",
     "cpu_affinity": "ACCELERATE_CPU_AFFINITY",
+    "oversubscribe": "ACCELERATE_OVERSUBSCRIBE",
     "allow_cp_standalone": "ACCELERATE_ALLOW_CP_STANDALONE",
     "fork_launched": "FORK_LAUNCHED",
     "downcast_bf16": "ACCELERATE_DOWNCAST_BF16",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import env
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -157,12 +160,75 @@ def physical_cores() -> int:
 
 
 def _container_quota() -> int | None:
-    """Whole processors that the control group grants, or None without a limit."""
+    """Whole processors that the control groups grant, or None without a limit."""
+    quotas = []
+    for folder in _control_groups("cpu"):
+        with contextlib.suppress(OSError, ValueError):
+            if (folder / "cpu.max").exists():
+                granted, period = (folder / "cpu.max").read_text().split()
+            else:
+                granted, period = (
+                    (folder / name).read_text().strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                )
+            if granted not in ("max", "-1"):
+                quotas.append(max(1, int(granted) // int(period)))
+    return min(quotas, default=None)
+
+
+def _control_groups(controller: str) -> list[Path]:
+    """The folders of this process's control groups, from its own up to the root, of both versions of the kernel's."""
+    found: list[Path] = []
     try:
-        granted, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = CONTROL_GROUPS / controller if controllers else CONTROL_GROUPS
+        # Inside a container the path may be the host's, of which only the root is mounted.
+        inner = [mount / part for part in (Path(path.lstrip("/")), *Path(path.lstrip("/")).parents)]
+        found += [folder for folder in dict.fromkeys([*inner, mount]) if folder.is_dir()]
+    return found
+
+
+def usable_cpu_count() -> int:
+    """The logical processors this process may use, a container's quota heeded."""
+    quota = _container_quota()
+    return max(1, min(len(usable_cpus()), quota) if quota else len(usable_cpus()))
+
+
+def available_memory() -> int | None:
+    """Bytes that new processes can take without swapping: the machine's and the control groups'. None if unknown."""
+    found = [bytes_free for folder in _control_groups("memory") if (bytes_free := _group_memory(folder)) is not None]
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        told = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        if told:
+            found.append(int(told.group(1)) * 1024)
+    if not found:
+        with contextlib.suppress(ImportError, OSError):
+            import psutil
+
+            found.append(int(psutil.virtual_memory().available))
+    return min(found, default=None)
+
+
+def _group_memory(folder: Path) -> int | None:
+    """What a control group leaves; cached files that it can drop count as free."""
+    try:
+        if (folder / "memory.max").exists():
+            limit, used, dropped = (folder / "memory.max").read_text().strip(), "memory.current", "inactive_file"
+        else:
+            limit = (folder / "memory.limit_in_bytes").read_text().strip()
+            used, dropped = "memory.usage_in_bytes", "total_inactive_file"
+        # Without a limit the first version has a number near 2**63 there.
+        if limit == "max" or int(limit) >= 2**60:
+            return None
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, int(limit) - int((folder / used).read_text()) + int(stat.get(dropped, 0)))
     except (OSError, ValueError):
         return None
-    return None if granted == "max" else max(1, int(granted) // int(period))
 
 
 def handles_signal(pid: int, number: int) -> bool:

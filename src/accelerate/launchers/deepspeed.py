@@ -12,7 +12,7 @@ from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from .base import Launcher
-from .spec import LaunchSpec, ProcessSpec, Program
+from .spec import LaunchSpec, ProcessSpec, Program, check_host
 from .static import DEFAULT_PORT
 
 # The file from which DeepSpeed's starter takes the variables of the processes it starts elsewhere.
@@ -62,6 +62,15 @@ class DeepSpeedLauncher(Launcher):
             raise ConfigurationError("several machines under DeepSpeed's starter need --deepspeed_hostfile")
         if not Path(self.hosts.hostfile).is_file():
             raise ConfigurationError(f"deepspeed_hostfile={self.hosts.hostfile!r} does not exist")
+        for line in Path(self.hosts.hostfile).read_text().splitlines():
+            words = line.split("#")[0].split()
+            if words:
+                check_host(words[0], f"deepspeed_hostfile={self.hosts.hostfile!r}")
+        broken = [name for name, text in self.spec.variables.items() if text and "\n" in text]
+        if broken:
+            raise ConfigurationError(
+                f"{', '.join(broken)} holds a line break, which DeepSpeed's file of variables cannot hold"
+            )
         if shutil.which("deepspeed") is None:
             raise ConfigurationError("the program deepspeed is not on the PATH: pip install deepspeed")
 

@@ -17,13 +17,14 @@ from typing import Any
 
 from ..core import env
 from ..core.errors import LaunchError
-from .failure import cause_of, speaks_of_lost_partner
+from . import tracebacks
+from .failure import cause_of, early_cause
 from .process import die_with
 
 # Seconds between the request to end and the kill.
 PATIENCE = 4.0
 # Seconds in which a rank may turn out to be the cause of another one's failure.
-SETTLE = 2.0
+SETTLE = 5.0
 
 
 def run_functions(
@@ -104,7 +105,7 @@ def _join(started: Sequence[tuple[BaseProcess, Connection]]) -> None:
 
 
 def _first_failure(started: Sequence[tuple[BaseProcess, Connection]]) -> LaunchError:
-    """The error of the process that failed first of itself; its victims get a moment to show themselves as such."""
+    """The error of the process that failed first; those that only lost the connection to it may be noticed before."""
     deadline = time.monotonic() + SETTLE
     reports: dict[int, tuple[float, str]] = {}
     while True:
@@ -114,19 +115,30 @@ def _first_failure(started: Sequence[tuple[BaseProcess, Connection]]) -> LaunchE
                     reports[rank] = connection.recv()
                 except EOFError:
                     continue
+        level = {rank: tracebacks.blame(words, rank) for rank, (_, words) in reports.items()}
         killed = [rank for rank, (process, _) in enumerate(started) if (process.exitcode or 0) < 0]
-        own = [rank for rank, (_, words) in reports.items() if not speaks_of_lost_partner(words)]
-        if killed or own or time.monotonic() > deadline:
+        early = [rank for rank, (process, _) in enumerate(started) if process.exitcode == 0]
+        if killed or early or tracebacks.OWN in level.values() or time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    first = min(own or reports, key=lambda rank: reports[rank][0], default=None) if not killed or own else killed[0]
+    own = [rank for rank in reports if level[rank] == tracebacks.OWN]
+    if killed and not own:
+        return _error(killed[0], started[killed[0]][0], "")
+    first = min(reports, key=lambda rank: (level[rank], reports[rank][0]), default=None)
     if first is None:
         first = next(rank for rank, (process, _) in enumerate(started) if process.exitcode)
-    return _error(first, started[first][0], reports.get(first, (0.0, ""))[1])
+        return _error(first, started[first][0], "")
+    words = reports[first][1]
+    named = tracebacks.named_ranks(tracebacks.message_of(words, first))
+    early = [rank for rank in early if level[first] == tracebacks.LOST or (level[first] and rank in named)]
+    if early:
+        failed = [rank for rank, (process, _) in enumerate(started) if process.exitcode != 0]
+        return _error(early[0], started[early[0]][0], words, early_cause(failed))
+    return _error(first, started[first][0], words)
 
 
-def _error(rank: int, process: BaseProcess, words: str) -> LaunchError:
-    cause = cause_of(process.exitcode or 1, words)
+def _error(rank: int, process: BaseProcess, words: str, cause: str | None = None) -> LaunchError:
+    cause = cause or cause_of(process.exitcode or 1, words, rank)
     told = f"rank {rank} failed: {cause} (host {socket.gethostname()}, pid {process.pid})"
     return LaunchError(f"{told}\n\n{words}" if words else told)
 

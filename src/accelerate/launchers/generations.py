@@ -128,6 +128,7 @@ class Round(Others):
     def settle_end(self, finished: bool) -> End:
         """Wait for the end that all agree on. `finished`: whether the ranks here ended well, by themselves."""
         if finished:
+            self.talk.ask(lambda store: store.set(self.key(f"finished/{self.own.number}"), "1"))
             self.talk.ask(lambda store: store.add(self.key("finished"), 1))
             self._finished = True
         until = time.monotonic() + 2 * SILENCE
@@ -138,6 +139,18 @@ class Round(Others):
                 raise StoreLost("no machine says why its ranks were stopped")
             time.sleep(self.interval)
         return self.end
+
+    def finished(self) -> list[str]:
+        """The machines of this round whose ranks have all ended without an error. None where the store is lost."""
+        others = [member for member in self.members if member.number != self.own.number]
+
+        def ask(store: Any) -> list[str]:
+            return [member.name for member in others if store.check([self.key(f"finished/{member.number}")])]
+
+        try:
+            return list(self.talk.ask(ask))
+        except StoreLost:
+            return []
 
     @property
     def left(self) -> int:

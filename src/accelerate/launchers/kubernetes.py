@@ -115,7 +115,7 @@ class KubernetesLauncher(Launcher):
         variables = {name: text for name, text in self.spec.variables.items() if text is not None}
         if self.spec.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.spec.threads)
-        return variables
+        return {name: _literal(text) for name, text in variables.items()}
 
     def _command(self) -> list[str]:
         """`accelerate launch` in each pod: the pod's index is the machine's rank, pod 0 has the address."""
@@ -129,8 +129,11 @@ class KubernetesLauncher(Launcher):
         for name in HANDED_ON:
             value = getattr(spec, name)
             if value != getattr(LaunchSpec, name):
-                command += [f"--{name}", str(value)]
+                command += [f"--{name}", _literal(str(value))]
         flag = {"script": [], "module": ["-m"], "program": ["--no_python"]}[spec.program.kind]
-        # Kubernetes would put a variable's value where the program's own words hold $(NAME).
-        words = [word.replace("$(", "$$(") for word in (spec.program.name, *spec.program.args)]
-        return [*command, *flag, *words]
+        return [*command, *flag, *map(_literal, (spec.program.name, *spec.program.args))]
+
+
+def _literal(text: str) -> str:
+    """Kubernetes would put a variable's value where a text holds $(NAME)."""
+    return text.replace("$(", "$$(")

@@ -14,7 +14,7 @@ from ..core import env
 from ..core.errors import ConfigurationError
 from .base import Launcher
 from .ports import HeldPort
-from .spec import LaunchSpec, ProcessSpec
+from .spec import LaunchSpec, ProcessSpec, check_host
 from .static import DEFAULT_PORT
 from .watched_process import watched
 
@@ -69,10 +69,11 @@ def first_host(hostfile: str) -> str:
         lines = Path(hostfile).expanduser().read_text().splitlines()
     except OSError as error:
         raise ConfigurationError(f"mpirun_hostfile={hostfile!r} cannot be read: {error.strerror}") from None
-    for line in lines:
-        name = line.split("#")[0].strip()
-        if name:
-            return name.split()[0].split(":")[0]
+    names = [line.split("#")[0].split()[0] for line in lines if line.split("#")[0].strip()]
+    for name in names:
+        check_host(name, f"mpirun_hostfile={hostfile!r}")
+    if names:
+        return names[0].split(":")[0]
     raise ConfigurationError(f"mpirun_hostfile={hostfile!r} names no host")
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core import env, system
 from ..core.enums import PrecisionType
 from ..core.errors import ConfigurationError, LaunchError
+from . import capacity
 from .functions import run_functions
 from .ports import HeldPort
 from .spec import LaunchSpec, Program
@@ -89,6 +91,7 @@ def notebook_launcher(
     _check_untouched(present.kind)
     if present.count and count > present.count:
         raise ConfigurationError(f"num_processes={count}: this machine has {present.count} {present.kind} devices")
+    _check_room(count)
     print(f"Launching training on {count} {present.kind} processes.")
     spec = LaunchSpec(
         program=Program(getattr(function, "__name__", "function"), kind="program"),
@@ -119,6 +122,9 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
     Raises LaunchError with the traceback of the process that failed first.
     """
+    if num_processes < 1:
+        raise ConfigurationError(f"num_processes={num_processes}: at least 1 process is needed")
+    _check_room(num_processes)
     spec = LaunchSpec(
         program=Program(getattr(function, "__name__", "function"), kind="program"),
         num_processes=num_processes,
@@ -126,6 +132,13 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     )
     with HeldPort() as port:
         run_functions(function, args, [spec.process(index, port.number).variables for index in range(num_processes)])
+
+
+def _check_room(processes: int) -> None:
+    """ConfigurationError where memory cannot hold the processes; a warning where they share processors."""
+    warning = capacity.check_forked(processes)
+    if warning:
+        warnings.warn(warning, stacklevel=3)
 
 
 def _alone(kind: str, published: dict[str, str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ class Others:
     `interval`: seconds between two calls of `tick` at most.
     """
 
-    settle = 2.0
+    settle = 5.0
     interval = 1.0
 
     def callbacks(self, stop: Stop) -> list[tuple[socket.socket, Callable[[], bool]]]:
@@ -28,3 +28,7 @@ class Others:
 
     def failed(self, told: str, code: int, final: bool = False) -> None:
         """Tell the others what failed here; `final` where the run must not be started again."""
+
+    def finished(self) -> list[str]:
+        """The machines whose ranks have all ended without an error, by their names."""
+        return []

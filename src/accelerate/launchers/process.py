@@ -93,7 +93,7 @@ class Rank:
         os.set_blocking(source, False)
         name = {1: "stdout.log", 2: "stderr.log"}[number]
         log = open(self.log_folder / name, "wb") if self.log_folder else None  # noqa: SIM115
-        mark = f"[{spec.role}{self.rank}]:" if marked else None
+        mark = f"[rank{self.rank}]: " if marked else None
         self.streams.append(Stream(source, number, mark, log, holding=number == 2))
         return end
 
@@ -110,7 +110,7 @@ class Rank:
         """When it went wrong: a traceback tells the time, a kill is noticed at once."""
         if self.code and not self.stopped:
             self.drain()
-            self.trouble_at = self.error.held_since or self.ended_at
+            self.trouble_at = self.error.trouble_since or self.ended_at
 
     def drain(self) -> None:
         """Read what an ended process left in its streams; what its own children still hold open is not waited for."""
@@ -127,7 +127,7 @@ class Rank:
             return
         if not self.stopped:
             # It was about to end by itself: it has written its traceback and is cleaning up.
-            self.trouble_at = self.error.held_since
+            self.trouble_at = self.error.trouble_since
         self.stopped = True
         self._send(number)
 

@@ -18,7 +18,7 @@ from types import FrameType
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
 from .base import Launcher
-from .spec import LaunchSpec, ProcessSpec
+from .spec import LaunchSpec, ProcessSpec, check_variable
 from .watched_process import watched
 
 # States of a job that has not ended.
@@ -42,7 +42,10 @@ class SlurmLauncher(Launcher):
 
     def __init__(self, spec: LaunchSpec, options: str = "") -> None:
         super().__init__(spec)
-        self.options = shlex.split(options)
+        try:
+            self.options = shlex.split(options)
+        except ValueError as error:
+            raise ConfigurationError(f"slurm_options={options!r}: {error}") from None
 
     @property
     def inside(self) -> bool:
@@ -51,17 +54,23 @@ class SlurmLauncher(Launcher):
 
     def check(self) -> None:
         super().check()
-        needed = ["srun"] if self.inside else ["sbatch", "squeue", "scancel"]
-        absent = [name for name in needed if shutil.which(name) is None]
-        if absent:
-            raise ConfigurationError(f"{', '.join(absent)} is not on the PATH: this machine is no client of Slurm")
         if self.spec.error_file and not self.inside:
             raise ConfigurationError(
                 "the slurm engine's job is watched by Slurm, which writes no error_file: give it inside an allocation"
             )
-        wrong = [option for option in self.options if not option.startswith("-")]
-        if wrong:
-            raise ConfigurationError(f"slurm_options: {wrong[0]!r} is no option of sbatch; write --name=value")
+        for option in self.options:
+            if not option.startswith("-"):
+                raise ConfigurationError(f"slurm_options: {option!r} is no option of sbatch; write --name=value")
+            _directive(option, "slurm_options")
+        for name in self.spec.variables:
+            check_variable(name)
+
+    def _check_programs(self) -> None:
+        """What a start needs; a dry run needs none of it."""
+        needed = ["srun"] if self.inside else ["sbatch", "scontrol", "scancel"]
+        absent = [name for name in needed if shutil.which(name) is None]
+        if absent:
+            raise ConfigurationError(f"{', '.join(absent)} is not on the PATH: this machine is no client of Slurm")
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         variables = self._variables()
@@ -90,17 +99,22 @@ class SlurmLauncher(Launcher):
             variables["MASTER_PORT"] = str(self.spec.main_process_port)
         return variables
 
+    @property
+    def job_name(self) -> str:
+        """The script's name in characters that need no quotes anywhere."""
+        return re.sub(r"[^\w.+-]+", "_", Path(self.spec.program.name).stem).lstrip("-") or "accelerate"
+
     def batch_script(self) -> str:
         """The script that sbatch gets."""
         spec = self.spec
-        lines = ["#!/bin/bash", f"#SBATCH --job-name={Path(spec.program.name).stem}"]
+        lines = ["#!/bin/bash", f"#SBATCH --job-name={self.job_name}"]
         lines += [f"#SBATCH --nodes={spec.num_machines}", f"#SBATCH --ntasks={spec.num_processes}"]
         lines.append(f"#SBATCH --ntasks-per-node={spec.local_processes}")
         if spec.threads is not None:
             lines.append(f"#SBATCH --cpus-per-task={spec.threads}")
         if spec.device != "cpu":
             lines.append(f"#SBATCH --gpus-per-node={spec.local_processes}")
-        lines += [f"#SBATCH {option}" for option in self.options]
+        lines += [f"#SBATCH {_directive(option, 'slurm_options')}" for option in self.options]
         lines.append("")
         lines += [f"export {name}={shlex.quote(text)}" for name, text in self._variables().items() if text is not None]
         if not spec.main_process_ip_given:
@@ -125,11 +139,12 @@ class SlurmLauncher(Launcher):
         ]
 
     def run(self) -> int:
+        self._check_programs()
         if self.inside:
             return self._run_inside()
         folder = Path(self.spec.log_dir or ".").expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-        script = folder / f"{Path(self.spec.program.name).stem}.sbatch"
+        script = folder / f"{self.job_name}.sbatch"
         script.write_text(self.batch_script())
         log = folder / f"{script.stem}-%j.log"
         job = _submit(script, log)
@@ -147,6 +162,22 @@ class SlurmLauncher(Launcher):
             return supervisor
 
         return with_restarts(self.spec, attempt)
+
+
+def _directive(option: str, where: str) -> str:
+    """An option as sbatch reads it in a script: one line, in quotes where it has spaces."""
+    if any(ord(character) < 32 or ord(character) == 127 for character in option):
+        raise ConfigurationError(f"{where}: {option!r} has a line break or another control character in it")
+    if not re.search(r"[^\w@%+=:,./\-\[\]*&|!~^]", option):
+        return option
+    # sbatch knows both kinds of quotes, and no escape between single ones.
+    if "'" not in option:
+        return f"'{option}'"
+    if '"' in option or "\\" in option:
+        raise ConfigurationError(
+            f"{where}: {option!r} has quotes of both kinds, which a script for sbatch cannot hold"
+        )
+    return f'"{option}"'
 
 
 def _first_address(nodes: str) -> str | None:

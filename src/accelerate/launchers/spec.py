@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -38,16 +40,24 @@ class Program:
         python = python or sys.executable
         # Lines of several processes come out whole and in time only without a buffer.
         before = {"script": [python, "-u"], "module": [python, "-u", "-m"], "program": []}[self.kind]
-        return [*before, self.name, *self.args]
+        # Python would take a script whose name begins with a hyphen for an option.
+        name = f"./{self.name}" if self.kind == "script" and self.name.startswith("-") else self.name
+        return [*before, name, *self.args]
 
     def check(self) -> None:
-        """ConfigurationError where there is no such script, module or program."""
+        """ConfigurationError where there is no such script, module or program, or where it cannot be read."""
+        if not self.name:
+            raise ConfigurationError(f"the name of the {self.kind} is empty")
         if self.kind == "script" and not Path(self.name).exists():
             hint = "; a module is started with -m" if "." in self.name and not self.name.endswith(".py") else ""
             here = Path(self.name).parent
             near = nearest(Path(self.name).name, [path.name for path in here.glob("*.py")] if here.is_dir() else [])
             hint += f" (did you mean {here / near}?)" if near else ""
             raise ConfigurationError(f"there is no script {self.name!r} (from {Path.cwd()}){hint}")
+        if self.kind == "script" and not os.access(self.name, os.R_OK):
+            raise ConfigurationError(f"the script {self.name!r} cannot be read: no permission")
+        if self.kind == "script" and Path(self.name).is_dir() and not (Path(self.name) / "__main__.py").is_file():
+            raise ConfigurationError(f"{self.name!r} is a folder without a __main__.py: give a script in it")
         if self.kind == "program" and shutil.which(self.name) is None:
             raise ConfigurationError(f"there is no program {self.name!r} on the PATH")
         if self.kind == "module":
@@ -63,6 +73,26 @@ class Program:
             found = None
         if found is None:
             raise ConfigurationError(f"there is no module {self.name!r}; a script file is started without -m")
+
+
+_HOST = re.compile(r"[A-Za-z0-9_:\[][\w.:%\[\]-]*")
+
+
+def check_host(name: str, where: str) -> str:
+    """A host's name or address that no program can take for an option or for several words."""
+    if not _HOST.fullmatch(name):
+        raise ConfigurationError(
+            f"{where}: {name!r} is no name or address of a host: it begins with a letter or digit and holds only "
+            "letters, digits and . : - _"
+        )
+    return name
+
+
+def check_variable(name: str) -> str:
+    """A variable's name that a shell can export."""
+    if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+        raise ConfigurationError(f"{name!r} is no name of a variable: letters, digits and _ only, no digit first")
+    return name
 
 
 # What is beyond these is a slip of the hand.
@@ -210,6 +240,7 @@ class LaunchSpec:
                 f"num_processes={self.num_processes} counts the processes of all machines together and must divide "
                 f"by num_machines={self.num_machines}"
             )
+        check_host(self.main_process_ip, f"main_process_ip={self.main_process_ip!r}")
         if not 0 <= self.main_process_port < 65536:
             raise ConfigurationError(f"main_process_port={self.main_process_port} is no port: ports are 1 to 65535")
         for name in ("monitor_interval", "stop_timeout"):

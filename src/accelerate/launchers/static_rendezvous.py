@@ -305,6 +305,9 @@ class Link(Others):
         """Tell the others what failed here; `final` where the run must not be started again."""
         self._tell({"failed": told, "code": code, "final": final})
 
+    def finished(self) -> list[str]:
+        return [peer.name for peer in self.peers if peer.done]
+
     def close(self) -> None:
         self._tell({"done": True})
         for peer in self.peers:

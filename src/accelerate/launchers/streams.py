@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from typing import IO
+from collections.abc import Callable
+from typing import IO, ClassVar
 
 TRACEBACK = b"Traceback (most recent call last):"
 # Seconds a traceback is held back: whether it ended the process, and whose fault it was, is known by then. Where only
@@ -16,6 +18,33 @@ HOLD_WHILE_PRINTING = 1.0
 # Seconds a line without its end waits for the rest, so that lines of several ranks do not run into each other.
 LINE_WAIT = 0.1
 TAIL = 16384
+
+
+class Modes:
+    """Modes of a terminal that a program sets and takes back: the cursor, the other screen, the mouse, pasting."""
+
+    # mode -> whether a program that is killed leaves it set (h) or reset (l)
+    CHANGED: ClassVar = {b"25": b"l", b"1049": b"h", b"1000": b"h", b"1006": b"h", b"2004": b"h"}
+    _SEQUENCE = re.compile(rb"\x1b\[\?(\d+)([hl])")
+
+    def __init__(self) -> None:
+        self._changed: dict[bytes, bytes] = {}
+
+    def note(self, data: bytes) -> None:
+        """Take in what a process writes."""
+        if b"\x1b[?" not in data:
+            return
+        for mode, letter in self._SEQUENCE.findall(data):
+            if self.CHANGED.get(mode) == letter:
+                self._changed[mode] = letter
+            else:
+                self._changed.pop(mode, None)
+
+    def undoing(self) -> bytes:
+        """What brings the terminal back; empty where nothing is left changed."""
+        opposite = {b"h": b"l", b"l": b"h"}
+        back = b"".join(b"\x1b[?" + mode + opposite[letter] for mode, letter in self._changed.items())
+        return back + b"\x1b[0m" if back else b""
 
 
 class Stream:
@@ -33,10 +62,15 @@ class Stream:
         self.holding = holding
         self.held = b""
         self.held_since: float | None = None
-        # The last traceback that was shown because the process seemed to survive it.
+        # The last traceback that was shown because the process seemed to survive it, and when it was written.
         self.shown = b""
+        self.shown_since: float | None = None
+        # Asked before a traceback is shown; what it returns is shown in its place.
+        self.before_showing: Callable[[bytes], bytes] | None = None
         self.tail = b""
         self.open = True
+        # What the process has done to the console that a killed one does not undo.
+        self.modes = Modes()
         self._at_line_start = True
         self._line = b""
         self._line_since = 0.0
@@ -57,6 +91,7 @@ class Stream:
             self.log.write(data)
             self.log.flush()
         self.tail = (self.tail + data)[-TAIL:]
+        self.modes.note(data)
         self._take(data)
 
     def _take(self, data: bytes) -> None:
@@ -98,9 +133,28 @@ class Stream:
 
     def release(self) -> None:
         """Show all that is kept back."""
-        self.shown = self.held or self.shown
-        self._emit(self.drop())
+        if self.held:
+            self.shown, self.shown_since = self.held, self.held_since
+        held = self.drop()
+        if held and self.before_showing is not None:
+            held = self.before_showing(held)
+        self._emit(held)
         self._flush()
+
+    @property
+    def last_traceback(self) -> bytes:
+        """The traceback that is the last thing the process has written, held back or shown; empty where none is."""
+        if self.held:
+            return self.held
+        shown = self.shown.rstrip()
+        return shown if shown and self.tail.rstrip().endswith(shown[-1024:]) else b""
+
+    @property
+    def trouble_since(self) -> float | None:
+        """When the traceback was written that is the last thing the process has written; None where none is."""
+        if self.held_since is not None:
+            return self.held_since
+        return self.shown_since if self.last_traceback else None
 
     def drop(self) -> bytes:
         """What was held, no longer to be shown."""
@@ -141,6 +195,9 @@ class Stream:
         lines = data.splitlines(keepends=True)
         starts = [self._at_line_start] + [line.endswith(b"\n") for line in lines[:-1]]
         self._at_line_start = lines[-1].endswith(b"\n")
+        mark = self.mark or b""
+        # torch marks a rank's traceback itself.
         return b"".join(
-            (self.mark or b"") + line if start else line for line, start in zip(lines, starts, strict=True)
+            mark + line if start and not line.startswith(mark) else line
+            for line, start in zip(lines, starts, strict=True)
         )

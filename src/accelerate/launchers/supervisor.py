@@ -19,18 +19,20 @@ from typing import TYPE_CHECKING
 
 from ..core.system import handles_signal
 from . import failure as failures
+from . import tracebacks
 from .failure import Failure
 from .process import Rank
 from .spec import LaunchSpec, ProcessSpec
-from .streams import LINE_WAIT
+from .streams import LINE_WAIT, Stream
+from .tracebacks import fingerprint
 
 if TYPE_CHECKING:
     from .others import Others
 
 # Seconds that a rank gets to show whether another one's failure is its own doing.
 SETTLE = 0.05
-SETTLE_VICTIM = 2.0
-SETTLE_ENDING = 1.0
+SETTLE_VICTIM = 5.0
+SETTLE_ENDING = 3.0
 # Seconds that ranks get which handle SIGTERM themselves: they save what they have.
 SAVE_TIME = 30.0
 FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -54,12 +56,15 @@ class Supervisor:
         self._stopped_by: tuple[str, int] | None = None
         self._told_others = False
         self._settle_until: float | None = None
+        self._settled_with = 0
+        # Tracebacks on the console, by their fingerprints, with the rank each came from.
+        self._shown: dict[str, int] = {}
         self._kill_at: float | None = None
         self._oom_kills = failures.oom_kills()
 
     def run(self, processes: Sequence[ProcessSpec]) -> int:
         """Start, watch and end the processes; the exit code, also kept in `code`."""
-        with self._catching_signals():
+        with self._catching_signals(), _keeping_terminal():
             try:
                 self._start(processes)
                 while not all(rank.poll() for rank in self.ranks):
@@ -93,6 +98,7 @@ class Supervisor:
         for process in processes:
             rank = self.make_rank(process, folder)
             self.ranks.append(rank)
+            rank.error.before_showing = partial(self._once, rank.rank)
             for stream in rank.streams:
                 self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
         for connection, hear in self.link.callbacks(self._stop_for_others) if self.link else []:
@@ -113,7 +119,7 @@ class Supervisor:
         for key, _ in self._selector.select(patience):
             key.data()
         held = [rank.error.held for rank in self.ranks if rank.error.held]
-        alone = len(held) == 1 and not failures.speaks_of_lost_partner(held[0].decode(errors="replace"))
+        alone = len(held) == 1 and tracebacks.blame(held[0].decode(errors="replace"), -1) == tracebacks.OWN
         for rank in self.ranks:
             for stream in rank.streams:
                 if not stream.open and stream.source in self._selector.get_map():
@@ -128,8 +134,11 @@ class Supervisor:
             self.link.tick(self._stop_for_others)
         now = time.monotonic()
         ended = [rank for rank in self.ranks if rank.poll()]
-        if self._kill_at is None and self._settle_until is None and any(rank.code for rank in ended):
-            self._settle_until = now + self._settling_time()
+        if self._kill_at is None and any(rank.code for rank in ended) and len(ended) != self._settled_with:
+            # Each further end may show the cause: then there is less to wait for, never more.
+            self._settled_with = len(ended)
+            until = now + self._settling_time()
+            self._settle_until = until if self._settle_until is None else min(self._settle_until, until)
         if self._settle_until is not None and now >= self._settle_until and self._kill_at is None:
             self._tell_others()
             self._stop(signal.SIGTERM)
@@ -140,16 +149,19 @@ class Supervisor:
         first = failures.find_first(self.ranks)
         if first is None:
             return SETTLE
-        if failures.is_partner_lost(first):
-            return SETTLE_VICTIM if self.link is None else self.link.settle
-        earlier = [rank for rank in self.ranks if rank.code is None and rank.error.held_since is not None]
-        return SETTLE_ENDING if earlier else SETTLE
+        if first.code == 0:
+            return SETTLE
+        # A rank that has written its traceback ends within moments, if its last words are the cause.
+        ending = [rank for rank in self.ranks if rank.code is None and rank.error.trouble_since is not None]
+        if failures.blame(first) == tracebacks.OWN:
+            return SETTLE_ENDING if ending else SETTLE
+        return SETTLE_VICTIM if self.link is None else self.link.settle
 
     def _tell_others(self) -> None:
         first = failures.find_first(self.ranks)
         if self.link is not None and first is not None and self._stopped_by is None and not self._told_others:
             self._told_others = True
-            self.link.failed(failures.in_a_line(first), failures.exit_code(first.exit_code))
+            self.link.failed(failures.report(self.ranks, first), failures.exit_code(first.exit_code) or 1)
 
     def _stop(self, number: int) -> None:
         self._kill_at = time.monotonic() + self.spec.stop_timeout
@@ -178,7 +190,7 @@ class Supervisor:
     def _hear_others_out(self) -> None:
         """All ranks here may have failed only because one elsewhere did: its machine says so a moment later."""
         first = failures.find_first(self.ranks)
-        if self.link is None or first is None or not failures.is_partner_lost(first):
+        if self.link is None or first is None or failures.blame(first) == tracebacks.OWN:
             return
         deadline = time.monotonic() + self.link.settle
         while self._stopped_by is None and time.monotonic() < deadline:
@@ -212,21 +224,43 @@ class Supervisor:
         if self._interrupted is not None:
             return self._finish_interrupted(self._interrupted)
         first = failures.find_first(self.ranks)
-        if self._stopped_by is not None and (first is None or first.stopped or failures.is_partner_lost(first)):
+        if self._stopped_by is not None and self._is_for_others(first, self._stopped_by[0]):
             return self._finish_for_others(*self._stopped_by)
         if first is None:
             self._release_all()
             return 0
         self._tell_others()
+        left = self.link.finished() if self.link is not None and failures.blame(first) else []
         self.failure = failures.describe(self.ranks, first, failures.oom_kills() - self._oom_kills)
+        if left:
+            self.failure.cause += f"\nBy then {', '.join(left)} had ended without an error: see why it ended so early."
         self._release_all()
-        if self.failure.traceback and not self.failure.shown:
+        if self.failure.traceback and not self.failure.shown and not self._is_shown(self.failure.traceback):
             sys.stderr.flush()
             sys.stderr.write(self.failure.traceback.rstrip("\n") + "\n")
         self._say(self.failure.lines())
         if self.spec.error_file:
             self.failure.write(self.spec.error_file)
         return self.failure.exit_code
+
+    @staticmethod
+    def _is_for_others(first: Rank | None, reason: str) -> bool:
+        """Whether another machine's reason explains the end better than the first failure here."""
+        if first is None or first.stopped or failures.blame(first):
+            return True
+        return first.code == 0 and not tracebacks.speaks_of_lost_rank(reason)
+
+    def _once(self, rank: int, traceback: bytes) -> bytes:
+        """A traceback that is about to be shown, or a word on it where another rank's was the same."""
+        text = fingerprint(traceback.decode(errors="replace"))
+        first = self._shown.setdefault(text, rank)
+        # One rank may well write the same error twice.
+        if first == rank:
+            return traceback
+        return f"[rank{rank}]: the same traceback as rank {first}'s\n".encode()
+
+    def _is_shown(self, traceback: str) -> bool:
+        return fingerprint(traceback) in self._shown
 
     def _finish_for_others(self, reason: str, code: int) -> int:
         for rank in self.ranks:
@@ -239,6 +273,7 @@ class Supervisor:
     def _finish_interrupted(self, number: int) -> int:
         for rank in self.ranks:
             rank.error.drop()
+        self._release_all()
         # What mpirun returns then says nothing of its ranks.
         if all(rank.code == 0 and not rank.spec.starter for rank in self.ranks):
             return 0
@@ -254,6 +289,13 @@ class Supervisor:
             for stream in rank.streams:
                 stream.release()
                 stream.close()
+                self._restore_modes(stream)
+
+    def _restore_modes(self, stream: Stream) -> None:
+        undoing = stream.modes.undoing()
+        if undoing and os.isatty(stream.sink):
+            with contextlib.suppress(OSError):
+                os.write(stream.sink, undoing)
 
     def _say(self, lines: list[str]) -> None:
         print("\n".join(lines), file=sys.stderr, flush=True)
@@ -288,6 +330,26 @@ class Supervisor:
                 signal.signal(number, handler)
             os.close(wake)
             os.close(alarm)
+
+
+@contextlib.contextmanager
+def _keeping_terminal() -> Iterator[None]:
+    """Give the terminal its settings (echo, lines, signals) back, whatever the ranks have made of them."""
+    try:
+        import termios
+
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            before = termios.tcgetattr(terminal)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        # A launcher in the background would be stopped by the kernel for touching the terminal.
+        with contextlib.suppress(OSError, termios.error), open("/dev/tty", "rb", buffering=0) as terminal:
+            if os.tcgetpgrp(terminal.fileno()) == os.getpgrp() and termios.tcgetattr(terminal) != before:
+                termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def with_restarts(spec: LaunchSpec, attempt: Callable[[int], Supervisor]) -> int:

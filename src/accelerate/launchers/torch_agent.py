@@ -67,7 +67,7 @@ def _run_agent(config: Any, entrypoint: Any, args: Sequence[Any], spec: LaunchSp
         rank, first = error.get_first_failure()
         failure = Failure(
             rank=rank, local_rank=first.local_rank, pid=first.pid, code=first.exitcode,
-            cause=cause_of(first.exitcode, first.message if "Traceback" in str(first.message) else ""),
+            cause=cause_of(first.exitcode, str(first.message) if "Traceback" in str(first.message) else ""),
         )  # fmt: skip
         print("\n".join(failure.lines()), file=sys.stderr)
         if spec.error_file:

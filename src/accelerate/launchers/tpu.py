@@ -17,7 +17,7 @@ from ..core.errors import ConfigurationError
 from ..core.imports import is_available
 from .base import Launcher
 from .notebook import PrepareForLaunch
-from .spec import LaunchSpec, ProcessSpec
+from .spec import LaunchSpec, ProcessSpec, check_host, check_variable
 
 # Holds float32 as bfloat16 on the TPU.
 DOWNCAST = "XLA_DOWNCAST_BF16"
@@ -126,6 +126,11 @@ class PodLauncher(Launcher):
             raise ConfigurationError("--tpu_cluster: no pod: give --vm, or write tpu_name into the configuration file")
         if not self.pod.zone:
             raise ConfigurationError("--tpu_cluster: no zone: write tpu_zone into the configuration file")
+        for name in (*self.pod.names, str(self.pod.zone)):
+            check_host(name, "--tpu_cluster")
+        for text in self.pod.variables:
+            if "=" in text.lstrip("="):
+                check_variable(text.partition("=")[0])
         wrong = [text for text in self.pod.variables if "=" not in text.lstrip("=")]
         if wrong:
             raise ConfigurationError(f"--env {wrong[0]}: give NAME=VALUE")

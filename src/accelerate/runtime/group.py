@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import gc
 import importlib
 import sys
@@ -219,13 +221,7 @@ def leave() -> None:
     for call in before_leaving:
         call()
     if is_running() and _Exit.owner:
-        _farewell(wait=not _Exit.failed)
-        # The process that hosts the store keeps it for the others while they read why their collectives fail.
-        hosted = _hosted_store() if _Exit.failed else None
-        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-        stop()
-        if hosted is not None:
-            _linger(hosted, others)
+        _part(failed=_has_failed())
     # The threads only wait for the lock; a blocking call hands it to each of them in turn.
     time.sleep(LOCK_HANDOVER)
 
@@ -254,13 +250,42 @@ def _linger(store: Any, others: list[int]) -> None:
         return
 
 
-def _farewell(wait: bool) -> None:
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        rank, world = dist.get_rank(), dist.get_world_size()
+def _has_failed() -> bool:
+    """Whether this process ends because of an exception; the hook that a library has put over ours may hide it."""
+    handled = sys.exc_info()[1]
+    if handled is not None and not (isinstance(handled, SystemExit) and not handled.code):
+        return True
+    return _Exit.failed or (getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"))
+
+
+def _part(failed: bool) -> None:
+    """Say farewell and close the group. The store of rank 0 stays until the others have left."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with contextlib.suppress(RuntimeError, ValueError):
+        # An error means that somebody is gone already: the group closes all the same.
         store.set(f"accelerate/left/{rank}", "null")
-        if wait and rank == 0:
-            store.wait([f"accelerate/left/{other}" for other in range(1, world)], FAREWELL)
-    except (RuntimeError, ValueError):
-        # Somebody is gone already, or takes longer than we wait: the group closes all the same.
+    if failed:
+        # The process that hosts the store keeps it for the others while they read why their collectives fail.
+        hosted = _hosted_store()
+        _abandon()
+        if hosted is not None:
+            _linger(hosted, [other for other in range(world) if other != rank])
         return
+    # Before the wait: a rank that still waits for this one in a collective learns at once that it will not come.
+    stop()
+    if rank == 0:
+        with contextlib.suppress(RuntimeError, ValueError):
+            store.wait([f"accelerate/left/{other}" for other in range(1, world)], FAREWELL)
+
+
+def _abandon() -> None:
+    """Give the group up without its end: a failed rank must not wait for collectives that it has begun.
+
+    The destructor of gloo's group waits until they are through, and the others may never join in: this process would
+    live on until the group's timeout, and the launcher with it. So the groups are never freed (DDP's reducer, if there
+    is one, keeps them as long as the process lives anyway); the connections close with the process.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    stop()

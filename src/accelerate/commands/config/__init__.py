@@ -46,6 +46,9 @@ def main(argv: list[str] | None = None) -> None:
     except ConfigurationError as error:
         print(f"accelerate config: error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\naccelerate config: interrupted, nothing was written", file=sys.stderr)
+        sys.exit(130)
 
 
 def _run(action: str, arguments: list[str]) -> None:

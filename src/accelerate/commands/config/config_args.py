@@ -75,6 +75,7 @@ class ClusterConfig(BaseConfig):
     # Keys of our own: not in the API's files.
     gradient_accumulation_steps: int | None = None
     num_cpu_threads_per_process: int | None = None
+    oversubscribe: bool | None = None
     rdzv_conf: str | None = None
     rdzv_id: str | None = None
     nnodes: str | None = None

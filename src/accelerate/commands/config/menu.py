@@ -44,6 +44,9 @@ def _input(prompt: str) -> str:
     try:
         return input(prompt)
     except EOFError:
+        if sys.stdin.isatty():
+            # Ctrl-D, the same wish as Ctrl-C.
+            raise KeyboardInterrupt from None
         raise ConfigurationError(
             "the input ended before all questions were answered; `accelerate config default` asks none"
         ) from None
@@ -85,6 +88,9 @@ def _with_keys(title: str, words: Sequence[str], start: int) -> int | None:
         tty.setcbreak(descriptor)
         while True:
             key = os.read(descriptor, 8)
+            if key in (b"", b"\x03", b"\x04"):
+                # The terminal is gone, or Ctrl-D: the same wish as Ctrl-C.
+                raise KeyboardInterrupt
             action = _KEYS.get(key)
             if action == "back" or key == b"<":
                 return None

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher and the questions on a terminal: Ctrl-C and Ctrl-D end them, and the terminal is as it was."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+
+import pytest
+
+MAIN = [sys.executable, "-m", "accelerate.commands.main"]
+
+
+class Terminal:
+    """A command on a pseudo terminal of its own."""
+
+    def __init__(self, command, home):
+        self.ours, theirs = pty.openpty()
+        self.before = termios.tcgetattr(self.ours)
+        env = {**os.environ, "HF_HOME": str(home), "TERM": "xterm"}
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(theirs)
+        self.text = b""
+
+    def read_until(self, words):
+        while words not in self.text:
+            self._read()
+
+    def _read(self):
+        data = os.read(self.ours, 4096)
+        assert data
+        self.text += data
+
+    def end(self):
+        """The exit code and all that was written."""
+        try:
+            while True:
+                self._read()
+        except (OSError, AssertionError):
+            return self.process.wait(timeout=60), self.text.decode(errors="replace")
+
+    def press(self, key):
+        os.write(self.ours, key)
+
+
+PROGRESS = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    # What a progress bar of rich does.
+    print("\\x1b[?25l working", flush=True)
+import signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+time.sleep(60)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_the_terminal_is_as_it_was_after_an_interrupt(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRESS)
+    terminal = Terminal([*MAIN, "launch", "-q", "--cpu", "--num_processes", "2", str(script)], tmp_path)
+    terminal.read_until(b"working")
+    terminal.press(b"\x03")
+    code, text = terminal.end()
+    assert code == 130 and "ended by SIGINT" in text and "Traceback" not in text, text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("key", [b"\x03", b"\x04"])
+def test_questions_end_on_ctrl_c_and_ctrl_d(tmp_path, key):
+    terminal = Terminal([*MAIN, "config"], tmp_path)
+    # The first question that this machine does not answer itself.
+    terminal.read_until(b"How many machines")
+    # A key that comes before the prompt listens is lost to it: press until somebody hears.
+    while b"interrupted" not in terminal.text and terminal.process.poll() is None:
+        if select.select([terminal.ours], [], [], 2.0)[0]:
+            with contextlib.suppress(OSError, AssertionError):
+                terminal._read()
+        else:
+            terminal.press(key)
+    code, text = terminal.end()
+    assert code == 130, text
+    assert "interrupted, nothing was written" in text and "Traceback" not in text
+    assert not (tmp_path / "accelerate").exists()

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the text of a traceback says: whole messages, chains, and whose failure it is."""
+
+import textwrap
+import traceback
+
+import pytest
+
+from accelerate.launchers import tracebacks
+from accelerate.launchers.failure import Failure, cause_of
+from accelerate.launchers.tracebacks import LOST, OWN, UNCLEAR, blame, message_of
+
+GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:23985. This is typically ..."
+LONG = (
+    "Cannot apply: rank 1 did not call it.\n\nOperation: `accelerate.gather`\n"
+    "Callers:\n  - Process 0: at a.py:3\n\nSet X."
+)
+
+
+def printed(error: BaseException, rank: int | None = None) -> str:
+    """The text of an exception as Python writes it, marked as torch does it."""
+    text = "".join(traceback.format_exception(error))
+    return text if rank is None else "".join(f"[rank{rank}]: {line}\n" for line in text.splitlines())
+
+
+def raised(make, cause=None):
+    try:
+        if cause is not None:
+            raise make from cause
+        raise make
+    except BaseException as error:
+        return error
+
+
+def amid(first, second):
+    """The second exception, raised while the first was handled."""
+    try:
+        try:
+            raise first
+        except BaseException:
+            raise second  # noqa: B904
+    except BaseException as error:
+        return error
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize(
+    "error",
+    [
+        raised(ValueError("one line")),
+        raised(RuntimeError(LONG)),
+        raised(KeyError("the cause")),
+        raised(ValueError("")),
+        raised(ValueError("Wörter, 漢字 und \t mehr: " + 50 * "x ")),
+        raised(SyntaxError("invalid syntax", ("s.py", 3, 1, "x = = 1\n"))),
+    ],
+    ids=lambda error: type(error).__name__ if isinstance(error, BaseException) else None,
+)
+def test_a_message_is_whole(error, rank):
+    expected = "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, SyntaxError):
+        expected = expected.splitlines()[-1]
+    noise = "[rank0]:[W1122 05:27:48.6 socket.cpp:469] [c10d] timeout\n"
+    assert message_of("before\n" + printed(error, rank) + noise, rank) == expected
+    assert cause_of(1, printed(error, rank), rank) == expected
+
+
+def test_a_message_too_long_keeps_its_end():
+    message = message_of(printed(raised(ValueError("a" * 20_000 + " do this"))))
+    assert len(message) < 7000 and message.startswith("ValueError: aaa") and message.endswith(" do this")
+    assert "characters left out" in message
+
+
+def test_the_message_of_a_loader_s_worker_is_without_its_frames():
+    inner = printed(raised(ValueError("bad sample\nin two lines"))).partition("\n")[2]
+    text = f"Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n{inner}"
+    told = message_of(printed(raised(ValueError(text)), 3), 3)
+    assert told == (
+        "ValueError: Caught ValueError in DataLoader worker process 0.\nValueError: bad sample\nin two lines"
+    )
+
+
+def test_lines_of_several_ranks_are_told_apart():
+    one = printed(raised(ValueError("of one")), 1).splitlines()
+    two = printed(raised(ValueError("of two")), 2).splitlines()
+    mixed = "\n".join(line for pair in zip(one, two, strict=True) for line in pair)
+    assert message_of(mixed, 1) == "ValueError: of one" and message_of(mixed, 2) == "ValueError: of two"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (raised(RuntimeError(GLOO)), LOST),
+        (raised(ValueError("mine")), OWN),
+        # The first cause counts, whatever failed on the way out.
+        (amid(ValueError("mine"), RuntimeError(GLOO)), UNCLEAR),
+        (raised(RuntimeError("the run has failed"), raised(RuntimeError(GLOO))), LOST),
+        # Sockets of the script are not those between ranks.
+        (raised(ConnectionResetError(104, "Connection reset by peer")), OWN),
+        (raised(BrokenPipeError(32, "Broken pipe")), OWN),
+        # An error that every rank raises names the rank that it is about.
+        (raised(RuntimeError("not saved: rank 0: ValueError: bad state")), UNCLEAR),
+        (raised(RuntimeError("rank 1: the checkpoint was not saved: rank 0 did not come")), OWN),
+    ],
+)
+def test_whose_failure_it_is(error, expected):
+    assert blame(printed(error), rank=1) == blame(printed(error, 1), rank=1) == expected
+
+
+def test_a_logged_warning_is_no_lost_connection():
+    assert blame("retry: Connection refused\nretry: Connection refused\na\nb\nc\n", 0) == OWN
+    two = printed(raised(RuntimeError(GLOO))) + "survived\n" + printed(raised(ValueError("mine")))
+    assert blame(two, 0) == OWN
+
+
+def test_tracebacks_that_differ_in_addresses_only_are_the_same():
+    one, other = (f"[rank{n}]: {tracebacks.HEADER}\n[rank{n}]: E: <x at 0x{n}f> [127.0.0.1]:{n}1" for n in (1, 2))
+    assert tracebacks.fingerprint(one) == tracebacks.fingerprint(other)
+
+
+def test_the_summary_has_the_whole_cause_and_one_line_for_the_others():
+    others = {0: "stopped by the launcher", 2: "lost the connection to another rank", 3: "stopped by the launcher"}
+    others |= dict.fromkeys(range(4, 8), "lost the connection to another rank")
+    told = "\n".join(Failure(1, 1, 77, 1, f"RuntimeError: {LONG}", host="h", log="l.log", others=others).lines())
+    assert told == textwrap.dedent(
+        """\
+        accelerate launch: rank 1 failed: RuntimeError: Cannot apply: rank 1 did not call it.
+
+            Operation: `accelerate.gather`
+            Callers:
+              - Process 0: at a.py:3
+
+            Set X.
+          host h, pid 77, exit code 1, log l.log
+          other ranks: ranks 0, 3: stopped by the launcher; ranks 2, 4 to 7: lost the connection to another rank"""
+    )
