@@ -48,7 +48,7 @@ from torch.distributed import TCPStore
 
 SERVER = Path(__file__).with_name("rank_server.py")
 LARGEST = 4
-# Seconds until the ranks of a case are killed, unless it names a limit; seconds before pytest's own limit for the report.
+# Seconds until the ranks of a case are killed, unless it names a limit, and how long before pytest's own limit at latest.
 LIMIT = 120.0
 MARGIN = 10.0
 # Seconds that the other ranks have to end after the first has failed, and in which all that have returned must end.

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On each rank: train with exact=True and hold every step's parameters against the plain loop of one process."""
+"""exact=True against the plain single-process loop, after every step, for sizes that do not divide."""
 
-import sys
-
+import pytest
 import torch
+from rank_pool import on_ranks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 
 EPOCHS = 3
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -76,8 +75,6 @@ def plain_run(kind, size, batch_size, steps, dtype):
 
 
 def accelerated_run(kind, size, batch_size, steps, dtype):
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
     accelerator = Accelerator(gradient_accumulation_steps=steps, exact=True)
     model = network(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -94,15 +91,13 @@ def accelerated_run(kind, size, batch_size, steps, dtype):
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 history.append([p.detach().clone() for p in model.parameters()])
-    accelerator.free_memory()
     return history
 
 
-def main():
-    world = Accelerator().num_processes
-    assert world == int(sys.argv[1]), f"{world} ranks cooperate, {sys.argv[1]} were started"
-    worst = {}
-    for kind, size, local, steps, dtype in [
+@on_ranks(1, 2, 4, thorough=[3])
+@pytest.mark.parametrize(
+    ("kind", "size", "local", "steps", "dtype"),
+    [
         ("tensors", 37, 4, 1, torch.float64),
         ("tensors", 37, 4, 3, torch.float64),
         ("rows", 25, 3, 2, torch.float64),
@@ -111,16 +106,12 @@ def main():
         ("stream", 23, 3, 1, torch.float64),
         ("stream", 23, 3, 3, torch.float64),
         ("tensors", 37, 4, 3, torch.float32),
-    ]:
-        expected = plain_run(kind, size, local * world, steps, dtype)
-        found = accelerated_run(kind, size, local, steps, dtype)
-        case = f"{kind} of {size}, batch {local} x {world}, {steps} accumulation steps, {dtype}"
-        assert len(found) == len(expected), f"{case}: {len(found)} steps, the plain loop makes {len(expected)}"
-        for number, (ours, plain) in enumerate(zip(found, expected, strict=True)):
-            distance = max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
-            worst[dtype] = max(worst.get(dtype, 0.0), distance)
-            assert distance <= TOLERANCE[dtype], f"{case}: step {number} is off by {distance}"
-    print({str(dtype): distance for dtype, distance in worst.items()})
-
-
-main()
+    ],
+)
+def test_every_step_is_that_of_one_process(kind, size, local, steps, dtype, nproc):
+    expected = plain_run(kind, size, local * nproc, steps, dtype)
+    found = accelerated_run(kind, size, local, steps, dtype)
+    assert len(found) == len(expected)
+    for number, (ours, plain) in enumerate(zip(found, expected, strict=True)):
+        distance = max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
+        assert distance <= TOLERANCE[dtype], f"step {number} is off by {distance}"
