@@ -48,6 +48,16 @@ def ranks(request: pytest.FixtureRequest, rank_pool: RankPool) -> Callable[..., 
     return functools.partial(Ranks, rank_pool, deadline=deadline)
 
 
+@pytest.fixture(scope="module")
+def float64() -> Iterator[None]:
+    """float64 as default dtype, of the ranks too."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def _limit_of(item: pytest.Item) -> float:
     """The seconds after which pytest-timeout ends a test; 0 where nothing does."""
     marker = item.get_closest_marker("timeout")

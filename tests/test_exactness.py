@@ -107,6 +107,7 @@ def accelerated_run(kind, size, batch_size, steps, dtype):
         ("stream", 23, 3, 3, torch.float64),
         ("tensors", 37, 4, 3, torch.float32),
     ],
+    ids=lambda value: str(value).removeprefix("torch."),
 )
 def test_every_step_is_that_of_one_process(kind, size, local, steps, dtype, nproc):
     expected = plain_run(kind, size, local * nproc, steps, dtype)

@@ -44,11 +44,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import TCPStore
 
 SERVER = Path(__file__).with_name("rank_server.py")
 LARGEST = 4
-# Seconds until the ranks of a case are killed, unless it names a limit, and how long before pytest's own limit at latest.
+# Seconds until the ranks of a case are killed, unless it names a limit; at latest so long before pytest's own limit.
 LIMIT = 120.0
 MARGIN = 10.0
 # Seconds that the other ranks have to end after the first has failed, and in which all that have returned must end.
@@ -195,8 +196,9 @@ class Ranks:
         """Call `function(*args, **kwargs)` on each rank; what the ranks return, in rank order.
 
         Each rank starts with the variables of torchrun (none where it is alone), random numbers seeded by its rank,
-        and all else as after importing torch, accelerate and the module of the function. It makes its process group
-        itself, as a script does. What ranks print becomes output of the test.
+        the folder and the default dtype of the test process, and all else as after importing torch, accelerate and the
+        module of the function. It makes its process group itself, as a script does. What ranks print becomes output
+        of the test.
 
         Args:
             function: a function at the top level of a module, sent by its name.
@@ -241,7 +243,7 @@ class Ranks:
         pairs = [socket.socketpair() for _ in range(self._nproc)]
         ranks = [_Rank(number, Connection(mine.detach()), folder) for number, (mine, _) in enumerate(pairs)]
         environments = [_rank_environment(rank, self._nproc, store, env) for rank in range(self._nproc)]
-        request = {**job, "folder": str(folder), "cwd": os.getcwd()}
+        request = {**job, "folder": str(folder), "cwd": os.getcwd(), "dtype": torch.get_default_dtype()}
         try:
             try:
                 if self._fresh:
@@ -396,10 +398,16 @@ def on_ranks(
 
         @functools.wraps(function)
         def test(ranks: Callable[..., Ranks], nproc: int, **kwargs: Any) -> None:
-            __tracebackhide__ = True
             if any(parameter.name == "nproc" for parameter in taken):
                 kwargs["nproc"] = nproc
-            ranks(nproc, fresh=fresh).run(_Body(function), env=env, timeout=timeout, **kwargs)
+            try:
+                ranks(nproc, fresh=fresh).run(_Body(function), env=env, timeout=timeout, **kwargs)
+            except RankFailure as failure:
+                # All there is to see has happened on the ranks.
+                report = str(failure)
+            else:
+                return
+            pytest.fail(report, pytrace=False)
 
         own = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("ranks", "nproc")]
         others = [parameter for parameter in taken if parameter.name != "nproc"]
@@ -464,7 +472,7 @@ def _failure(ranks: list[_Rank], reason: str, limit: float) -> RankFailure | Non
     if not reason:
         return None
     late = [rank for rank in ranks if rank.state == "killed"]
-    errors = sorted((rank for rank in ranks if rank.error), key=lambda rank: rank.error["time"])
+    errors = sorted((rank for rank in ranks if rank.error), key=lambda rank: (rank.error or {})["time"])
     died = [rank for rank in ranks if rank.state == "exit"]
     lines: list[str] = []
     # A rank that dies takes its connections along: errors of others follow from it.
@@ -476,7 +484,7 @@ def _failure(ranks: list[_Rank], reason: str, limit: float) -> RankFailure | Non
     elif first in died:
         lines.append(f"rank {first.rank} of {len(ranks)} {_end(first.status)}")
         lines.append(first.read("stacks").rstrip())
-    else:
+    elif first.error:
         lines.append(f"rank {first.rank} of {len(ranks)} failed: {first.error['what']}")
         lines.append(first.error["trace"].rstrip())
     for rank in ranks:

@@ -44,6 +44,7 @@ PRELOADED = (
     "accelerate.utils",
 )
 _PR_SET_PDEATHSIG = 1
+_OURS = ("rank_pool.py", "rank_server.py")
 
 
 def _die_with(parent: int) -> None:
@@ -98,7 +99,7 @@ def _outcome(content: bytes) -> dict[str, Any]:
 
         # The frames above the case's own are ours.
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        while trace is not None and Path(trace.tb_frame.f_code.co_filename).name in _OURS:
             trace = trace.tb_next
         lines = traceback.format_exception(type(error), error, trace or error.__traceback__)
         what = traceback.format_exception_only(type(error), error)
@@ -125,7 +126,7 @@ def _be_rank(rank: int, connection: Connection, request: dict[str, Any]) -> None
         # A process that is killed loses what lies in its buffers.
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.chdir(request["cwd"])
-    _seed(rank)
+    _begin_alike(rank, request["dtype"])
     outcome = _outcome(request["content"])
     sys.stdout.flush()
     sys.stderr.flush()
@@ -136,10 +137,12 @@ def _be_rank(rank: int, connection: Connection, request: dict[str, Any]) -> None
     connection.recv_bytes()
 
 
-def _seed(rank: int) -> None:
+def _begin_alike(rank: int, dtype: Any) -> None:
     """Random numbers that differ between ranks, as those of unseeded processes, but are the same in every run."""
     import numpy
     import torch
+
+    torch.set_default_dtype(dtype)
 
     random.seed(1000 + rank)
     numpy.random.seed(1000 + rank)

@@ -335,10 +335,16 @@ def failing_test(value):
 
 
 def test_a_test_on_the_ranks_fails_with_their_error(ranks):
-    with pytest.raises(RankFailure, match=r"rank 1 of 2 failed: (.|\n)*assert 0 == 1"):
+    with pytest.raises(pytest.fail.Exception, match=r"rank 1 of 2 failed: (.|\n)*assert 0 == 1"):
         failing_test(ranks, 2, value=0)
 
 
 @on_ranks(1, fresh=True, env={"READ_EARLY": "1"})
 def test_a_fresh_rank_has_its_environment_from_the_start():
     assert Path("/proc/self/environ").read_bytes().count(b"READ_EARLY=1") == 1
+
+
+@pytest.mark.usefixtures("float64")
+@on_ranks(1)
+def test_ranks_have_the_default_dtype_of_the_test():
+    assert torch.get_default_dtype() is torch.float64

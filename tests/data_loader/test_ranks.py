@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run on every rank: loaders that must agree although the ranks' random numbers differ, and dispatched batches."""
+"""Loaders of 2 and 3 ranks, which must agree although the ranks' random numbers differ, and dispatched batches."""
 
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
-
 from loaders import EagerBatches, Ids, Numbers, PythonShuffle, ids, seed, states
+from rank_pool import on_ranks
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
 from accelerate.state import PartialState
 
-STATE = PartialState(cpu=True)
-RANK, WORLD = STATE.process_index, STATE.num_processes
+everywhere = on_ranks(2, 3)
 CPU = torch.device("cpu")
 
 
+def my_rank():
+    return PartialState(cpu=True).process_index
+
+
+def world():
+    return PartialState(cpu=True).num_processes
+
+
 def all_ranks(value):
-    found = [None] * WORLD
+    found = [None] * world()
     dist.all_gather_object(found, value)
     return found
 
@@ -40,9 +44,9 @@ def steps_of(loader):
 
 LOADERS = {
     "shuffled": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True),
-    "generator": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True, generator=generator(RANK)),
+    "generator": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True, generator=generator(my_rank())),
     "sampler's generator": lambda: DataLoader(
-        Ids(23), batch_size=2, sampler=RandomSampler(range(23), generator=generator(RANK))
+        Ids(23), batch_size=2, sampler=RandomSampler(range(23), generator=generator(my_rank()))
     ),
     "weighted": lambda: DataLoader(Ids(23), batch_size=2, sampler=WeightedRandomSampler([1.0] * 23, 19)),
     "python's": lambda: DataLoader(Ids(23), batch_size=2, sampler=PythonShuffle(23)),
@@ -58,62 +62,67 @@ def global_batches(name, build):
     raw = build()
     if name == "own batches":
         batches = [ids(batch) for batch in raw]
-        return [sum(batches[start : start + WORLD], []) for start in range(0, len(batches), WORLD)]  # noqa: RUF017
-    raw.__dict__["batch_size"] = raw.batch_sampler.batch_size = 2 * WORLD
+        return [sum(batches[start : start + world()], []) for start in range(0, len(batches), world())]  # noqa: RUF017
+    raw.__dict__["batch_size"] = raw.batch_sampler.batch_size = 2 * world()
     return [ids(batch) for batch in raw]
 
 
-def check_orders_are_rank_0s():
-    for name, build in LOADERS.items():
-        for exact in (True, False):
-            loader = prepare_data_loader(build(), exact=exact, rng_types=["generator"])
-            seed(100 + RANK)
-            parts = [steps_of(loader) for _ in range(2)]
-            after = all_ranks(states())
-            passes = all_ranks(parts)
-            if RANK:
-                continue
-            seed(100)
-            plain = build()
-            wanted = [global_batches(name, lambda plain=plain: plain) for _ in range(2)]
-            assert states() == after[0], (name, "rank 0 draws what a plain loop draws")
-            for epoch, batches in enumerate(wanted):
-                joined = []
-                for step in range(len(batches)):
-                    counts = passes[0][epoch][step][1]
-                    joined.append([
-                        sample for rank in range(WORLD) for sample in passes[rank][epoch][step][0][: counts[rank]]
-                    ])  # fmt: skip
-                assert joined == batches, (name, exact, joined, batches)
-                assert {len(one[epoch]) for one in passes} == {len(batches)}
+@everywhere
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("name", LOADERS)
+def test_orders_are_rank_0s(name, exact):
+    build = LOADERS[name]
+    loader = prepare_data_loader(build(), exact=exact, rng_types=["generator"])
+    seed(100 + my_rank())
+    parts = [steps_of(loader) for _ in range(2)]
+    after = all_ranks(states())
+    passes = all_ranks(parts)
+    if my_rank():
+        return
+    seed(100)
+    plain = build()
+    wanted = [global_batches(name, lambda: plain) for _ in range(2)]
+    assert states() == after[0], "rank 0 draws what a plain loop draws"
+    for epoch, batches in enumerate(wanted):
+        joined = []
+        for step in range(len(batches)):
+            counts = passes[0][epoch][step][1]
+            joined.append([
+                sample for rank in range(world()) for sample in passes[rank][epoch][step][0][: counts[rank]]
+            ])  # fmt: skip
+        assert joined == batches
+        assert {len(one[epoch]) for one in passes} == {len(batches)}
 
 
-def check_ranks_keep_their_own_random_numbers():
+@everywhere
+def test_ranks_keep_their_own_random_numbers():
     loader = prepare_data_loader(DataLoader(Ids(9), batch_size=2, sampler=PythonShuffle(9)))
-    seed(7 + RANK)
+    seed(7 + my_rank())
     list(loader)
     drawn = all_ranks((random.random(), float(np.random.rand()), torch.rand(1).item()))
-    assert len(set(drawn)) == WORLD, drawn
+    assert len(set(drawn)) == world(), drawn
 
 
-def check_a_seed_that_differs_is_agreed_on():
-    torch.manual_seed(50 + RANK)
-    loader = prepare_data_loader(DataLoader(Ids(4 * WORLD), batch_size=2, shuffle=True), use_seedable_sampler=True)
+@everywhere
+def test_a_seed_that_differs_is_agreed_on():
+    torch.manual_seed(50 + my_rank())
+    loader = prepare_data_loader(DataLoader(Ids(4 * world()), batch_size=2, shuffle=True), use_seedable_sampler=True)
     for epoch in range(2):
         parts = all_ranks([ids(batch) for batch in loader])
         joined = [sample for step in range(2) for part in parts for sample in part[step]]
-        assert joined == torch.randperm(4 * WORLD, generator=generator(50 + epoch)).tolist()
+        assert joined == torch.randperm(4 * world(), generator=generator(50 + epoch)).tolist()
 
 
-def check_dispatched_batches():
+@everywhere
+def test_dispatched_batches():
     def build(data, batch_size, **options):
         raw = DataLoader(data, batch_size=batch_size)
         return prepare_data_loader(raw, device=CPU, put_on_device=True, dispatch_batches=True, **options)
 
     for data in (Ids, Numbers):
-        for length in (1, 4 * WORLD, 4 * WORLD + 1, 4 * WORLD + 3):
+        for length in (1, 4 * world(), 4 * world() + 1, 4 * world() + 3):
             for options in ({}, {"exact": True}, {"split_batches": True}, {"split_batches": True, "exact": True}):
-                size = 2 * WORLD if "split_batches" in options else 2
+                size = 2 * world() if "split_batches" in options else 2
                 loader = build(data(length), size, **options)
                 assert isinstance(loader, DataLoaderDispatcher)
                 for _ in range(2):
@@ -128,37 +137,40 @@ def check_dispatched_batches():
                         if "exact" not in options:
                             assert len({len(part[0]) for part in parts}) == 1
                     assert seen == list(range(length)), (options, passes)
-                    assert passes[0][-1][2] and passes[0][-1][3] == length % (2 * WORLD)
-                if RANK and isinstance(loader.dataset, Ids):
+                    assert passes[0][-1][2] and passes[0][-1][3] == length % (2 * world())
+                if my_rank() and isinstance(loader.dataset, Ids):
                     assert loader.dataset.read == [], "only one process reads"
 
 
-def check_dispatched_objects():
+@everywhere
+def test_dispatched_objects():
     def collate(samples):
         return {"text": [f"#{sample}" for sample in samples], "id": torch.tensor(samples), "kind": "all"}
 
     loader = prepare_data_loader(
-        DataLoader(list(range(2 * WORLD + 1)), batch_size=2, collate_fn=collate), dispatch_batches=True
+        DataLoader(list(range(2 * world() + 1)), batch_size=2, collate_fn=collate), dispatch_batches=True
     )
     first, last = list(loader)
-    assert first["text"] == [f"#{2 * RANK}", f"#{2 * RANK + 1}"] and first["kind"] == "all"
+    assert first["text"] == [f"#{2 * my_rank()}", f"#{2 * my_rank() + 1}"] and first["kind"] == "all"
     assert last["text"] == [f"#{number}" for number in last["id"].tolist()] and len(last["text"]) == 1
-    assert last["id"].item() == (2 * WORLD if RANK == 0 else RANK - 1)
+    assert last["id"].item() == (2 * world() if my_rank() == 0 else my_rank() - 1)
 
 
-def check_uneven_dispatch_ends_rank_by_rank():
+@everywhere
+def test_uneven_dispatch_ends_rank_by_rank():
     loader = prepare_data_loader(
-        DataLoader(Ids(2 * WORLD + 1), batch_size=2), dispatch_batches=True, even_batches=False
+        DataLoader(Ids(2 * world() + 1), batch_size=2), dispatch_batches=True, even_batches=False
     )
     for _ in range(2):
-        assert len(steps_of(loader)) == (2 if RANK == 0 else 1)
+        assert len(steps_of(loader)) == (2 if my_rank() == 0 else 1)
         assert loader.end_of_dataloader
 
 
-def check_a_reader_that_fails_fails_everywhere():
+@everywhere
+def test_a_reader_that_fails_fails_everywhere():
     class Broken(Numbers):
         def __iter__(self):
-            yield from range(2 * WORLD)
+            yield from range(2 * world())
             raise OSError("the disk is gone")
 
     loader = prepare_data_loader(DataLoader(Broken(0), batch_size=2), dispatch_batches=True)
@@ -167,45 +179,34 @@ def check_a_reader_that_fails_fails_everywhere():
         for _ in loader:
             seen += 1
     except (OSError, RuntimeError) as error:
-        assert "the disk is gone" in str(error) and (RANK == 0 or "rank 0, which reads" in str(error))
+        assert "the disk is gone" in str(error) and (my_rank() == 0 or "rank 0, which reads" in str(error))
     else:
         raise AssertionError("nothing was raised")
     # The stream is read a batch ahead, and fails while the first step is being read ahead of.
     assert seen <= 1
-    assert len(list(prepare_data_loader(DataLoader(Ids(WORLD)), dispatch_batches=True))) == 1
+    assert len(list(prepare_data_loader(DataLoader(Ids(world())), dispatch_batches=True))) == 1
 
 
-def check_positions_go_from_one_kind_to_another():
+@everywhere
+def test_positions_go_from_one_kind_to_another():
     def build(dispatch):
         raw = DataLoader(Ids(23), batch_size=2, shuffle=True)
         return prepare_data_loader(raw, dispatch_batches=dispatch, exact=True)
 
     for before, after in ((False, True), (True, False)):
-        seed(3 + RANK)
+        seed(3 + my_rank())
         loader = build(before)
         passing = iter(loader)
         seen = []
         for _ in range(2):
             seen += ids(next(passing))
         saved = all_ranks(loader.state_dict())[0]
-        assert loader.state_dict()["consumed"] == 4 * WORLD
+        assert loader.state_dict()["consumed"] == 4 * world()
         del passing
-        seed(70 + RANK)
+        seed(70 + my_rank())
         resumed = build(after)
         resumed.load_state_dict(saved)
         for batch in resumed:
-            seen += ids(batch)[: resumed.batch_counts[RANK]]
+            seen += ids(batch)[: resumed.batch_counts[my_rank()]]
         assert sorted(sum(all_ranks(seen), [])) == list(range(23))  # noqa: RUF017
-        assert len(list(resumed)) == -(-23 // (2 * WORLD))
-
-
-check_orders_are_rank_0s()
-check_ranks_keep_their_own_random_numbers()
-check_a_seed_that_differs_is_agreed_on()
-check_dispatched_batches()
-check_dispatched_objects()
-check_uneven_dispatch_ends_rank_by_rank()
-check_a_reader_that_fails_fails_everywhere()
-check_positions_go_from_one_kind_to_another()
-STATE.wait_for_everyone()
-print("all checks passed")
+        assert len(list(resumed)) == -(-23 // (2 * world()))

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of the collectives' test. Expected values are made in plain PyTorch from what every rank is known to hold."""
+"""Collectives among 2 and 4 ranks, with and without debug mode, against plain PyTorch on what every rank holds."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import random
-import sys
 import warnings
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import on_ranks
 
 from accelerate.collectives import (
     CannotPadNestedTensorWarning,
@@ -29,17 +30,38 @@ from accelerate.collectives.rng import set_seed, synchronize_rng_state, synchron
 from accelerate.core.errors import ConfigurationError
 from accelerate.state import PartialState
 
-state = PartialState(cpu=True)
-RANK, WORLD = state.process_index, state.num_processes
-RANKS = range(WORLD)
+everywhere = on_ranks(2, 4)
+DEBUG = {"ACCELERATE_DEBUG_MODE": "1"}
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """The test process has no part in it."""
+
+
+def my_rank():
+    return PartialState(cpu=True).process_index
+
+
+def world():
+    return PartialState(cpu=True).num_processes
+
+
+def all_ranks():
+    return range(world())
 
 
 class Messages:
     """Counts the messages of this rank: calls of the functions through which all of them go."""
 
     total = 0
+    counts = False
 
     def __enter__(self):
+        if not Messages.counts:
+            Messages.counts = True
+            for name, place in (("_all_gather_single", 1), ("exchange", 1), ("broadcast", 0), ("all_reduce", 0)):
+                Messages.count(name, place)
         self.begin = Messages.total
         return self
 
@@ -55,10 +77,6 @@ class Messages:
             return send(*args, **kwargs)
 
         setattr(transport, name, counting)
-
-
-for name, place in (("_all_gather_single", 1), ("exchange", 1), ("broadcast", 0), ("all_reduce", 0)):
-    Messages.count(name, place)
 
 
 def refuses(kind, words, function, *args, **kwargs):
@@ -158,19 +176,25 @@ def joined(values):
     return type(first)(joined(list(parts)) for parts in zip(*values, strict=True))
 
 
+@everywhere
 def test_gather():
     with Messages() as messages:
-        found = gather(held_by(RANK))
+        found = gather(held_by(my_rank()))
     assert messages.sent == 1, messages.sent
-    same(found, joined([held_by(rank) for rank in RANKS]))
+    same(found, joined([held_by(rank) for rank in all_ranks()]))
     assert found["strided"].x.is_contiguous()
-    for leaf in (torch.tensor(RANK), torch.full((2, 3), RANK).t(), torch.zeros(0, 2), torch.tensor([True, False])):
+    for leaf in (
+        torch.tensor(my_rank()),
+        torch.full((2, 3), my_rank()).t(),
+        torch.zeros(0, 2),
+        torch.tensor([True, False]),
+    ):
         with Messages() as messages:
             found = gather(leaf)
         assert messages.sent == (1 if leaf.numel() else 0)
         expected = [
             torch.tensor(r) if leaf.dim() == 0 else leaf - leaf + r if leaf.dtype == torch.int64 else leaf
-            for r in RANKS
+            for r in all_ranks()
         ]
         same(found, joined(expected))
     assert gather([]) == [] and gather({}) == {}
@@ -180,6 +204,7 @@ def test_gather():
     refuses(TypeError, "to_dense", gather, torch.ones(2).to_sparse())
 
 
+@everywhere
 def test_reduce():
     def values(rank):
         return {
@@ -189,36 +214,37 @@ def test_reduce():
         }
 
     def expected(function):
-        parts = [values(rank) for rank in RANKS]
+        parts = [values(rank) for rank in all_ranks()]
         return {
             "a": function(torch.stack([p["a"] for p in parts])),
             "b": [function(torch.stack([p["b"][i] for p in parts])) for i in range(2)],
             "c": function(torch.stack([p["c"] for p in parts])),
         }
 
-    mine = values(RANK)
+    mine = values(my_rank())
     with Messages() as messages:
         found = reduce(mine)
     assert messages.sent == 3  # one a dtype
-    same(found, expected(lambda parts: parts.sum(0) / WORLD))
-    same(mine, values(RANK))
+    same(found, expected(lambda parts: parts.sum(0) / world()))
+    same(mine, values(my_rank()))
     same(reduce(mine, "sum"), expected(lambda parts: parts.sum(0)))
     same(reduce(mine, "none"), expected(lambda parts: parts.sum(0)))
     same(reduce(mine, "sum", scale=0.25), expected(lambda parts: parts.sum(0) * 0.25))
     same(reduce(mine, "max"), expected(lambda parts: parts.amax(0)))
     same(reduce(mine, "min"), expected(lambda parts: parts.amin(0)))
-    same(reduce(torch.tensor([RANK, 1]), "sum"), torch.tensor([sum(RANKS), WORLD]))
+    same(reduce(torch.tensor([my_rank(), 1]), "sum"), torch.tensor([sum(all_ranks()), world()]))
     weight = torch.tensor([2.0], requires_grad=True)
     reduce(weight * 3).backward()
-    same(weight.grad, torch.tensor([3.0 / WORLD]))
+    same(weight.grad, torch.tensor([3.0 / world()]))
     refuses(TypeError, "mean", reduce, torch.tensor([1, 2]))
     refuses(ConfigurationError, "mean, sum, none, max, min", reduce, torch.ones(1), "median")
     refuses(TypeError, "reduce takes tensors", reduce, [torch.ones(1), None])
 
 
+@everywhere
 def test_broadcast():
-    for source in (0, WORLD - 1):
-        mine = held_by(RANK)
+    for source in (0, world() - 1):
+        mine = held_by(my_rank())
         # What others' memory shares with itself cannot be written.
         mine["parameter"].states = (mine["parameter"].states[0].clone(), [])
         kept = [mine["strided"].x, mine["parameter"].logits]
@@ -230,44 +256,52 @@ def test_broadcast():
         for key in ("dtypes", "scalar", "strided", "conjugate", "counted"):
             same(joined([mine[key]]), joined([expected[key]]))
         assert torch.equal(mine["parameter"].logits, expected["parameter"].logits)
-    alone = torch.full((3,), float(RANK), requires_grad=True)
-    assert broadcast(alone, WORLD - 1) is alone and alone.tolist() == [WORLD - 1.0] * 3
-    refuses(ConfigurationError, f"ranks are 0 to {WORLD - 1}", broadcast, alone, WORLD)
-    for owner in (0, WORLD - 1):
-        tensor = torch.arange(6, dtype=torch.int16).view(2, 3) if owner == RANK else None
+    alone = torch.full((3,), float(my_rank()), requires_grad=True)
+    assert broadcast(alone, world() - 1) is alone and alone.tolist() == [world() - 1.0] * 3
+    refuses(ConfigurationError, f"ranks are 0 to {world() - 1}", broadcast, alone, world())
+    for owner in (0, world() - 1):
+        tensor = torch.arange(6, dtype=torch.int16).view(2, 3) if owner == my_rank() else None
         same(copy_tensor_to_devices(tensor), torch.arange(6, dtype=torch.int16).view(2, 3))
     refuses(ValueError, "exactly one rank", copy_tensor_to_devices, None)
     refuses(ValueError, "exactly one rank", copy_tensor_to_devices, torch.ones(1))
 
 
+@everywhere
 def test_objects():
     for size in (0, 10, 5000, 3_000_000):
         with Messages() as messages:
-            found = gather_object([("rank", RANK, "x" * (size if RANK else 0))])
-        assert found == [("rank", rank, "x" * (size if rank else 0)) for rank in RANKS]
+            found = gather_object([("rank", my_rank(), "x" * (size if my_rank() else 0))])
+        assert found == [("rank", rank, "x" * (size if rank else 0)) for rank in all_ranks()]
         assert messages.sent == (1 if size < 4000 else 2)
-    assert gather_object(list(range(RANK))) == [n for rank in RANKS for n in range(rank)]
-    assert gather_object([torch.tensor(RANK)]) == [torch.tensor(rank) for rank in RANKS]
-    assert gather_object({"a": 1}) == ["a"] * WORLD
-    refuses(TypeError, "rank 0 gave a", gather_object, 5 if RANK == 0 else [])
+    assert gather_object(list(range(my_rank()))) == [n for rank in all_ranks() for n in range(rank)]
+    assert gather_object([torch.tensor(my_rank())]) == [torch.tensor(rank) for rank in all_ranks()]
+    assert gather_object({"a": 1}) == ["a"] * world()
+    refuses(TypeError, "rank 0 gave a", gather_object, 5 if my_rank() == 0 else [])
     refuses(
         TypeError,
-        f"rank {WORLD - 1}: a list cannot be pickled",
+        f"rank {world() - 1}: a list cannot be pickled",
         gather_object,
-        [lambda: 0] if RANK == WORLD - 1 else [1],
+        [lambda: 0] if my_rank() == world() - 1 else [1],
     )
-    for source in (0, WORLD - 1):
+    for source in (0, world() - 1):
         for value in ([source, {"k": None}], [], ["y" * 100_000, source]):
-            mine = list(value) if source == RANK else [None] * len(value)
+            mine = list(value) if source == my_rank() else [None] * len(value)
             assert broadcast_object_list(mine, from_process=source) is mine and mine == value
     refuses(TypeError, "fills a list in place", broadcast_object_list, (1,))
-    refuses(ConfigurationError, "ranks are", broadcast_object_list, [1], WORLD)
+    refuses(ConfigurationError, "ranks are", broadcast_object_list, [1], world())
     refuses(TypeError, "cannot be pickled", broadcast_object_list, [lambda: 0])
 
 
+@everywhere
 def test_uneven_rows():
     """Counts from none to all on one rank: exactly the real rows, in rank order, in one message."""
-    for counts in ([3] * WORLD, list(RANKS), [0] * (WORLD - 1) + [5], [1] + [0] * (WORLD - 1), [0] * WORLD):
+    for counts in (
+        [3] * world(),
+        list(all_ranks()),
+        [0] * (world() - 1) + [5],
+        [1] + [0] * (world() - 1),
+        [0] * world(),
+    ):
 
         def rows(rank, count):
             first = 100 * rank
@@ -279,35 +313,38 @@ def test_uneven_rows():
             }
 
         # Behind the real rows stand placeholders, in another number on every rank.
-        mine = {**rows(RANK, counts[RANK] + RANK), "loss": torch.tensor(float(RANK))}
-        mine["ids"][counts[RANK] :] = -1
+        mine = {**rows(my_rank(), counts[my_rank()] + my_rank()), "loss": torch.tensor(float(my_rank()))}
+        mine["ids"][counts[my_rank()] :] = -1
         with Messages() as messages:
             found = gather_counted(mine, counts)
         assert messages.sent == (1 if any(counts) else 0)
-        expected = joined([rows(rank, counts[rank]) for rank in RANKS])
-        expected["loss"] = torch.tensor([float(rank) for rank in RANKS if counts[rank]])
+        expected = joined([rows(rank, counts[rank]) for rank in all_ranks()])
+        expected["loss"] = torch.tensor([float(rank) for rank in all_ranks() if counts[rank]])
         same(found, expected)
         assert gather_objects_counted(mine["ids"].tolist(), counts) == expected["ids"].tolist()
         with Messages() as messages:
-            found = gather_uneven([rows(RANK, counts[RANK]), torch.tensor(RANK)])
+            found = gather_uneven([rows(my_rank(), counts[my_rank()]), torch.tensor(my_rank())])
         assert messages.sent == 2
-        same(found, [joined([rows(rank, counts[rank]) for rank in RANKS]), torch.arange(WORLD)])
-    refuses(ConfigurationError, "was given a tensor of shape [1]", gather_counted, torch.ones(1), [2] * WORLD)
+        same(found, [joined([rows(rank, counts[rank]) for rank in all_ranks()]), torch.arange(world())])
+    refuses(ConfigurationError, "was given a tensor of shape [1]", gather_counted, torch.ones(1), [2] * world())
     refuses(ConfigurationError, "1 counts were given", gather_counted, torch.ones(1), [1])
 
 
+@everywhere
 def test_padding():
-    size = RANK + 1
+    size = my_rank() + 1
     data = {"a": torch.ones(size, 2), "b": [torch.full((2, 4 - size), 7, dtype=torch.bool)], "c": torch.tensor(1.0)}
     with Messages() as messages:
         found = pad_across_processes(data)
     assert messages.sent == 1
-    same(found, {"a": torch.cat([torch.ones(size, 2), torch.zeros(WORLD - size, 2)]), "b": data["b"], "c": data["c"]})
+    same(
+        found, {"a": torch.cat([torch.ones(size, 2), torch.zeros(world() - size, 2)]), "b": data["b"], "c": data["c"]}
+    )
     found = pad_across_processes(data, dim=1, pad_index=1, pad_first=True)
     same(found["b"][0], torch.ones(2, 3, dtype=torch.bool))
     same(
         pad_across_processes(torch.zeros(1, size), dim=-1, pad_index=-1, pad_first=True)[0],
-        torch.tensor([-1.0] * (WORLD - size) + [0.0] * size),
+        torch.tensor([-1.0] * (world() - size) + [0.0] * size),
     )
     same(pad_across_processes(data["a"], dim=5), data["a"])
     ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(size)])
@@ -315,58 +352,72 @@ def test_padding():
         warnings.simplefilter("always")
         assert pad_across_processes(ragged) is ragged
     assert told[0].category is CannotPadNestedTensorWarning
-    gathered = gather(pad_across_processes(torch.full((size,), RANK), pad_index=-1))
-    assert gathered.tolist() == [rank if place <= rank else -1 for rank in RANKS for place in RANKS]
+    gathered = gather(pad_across_processes(torch.full((size,), my_rank()), pad_index=-1))
+    assert gathered.tolist() == [rank if place <= rank else -1 for rank in all_ranks() for place in all_ranks()]
 
 
+@everywhere
 def test_generators():
     set_seed(7, device_specific=True)
-    expected = [random.Random(7 + rank).random() for rank in RANKS]
+    expected = [random.Random(7 + rank).random() for rank in all_ranks()]
     assert gather_object([random.random()]) == expected
     assert gather_object([float(np.random.rand())]) == [
-        float(np.random.RandomState(7 + rank).rand()) for rank in RANKS
+        float(np.random.RandomState(7 + rank).rand()) for rank in all_ranks()
     ]
-    generator = torch.Generator().manual_seed(RANK)
+    generator = torch.Generator().manual_seed(my_rank())
     with Messages() as messages:
         synchronize_rng_states(["torch", "generator"], generator)
     assert messages.sent == 1
-    same(gather(torch.rand(2)), torch.rand(2, generator=torch.Generator().manual_seed(7)).repeat(WORLD))
+    same(gather(torch.rand(2)), torch.rand(2, generator=torch.Generator().manual_seed(7)).repeat(world()))
     same(
         gather(torch.rand(2, generator=generator)),
-        torch.rand(2, generator=torch.Generator().manual_seed(0)).repeat(WORLD),
+        torch.rand(2, generator=torch.Generator().manual_seed(0)).repeat(world()),
     )
     synchronize_rng_state(None)
 
 
+@everywhere
 def test_subgroup():
     """The same operations among some of the ranks, numbered by their place in the group."""
     from accelerate.collectives.tensors import broadcast_nested, gather_nested, reduce_nested
 
-    groups = [dist.new_group(list(range(start, min(start + 2, WORLD)))) for start in range(0, WORLD, 2)]
-    group = groups[RANK // 2]
+    groups = [dist.new_group(list(range(start, min(start + 2, world())))) for start in range(0, world(), 2)]
+    group = groups[my_rank() // 2]
     members = dist.get_process_group_ranks(group)
-    same(gather_nested({"a": torch.tensor(RANK), "b": torch.ones(1)}, group)["a"], torch.tensor(members))
-    same(reduce_nested(torch.tensor(float(RANK)), "mean", group=group), torch.tensor(sum(members) / len(members)))
-    same(broadcast_nested(torch.tensor(RANK), len(members) - 1, group), torch.tensor(members[-1]))
+    same(gather_nested({"a": torch.tensor(my_rank()), "b": torch.ones(1)}, group)["a"], torch.tensor(members))
+    same(reduce_nested(torch.tensor(float(my_rank())), "mean", group=group), torch.tensor(sum(members) / len(members)))
+    same(broadcast_nested(torch.tensor(my_rank()), len(members) - 1, group), torch.tensor(members[-1]))
     same(
-        gather_counted(torch.arange(3) + RANK, [2, 1][: len(members)], group)[-1],
+        gather_counted(torch.arange(3) + my_rank(), [2, 1][: len(members)], group)[-1],
         torch.tensor(members[-1] + (len(members) == 1)),
     )
 
 
-def test_logger_in_order():
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_logger_in_order(ranks, nproc):
+    group = ranks(nproc)
+    group.run(log_in_order)
+    only_main, every = [1] + [0] * (nproc - 1), [1] * nproc
+    for words, expected in (("in turn", only_main), ("one", only_main), ("all", every)):
+        assert [output.stderr.count(f"] {words}") for output in group.outputs] == expected
+
+
+def log_in_order():
     from accelerate.logging import get_logger
 
     logger = get_logger("order")
-    logger.logger.setLevel("WARNING" if RANK == 0 else "ERROR")  # levels that differ must not leave a rank waiting
+    logger.logger.setLevel(
+        "WARNING" if my_rank() == 0 else "ERROR"
+    )  # levels that differ must not leave a rank waiting
     logger.warning("in turn", in_order=True)
     logger.error("one", main_process_only=True)
     logger.error("all", in_order=True)
-    state.wait_for_everyone()
+    PartialState().wait_for_everyone()
 
 
-if __name__ == "__main__":
-    for name, test in list(globals().items()):
-        if name.startswith("test_") and (len(sys.argv) < 2 or name in sys.argv[1:]):
-            test()
-            print(name, "ok", flush=True)
+@on_ranks(2, env=DEBUG)
+@pytest.mark.parametrize("operation", [f"test_{name}" for name in ("reduce", "uneven_rows", "padding", "subgroup")])
+def test_all_operations_agree_in_debug_mode(operation):
+    """The comparison itself must not refuse what is right."""
+    assert PartialState(cpu=True).debug
+    globals()[operation].__wrapped__()
