@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: tensor parallelism, alone and under FSDP2, against the plain loop in float64, to 1e-8."""
+"""Tensor parallelism, alone and under FSDP2, against the plain loop in float64, to 1e-8."""
 
 import copy
-import sys
 
+import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,6 +23,7 @@ from accelerate.state import PartialState
 WIDTH, HEADS, VOCABULARY, LENGTH = 16, 4, 11, 6
 GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 20, 2, 0.05
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Attention(nn.Module):
@@ -150,13 +152,13 @@ def plain_run(make, steps):
     return copy.deepcopy(model.state_dict()), norms
 
 
-def check_run(what, make, strategy, steps=STEPS, seed=None, build=None):
+def check_run(make, strategy, steps=4, build=None):
     expected, norms = plain_run(make, steps)
-    model = (build or make)(PartialState().process_index if seed is None else seed)
+    model = (build or make)(PartialState().process_index)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model = strategy.prepare(Bundle([model], [optimizer], [True])).models[0]
     split = sum(isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ()) for p in model.parameters())
-    assert split >= 14, f"{what}: only {split} parameters are split"
+    assert split >= 14, f"only {split} parameters are split"
     index, count = strategy.data_shard
     for number, tokens in enumerate(batches()):
         if number >= steps * ACCUMULATION:
@@ -168,16 +170,15 @@ def check_run(what, make, strategy, steps=STEPS, seed=None, build=None):
             continue
         strategy.backward(loss_of(model, mine) / ACCUMULATION)
         norm = strategy.clip_grad_norm(model.parameters(), CLIP)
-        torch.testing.assert_close(norm, norms[number // ACCUMULATION], rtol=1e-8, atol=0, msg=what)
+        torch.testing.assert_close(norm, norms[number // ACCUMULATION], rtol=1e-8, atol=0)
         optimizer.step()
         optimizer.zero_grad()
     state = strategy.state_dict(model)
     if dist.get_rank() == 0:
-        assert set(state) == set(expected), what
+        assert set(state) == set(expected)
         for name, value in expected.items():
             difference = (state[name] - value).abs().max().item()
-            assert difference <= 1e-8, f"{what}: {name} is off by {difference}"
-    return state
+            assert difference <= 1e-8, f"{name} is off by {difference}"
 
 
 def sharded(efficient=False, **sizes):
@@ -200,38 +201,57 @@ def split(model, **given):
     return options(**given).wrap_model(model)
 
 
-def refused(call, named):
-    try:
-        call()
-    except PrepareError as error:
-        assert named in str(error), error
-    else:
-        raise AssertionError(f"{named}: accepted")
+@on_ranks(4, thorough=[2])
+def test_alone(nproc):
+    PartialState(cpu=True)
+    check_run(own, TensorParallel(CPU, Precision(), ParallelismConfig(tp_size=nproc)), STEPS)
 
 
-def main(folder):
-    world = PartialState(cpu=True).num_processes
-    torch.set_default_dtype(torch.float64)
-    alone = TensorParallel(CPU, Precision(), ParallelismConfig(tp_size=world))
-    check_run("tp", own, alone)
-    if world == 2:
-        whole = {"layers.*.attention.?_proj": "colwise"}
-        refused(lambda: split(own(0), plan=whole), "?_proj")
-        refused(lambda: split(own(0), plan={"head": "sideways"}), "sideways")
-        refused(lambda: split(nn.Linear(2, 2)), "Linear")
-        check_run("transformers' plan", of_transformers, options(loss_parallel=True, sequence_parallel=True), steps=4)
-        check_run("norms of heads", of_qwen, options(), steps=4)
-        check_run("norms of heads, sequence", of_qwen, options(sequence_parallel=True), steps=4)
-        check_run("without storage", own, options(), steps=4, build=on_rank_0)
-        check_run("split by transformers", of_transformers, options(), steps=4, build=loaded_in_parts(folder))
-        print("all equal")
-        return
-    check_run("fsdp x tp", own, sharded(dp_shard_size=2, tp_size=2))
-    check_run("dp x tp", own, sharded(dp_replicate_size=2, tp_size=2), steps=4)
-    check_run("from rank 0", own, sharded(dp_shard_size=2, tp_size=2, efficient=True), steps=4, build=on_rank_0)
-    check_run("transformers' plan", of_transformers, sharded(dp_shard_size=2, tp_size=2), steps=4)
-    print("all equal")
+@on_ranks(thorough=[2])
+@pytest.mark.parametrize(
+    ("plan", "named"), [({"layers.*.attention.?_proj": "colwise"}, r"\?_proj"), ({"head": "sideways"}, "sideways")]
+)
+def test_a_plan_that_does_not_fit_is_refused(plan, named):
+    PartialState(cpu=True)
+    with pytest.raises(PrepareError, match=named):
+        split(own(0), plan=plan)
+    with pytest.raises(PrepareError, match="Linear"):
+        split(nn.Linear(2, 2))
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+TWO = {
+    "transformers' plan": (of_transformers, {"loss_parallel": True, "sequence_parallel": True}, None),
+    "norms of heads": (of_qwen, {}, None),
+    "norms of heads, sequence": (of_qwen, {"sequence_parallel": True}, None),
+    "without storage": (own, {}, on_rank_0),
+}
+
+
+@on_ranks(thorough=[2])
+@pytest.mark.parametrize("what", TWO)
+def test_models(what):
+    PartialState(cpu=True)
+    make, given, build = TWO[what]
+    check_run(make, options(**given), build=build)
+
+
+@on_ranks(thorough=[2])
+def test_a_model_that_transformers_has_split(tmp_path):
+    PartialState(cpu=True)
+    check_run(of_transformers, options(), build=loaded_in_parts(tmp_path))
+
+
+FOUR = {
+    "fsdp x tp": (own, {"dp_shard_size": 2}, {"steps": STEPS}),
+    "dp x tp": (own, {"dp_replicate_size": 2}, {}),
+    "from rank 0": (own, {"dp_shard_size": 2, "efficient": True}, {"build": on_rank_0}),
+    "transformers' plan": (of_transformers, {"dp_shard_size": 2}, {}),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("what", FOUR)
+def test_composed(what):
+    PartialState(cpu=True)
+    make, layout, others = FOUR[what]
+    check_run(make, sharded(tp_size=2, **layout), **others)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: cross entropies of logits that are split over the vocabulary, against torch on whole logits."""
+"""Cross entropies of logits that are split over the vocabulary, against torch on whole logits."""
 
 import functools
 import gc
-import itertools
 import sys
 from pathlib import Path
 
+import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
+from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -18,9 +18,9 @@ from accelerate import Accelerator
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.parallel import tensor_loss
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "parallel"))
+sys.path.append(str(Path(__file__).parents[3] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
 
 CLASSES, IGNORED = 12, -100
@@ -40,29 +40,46 @@ def both(loss_of, shape, dimension, mesh):
     torch.testing.assert_close(split.grad.full_tensor(), whole.grad, rtol=1e-12, atol=1e-12)
 
 
-def check_losses(mesh):
+def split_losses():
+    """A mesh, on which losses of split logits are ours as long as the model lives."""
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    model = nn.Linear(1, 1)
+    tensor_loss.split_losses_while_alive(model)
+    return mesh, model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(7, CLASSES), (3, CLASSES, 5), (CLASSES,)], ids=str)
+def test_cross_entropies(shape, reduction, weighted):
+    PartialState(cpu=True)
+    mesh, _model = split_losses()
     generator = torch.Generator().manual_seed(1)
-    weight = torch.rand(CLASSES, generator=generator, dtype=torch.float64)
-    for shape, reduction, weights in itertools.product(
-        [(7, CLASSES), (3, CLASSES, 5), (CLASSES,)], ["mean", "sum", "none"], [None, weight]
-    ):
-        labels = torch.randint(CLASSES, [size for size in shape if size != CLASSES], generator=generator)
-        if labels.ndim:
-            labels[0] = IGNORED
-        dimension = 0 if len(shape) == 1 else 1
-        loss_of = functools.partial(F.cross_entropy, target=labels, weight=weights, reduction=reduction)
-        both(loss_of, shape, dimension, mesh)
-    # What is no cross entropy is exact as well.
+    weight = torch.rand(CLASSES, generator=generator, dtype=torch.float64) if weighted else None
+    labels = torch.randint(CLASSES, [size for size in shape if size != CLASSES], generator=generator)
+    if labels.ndim:
+        labels[0] = IGNORED
+    dimension = 0 if len(shape) == 1 else 1
+    both(functools.partial(F.cross_entropy, target=labels, weight=weight, reduction=reduction), shape, dimension, mesh)
+
+
+@on_ranks(2)
+def test_what_is_no_cross_entropy_is_exact_as_well():
+    PartialState(cpu=True)
+    mesh, _model = split_losses()
     both(lambda logits: F.log_softmax(logits, -1).exp().square().sum(), (7, CLASSES), 1, mesh)
     # Logits that lie otherwise are DTensor's own affair.
     both(lambda logits: F.log_softmax(logits, -1).sum(), (8, CLASSES), 0, mesh)
-    try:
-        split = distribute_tensor(torch.zeros(1, CLASSES), mesh, [Shard(1)])
+
+
+@on_ranks(2)
+def test_a_label_outside_of_the_vocabulary_is_refused():
+    PartialState(cpu=True)
+    mesh, _model = split_losses()
+    split = distribute_tensor(torch.zeros(1, CLASSES), mesh, [Shard(1)])
+    with pytest.raises(RuntimeError, match="none of the 12 classes"):
         F.cross_entropy(split, torch.tensor([CLASSES]))
-    except RuntimeError as error:
-        assert "none of the 12 classes" in str(error), error
-    else:
-        raise AssertionError("a label outside of the vocabulary was taken")
 
 
 def prepared(**options):
@@ -73,7 +90,8 @@ def prepared(**options):
     return accelerator, accelerator.prepare(model)
 
 
-def check_that_nothing_stays():
+@on_ranks(2)
+def test_nothing_stays():
     table = DTensor._op_dispatcher._custom_op_handlers
     before = dict(table)
     accelerator, model = prepared(loss_parallel=True)
@@ -101,16 +119,3 @@ def check_that_nothing_stays():
     del accelerator, inside, outside
     gc.collect()
     assert table == before, table.keys() - before.keys()
-
-
-def main():
-    check_that_nothing_stays()
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    needs = nn.Linear(1, 1)
-    tensor_loss.split_losses_while_alive(needs)
-    check_losses(mesh)
-    print("all equal", dist.get_rank())
-
-
-if __name__ == "__main__":
-    main()

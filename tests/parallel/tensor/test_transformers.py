@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: models of transformers split by their own plans, behind an Accelerator, against the plain loop."""
-
-import sys
-import warnings
-from pathlib import Path
+"""Models of transformers split by their own plans, behind an Accelerator, against the plain loop."""
 
 import pytest
 import torch
-import torch.distributed as dist
-import transformers
+from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -17,7 +12,8 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+
+transformers = pytest.importorskip("transformers")
 
 VOCABULARY, LENGTH, BATCH, STEPS, ACCUMULATION, CLIP = 16, 8, 8, 3, 2, 0.1
 SIZES = {
@@ -82,14 +78,12 @@ def plain_run(model):
 
 
 def accelerated(layout, plugin=None):
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
     return Accelerator(
         cpu=True, parallelism_config=layout, fsdp_plugin=plugin, gradient_accumulation_steps=ACCUMULATION
     )
 
 
-def check(family, sizes, plugin=None, handler=None, **options):
+def check_run(family, sizes, plugin=None, handler=None, **options):
     expected, norms = plain_run(make(family, **options))
     accelerator = accelerated(ParallelismConfig(**sizes, tp_handler=handler), plugin)
     model = make(family, **options)
@@ -104,10 +98,10 @@ def check(family, sizes, plugin=None, handler=None, **options):
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         torch.testing.assert_close(state, dict(expected), rtol=0, atol=1e-8)
-    return accelerator, model
 
 
-def check_refusals():
+@on_ranks(2)
+def test_refusals():
     """Before the first step, with what is in the way and what to do."""
     accelerator = accelerated(ParallelismConfig(tp_size=2))
     fused = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=16, n_embd=16, n_layer=1, n_head=4))
@@ -120,14 +114,13 @@ def check_refusals():
     assert not any(isinstance(parameter, DTensor) for parameter in fused.parameters())
 
 
-def check_trainer(folder):
+@on_ranks(2)
+def test_trainer(tmp_path):
     """Each epoch is one batch, so that its order does not matter."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
     rows = samples()[:BATCH]
     arguments = transformers.TrainingArguments(
-        output_dir=folder, per_device_train_batch_size=BATCH, max_steps=STEPS, learning_rate=0.01, max_grad_norm=CLIP,
-        lr_scheduler_type="constant", use_cpu=True, report_to=[], save_strategy="no", logging_steps=1,
+        output_dir=tmp_path, per_device_train_batch_size=BATCH, max_steps=STEPS, learning_rate=0.01,
+        max_grad_norm=CLIP, lr_scheduler_type="constant", use_cpu=True, report_to=[], save_strategy="no", logging_steps=1,
         disable_tqdm=True, parallelism_config=ParallelismConfig(tp_size=2),
     )  # fmt: skip
     trainer = transformers.Trainer(model=make("Llama"), args=arguments, train_dataset=rows)
@@ -149,23 +142,21 @@ def check_trainer(folder):
         torch.testing.assert_close(dict(state), dict(model.state_dict()), rtol=0, atol=1e-6)
 
 
-def main(folder):
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    if PartialState(cpu=True).num_processes == 4:
-        check("Qwen2", {"dp_shard_size": 2, "tp_size": 2}, FullyShardedDataParallelPlugin(fsdp_version=2))
-        print("all equal")
-        return
-    whole = TorchTensorParallelConfig(sequence_parallel=True, loss_parallel=True)
-    check("Llama", {"tp_size": 2}, tie_word_embeddings=True)
-    check("Llama", {"tp_size": 2}, handler=whole)
-    check("Qwen2", {"tp_size": 2})
-    check("Mistral", {"tp_size": 2}, sliding_window=4)
-    check_refusals()
-    check_trainer(folder / "trainer")
-    dist.barrier()
-    print("all equal")
+TWO = {
+    "Llama, tied": ("Llama", {"tie_word_embeddings": True}, {}),
+    "Llama, sequence and loss": ("Llama", {}, {"sequence_parallel": True, "loss_parallel": True}),
+    "Qwen2": ("Qwen2", {}, {}),
+    "Mistral": ("Mistral", {"sliding_window": 4}, {}),
+}
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+@on_ranks(2)
+@pytest.mark.parametrize("what", TWO)
+def test_models(what):
+    family, options, handler = TWO[what]
+    check_run(family, {"tp_size": 2}, handler=TorchTensorParallelConfig(**handler), **options)
+
+
+@on_ranks(thorough=[4])
+def test_sharded_too():
+    check_run("Qwen2", {"dp_shard_size": 2, "tp_size": 2}, FullyShardedDataParallelPlugin(fsdp_version=2))

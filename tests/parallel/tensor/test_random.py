@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: dropout in split layers. Ranks drop apart where they hold parts, alike elsewhere, and as one process."""
-
-import sys
-import warnings
-from pathlib import Path
+"""Dropout in split layers. Ranks drop apart where they hold parts, alike elsewhere, and as one process."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.training import TorchDynamoPlugin
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 
 WIDTH, HEADS, VOCABULARY, LENGTH, BATCH = 16, 4, 12, 8, 4
+pytestmark = pytest.mark.usefixtures("float64")
+along_or_not = pytest.mark.parametrize("along", [False, True], ids=["whole", "along the sequence"])
 # Where a module stands -> whether its ranks hold parts, without and with a split sequence.
 PLACES = {"drop": (False, False), "inside": (True, True), "behind": (False, True)}
 
@@ -145,7 +144,9 @@ def check_whole(model):
     assert_alike("the generator", torch.get_rng_state())
 
 
-def check_masks(along):
+@on_ranks(2)
+@along_or_not
+def test_masks(along):
     _, model, _, loader = prepared(along)
     seen = []
 
@@ -179,7 +180,8 @@ def check_masks(along):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def check_exception():
+@on_ranks(2)
+def test_exception():
     _, model, _, loader = prepared(along=False)
     rows, before = next(iter(loader))[:, :-1], torch.get_rng_state()
     failing = model.layers[1].mlp.inside.register_forward_hook(lambda *_: 1 / 0)
@@ -197,7 +199,9 @@ def gradients(model, rows):
     return {name: local(parameter.grad) for name, parameter in model.named_parameters()}, torch.get_rng_state()
 
 
-def check_recompute(along):
+@on_ranks(2)
+@along_or_not
+def test_recompute(along):
     _, model, _, loader = prepared(along)
     rows = next(iter(loader))[:, :-1]
     expected = gradients(model, rows)
@@ -218,40 +222,44 @@ def check_recompute(along):
         set_seed(0)
 
 
-def check_training(along, folder):
+@on_ranks(2)
+@along_or_not
+def test_training(along, tmp_path):
     """20 steps, saved after 10: what is resumed from there, in a run that drew otherwise, is the same bits."""
     accelerator, model, optimizer, loader = prepared(along)
     batches = list(loader)[:20]
     train(accelerator, model, optimizer, batches[:10])
-    accelerator.save_state(folder)
+    accelerator.save_state(tmp_path)
     train(accelerator, model, optimizer, batches[10:])
     check_whole(model)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     accelerator, model, optimizer, _ = prepared(along)
     set_seed(7)
-    accelerator.load_state(folder)
+    accelerator.load_state(tmp_path)
     train(accelerator, model, optimizer, batches[10:])
     for name, value in model.state_dict().items():
         assert torch.equal(local(value), local(expected[name])), f"resumed: {name}"
 
 
-def check_no_dropout():
+@on_ranks(2)
+@along_or_not
+def test_no_dropout(along):
     """Nothing is switched, and no hook is there to ask."""
-    for along in (False, True):
-        _, model, _, loader = prepared(along, rate=0.0)
-        hooks = [
-            hook
-            for module in model.modules()
-            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        ]
-        assert not [hook for hook in hooks if hook.__module__.endswith("tensor_random")]
-        rows = next(iter(loader))[:, :-1]
-        before = torch.get_rng_state()
-        model(rows)
-        assert torch.equal(torch.get_rng_state(), before)
+    _, model, _, loader = prepared(along, rate=0.0)
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
+    assert not [hook for hook in hooks if hook.__module__.endswith("parallel.tensor_random")]
+    rows = next(iter(loader))[:, :-1]
+    before = torch.get_rng_state()
+    model(rows)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def check_distribution():
+@on_ranks(2)
+def test_distribution():
     """Of dropout between a layer split by columns and one split by rows: the mean and the variance of one process."""
     rate, draws = 0.5, 4000
     _, model, _, _ = prepared(along=False, rate=rate)
@@ -270,7 +278,9 @@ def check_distribution():
     assert (ratio - 1).abs().max() < 6 * (2 / draws) ** 0.5, ratio
 
 
-def check_compiled(along):
+@on_ranks(2)
+@along_or_not
+def test_compiled(along):
     def weights(dynamo):
         torch._dynamo.reset()
         accelerator, model, optimizer, loader = prepared(along, dynamo=dynamo)
@@ -283,7 +293,8 @@ def check_compiled(along):
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True)), "compiled"
 
 
-def check_transformers(folder):
+@on_ranks(2)
+def test_transformers(tmp_path):
     """Its attention draws; nothing else of it does, and nothing else is switched. Also as it splits models itself."""
     transformers = pytest.importorskip("transformers")
     from transformers.distributed import DistributedConfig
@@ -303,11 +314,11 @@ def check_transformers(folder):
             model.gradient_checkpointing_enable()
         if how == "split":
             if accelerator.is_main_process:
-                model.save_pretrained(folder)
+                model.save_pretrained(tmp_path)
             accelerator.wait_for_everyone()
             parts = DistributedConfig(tp_size=2)
             model = transformers.LlamaForCausalLM.from_pretrained(
-                folder, dtype=torch.float64, distributed_config=parts, attention_dropout=0.3
+                tmp_path, dtype=torch.float64, distributed_config=parts, attention_dropout=0.3
             ).train()
             set_seed(0)
             transformers.LlamaForCausalLM(config)
@@ -322,26 +333,25 @@ def check_transformers(folder):
         once = found
 
 
-def check_composed():
-    """Under FSDP2, recomputed or not, the same bits; in a pipeline each stage draws from its own stream."""
-    from accelerate import FullyShardedDataParallelPlugin
+def composed(watch=None, plugin=None, **sizes):
+    accelerator = accelerated(False, None, plugin, **sizes)
+    set_seed(0, device_specific=True)
+    model = Model(0.25)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rows = torch.randint(VOCABULARY, (4 * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, BATCH))
+    for name, module in model.named_modules():
+        if watch is not None and isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda *given, name=name: watch.append((name, given[2] == 0)))
+    train(accelerator, model, optimizer, loader)
+    return accelerator, [local(parameter) for parameter in model.parameters()]
 
-    def run(watch=None, plugin=None, **sizes):
-        accelerator = accelerated(False, None, plugin, **sizes)
-        set_seed(0, device_specific=True)
-        model = Model(0.25)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        rows = torch.randint(VOCABULARY, (4 * BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, BATCH))
-        for name, module in model.named_modules():
-            if watch is not None and isinstance(module, nn.Dropout):
-                module.register_forward_hook(lambda *given, name=name: watch.append((name, given[2] == 0)))
-        train(accelerator, model, optimizer, loader)
-        return accelerator, [local(parameter) for parameter in model.parameters()]
 
+@on_ranks(thorough=[4])
+def test_recomputed_under_fsdp2():
     options = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     kept, again = (
-        run(
+        composed(
             plugin=FullyShardedDataParallelPlugin(
                 **options, transformer_cls_names_to_wrap=["Block"], activation_checkpointing=recompute
             ),
@@ -350,8 +360,12 @@ def check_composed():
         for recompute in (False, True)
     )
     assert all(torch.equal(*pair) for pair in zip(kept, again, strict=True)), "recomputed under FSDP2"
+
+
+@on_ranks(thorough=[4])
+def test_each_stage_of_a_pipeline_draws_from_its_own_stream():
     seen = []
-    accelerator, _ = run(seen, pp_size=2)
+    accelerator, _ = composed(seen, pp_size=2)
     told = [None, None]
     state = torch.get_rng_state()
     dist.all_gather_object(told, (seen, state), group=accelerator.torch_device_mesh["tp"].get_group())
@@ -359,28 +373,3 @@ def check_composed():
     assert len(seen) >= 4 * (1 + 4)
     for (name, mine), (_, others) in zip(told[0][0], told[1][0], strict=True):
         assert torch.equal(mine, others) is not name.endswith("inside"), f"in a pipeline: {name}"
-
-
-def main(folder):
-    warnings.simplefilter("ignore")
-    ranks = PartialState(cpu=True).num_processes
-    torch.set_default_dtype(torch.float64)
-    if ranks == 4:
-        check_composed()
-        print("all right")
-        return
-    for along in (False, True):
-        check_masks(along)
-        check_recompute(along)
-        check_training(along, folder / f"{along}")
-        check_compiled(along)
-    check_exception()
-    check_no_dropout()
-    check_distribution()
-    check_transformers(folder / "parts")
-    dist.barrier()
-    print("all right")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: the messages of an accumulation window under DDP and tensor parallelism, against the same by hand."""
+"""The messages of an accumulation window under DDP and tensor parallelism, against the same by hand."""
 
 import sys
 from collections import Counter
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_pool import on_ranks
 from torch import nn
 
 from accelerate.config.parallel import TorchTensorParallelConfig
@@ -17,8 +18,8 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.base import Precision
 from accelerate.state import PartialState
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "parallel"))
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[3] / "examples" / "parallel"))
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import by_hand
 from llama import Llama, LlamaConfig
 
@@ -84,35 +85,36 @@ def count(window):
     )
 
 
-def main():
+@on_ranks(2)
+def test_data_parallel():
     PartialState(cpu=True)
     expected = count(ddp_by_hand())
     found = count(ours(DataParallel(CPU, Precision())))
-    assert expected and found == expected, (found, expected)
-    print(f"data parallel: {dict(found)}")
+    assert expected and found == expected
 
+
+@on_ranks(2)
+def test_tensor_parallel():
+    PartialState(cpu=True)
     layout = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=BLOCKS))
     expected = count(tensor_by_hand())
     window = ours(TensorParallel(CPU, Precision(), layout))
     found = count(window)
     # A block has two sums in its forward and two in its backward.
-    assert expected == {("gloo:all_reduce", 2 * 6 * 16): 2 * 4 * BATCHES}, expected
-    assert found == expected, (found, expected)
-    assert window.told == sum(found.values()), f"told {window.told} messages, sent {found}"
-    print(f"tensor parallel: {dict(found)}")
+    assert expected == {("gloo:all_reduce", 2 * 6 * 16): 2 * 4 * BATCHES}
+    assert found == expected
+    assert window.told == sum(found.values())
 
+
+@on_ranks(2)
+def test_sequence_parallel():
+    PartialState(cpu=True)
     layout = ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=BLOCKS, sequence_parallel=True))
     along = count(ours(TensorParallel(CPU, Precision(), layout)))
     # Gathered where a split begins and scattered where it ends, in both directions, and once at each end of the
     # stream; gloo scatters sums by an all-reduce. The norms' gradients: one message, however long the window.
-    expected = {
+    assert along == {
         ("gloo:all_gather", 2 * 3 * 16): (2 * 4 + 2) * BATCHES,
         ("gloo:all_reduce", 2 * 6 * 16): 2 * 4 * BATCHES,
         ("gloo:all_reduce", 5 * 16): 1,
     }
-    assert along == expected, along
-    print(f"along the sequence: {dict(along)}")
-
-
-if __name__ == "__main__":
-    main()
