@@ -120,8 +120,8 @@ def test_trainer(tmp_path):
     rows = samples()[:BATCH]
     arguments = transformers.TrainingArguments(
         output_dir=tmp_path, per_device_train_batch_size=BATCH, max_steps=STEPS, learning_rate=0.01,
-        max_grad_norm=CLIP, lr_scheduler_type="constant", use_cpu=True, report_to=[], save_strategy="no", logging_steps=1,
-        disable_tqdm=True, parallelism_config=ParallelismConfig(tp_size=2),
+        max_grad_norm=CLIP, lr_scheduler_type="constant", use_cpu=True, report_to=[], save_strategy="no",
+        logging_steps=1, disable_tqdm=True, parallelism_config=ParallelismConfig(tp_size=2),
     )  # fmt: skip
     trainer = transformers.Trainer(model=make("Llama"), args=arguments, train_dataset=rows)
     trainer.train()

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: load what the layout before saved, train two steps, compare with the plain loop, save for the next."""
+"""Two stages, one process, then two stages of two copies: each goes on from the state of the one before."""
 
-import sys
-from pathlib import Path
-
+import pytest
 import torch
 import torch.distributed as dist
-from pipeline_parity import ACCUMULATION, CLIP, GLOBAL_BATCH, Options, accelerator, batches, compare, loss_of, tied
+from pipelines import ACCUMULATION, CLIP, GLOBAL_BATCH, accelerator, batches, compare, loss_of, tied
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.state import PartialState
 
 LAYOUTS = {2: {"pp_size": 2}, 4: {"pp_size": 2, "dp_replicate_size": 2}}
 STEPS = 2
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def optimizer_of(model):
@@ -42,9 +42,13 @@ def train(model, optimizer, run, shard):
             optimizer.zero_grad()
 
 
-def main():
-    folder = Path(sys.argv[1])
-    torch.set_default_dtype(torch.float64)
+def test_a_checkpoint_goes_on_in_other_layouts(ranks, tmp_path):
+    for nproc in (2, 1, 4):
+        ranks(nproc).run(go_on, tmp_path)
+
+
+def go_on(folder):
+    """Load what the layout before saved, train two steps, compare with the plain loop, save for the next."""
     world = PartialState(cpu=True).num_processes
     rounds = {2: 1, 1: 2, 4: 3}[world]
     if world == 1:
@@ -67,7 +71,7 @@ def main():
         for name, value in plain.state_dict().items():
             assert (model.state_dict()[name] - value).abs().max() <= 1e-8, name
     else:
-        compare(f"{world} ranks", run.strategy.state_dict(model), plain.state_dict())
+        compare(run.strategy.state_dict(model), plain.state_dict())
         found, wanted = run.strategy.optimizer_state_dict(model, optimizer), reference.state_dict()
         if dist.get_rank() == 0:
             assert [group["params"] for group in found["param_groups"]] == [
@@ -78,8 +82,3 @@ def main():
                 for key, value in entry.items():
                     assert (found["state"][position][key] - value).abs().max() <= 1e-8, (position, key)
     run.wait_for_everyone()
-    print("saved")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each of four ranks: models of which more than the next block uses an output, in a pipeline, to 1e-8 in float64."""
+"""Pipelines of four ranks: models of which more than the next block uses an output, to 1e-8 in float64."""
 
+import pytest
 import torch
-from pipeline_parity import VOCABULARY, Options, Plugin, batches, check_run, refused, runs_in_schedule
+from pipelines import VOCABULARY, batches, check_run, refused, runs_in_schedule
+from rank_pool import on_ranks
 from torch import nn
 
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.parallel.pipeline.early import EarlyReceive1F1B
 from accelerate.state import PartialState
 
 LAYERS = 3
+TOKENS, LABELS = next(iter(batches(1, False)))
+LOSS = {"inside": True, "steps": 4}
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def t5(seed=0):
@@ -52,42 +59,63 @@ class Skipping(nn.Module):
         return self.head(x + first)
 
 
-def main():
+@on_ranks(4)
+def test_an_encoder_and_a_decoder_over_four_stages():
     PartialState(cpu=True)
-    torch.set_default_dtype(torch.float64)
-    tokens, labels = next(iter(batches(1, False)))
-    example = {"input_ids": tokens, "labels": labels}
-    loss = {"inside": True, "steps": 4}
+    check_run(t5, Options(num_microbatches=4), pp_size=4, padded=True, **LOSS)
 
-    parts = Options(num_microbatches=4)
-    check_run("an encoder and a decoder over four stages", t5, parts, pp_size=4, padded=True, **loss)
+
+@on_ranks(4)
+def test_blocks_in_the_order_seen():
+    PartialState(cpu=True)
+    example = {"input_ids": TOKENS, "labels": LABELS}
     early = Options(schedule="1f1b", num_microbatches=4, example_inputs=example)
-    _, model, *_ = check_run("in the order seen", bart, early, pp_size=4, padded=True, **loss)
+    _, model, *_ = check_run(bart, early, pp_size=4, padded=True, **LOSS)
     runs_in_schedule(model, EarlyReceive1F1B)
     units = model._pipelined.runner.cut.units
     assert units.index("model.decoder.layernorm_embedding") < units.index("model.decoder.layers.0")
+
+
+@on_ranks(4)
+def test_an_encoder_and_a_decoder_with_fsdp():
+    PartialState(cpu=True)
     plugin = Plugin(
         fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["T5Block"]
     )
     early = Options(schedule="1f1b", num_microbatches=2)
-    check_run("pp x fsdp", t5, early, plugin=plugin, pp_size=2, dp_shard_size=2, **loss)
+    check_run(t5, early, plugin=plugin, pp_size=2, dp_shard_size=2, **LOSS)
+
+
+@on_ranks(4)
+def test_two_stages_a_rank():
+    PartialState(cpu=True)
     turns = Options(schedule="interleaved", num_microbatches=2)
-    _, model, *_ = check_run("two stages a rank", t5, turns, pp_size=2, dp_replicate_size=2, **loss)
+    _, model, *_ = check_run(t5, turns, pp_size=2, dp_replicate_size=2, **LOSS)
     runs_in_schedule(model)
 
-    skipping = Options(num_microbatches=4, carried=["embed"])
-    check_run("a skip connection", Skipping, skipping, steps=4, pp_size=4)
-    seen = Options(num_microbatches=2, example_inputs={"tokens": tokens})
-    check_run("a skip connection, seen", Skipping, seen, steps=4, pp_size=2, dp_replicate_size=2)
 
-    def dropping():
-        return Skipping(dropout=0.1)
-
-    refused("an unknown module", Skipping, Options(carried=["embedding"]), "carried names embedding")
-    refused("apart", t5, Options(schedule="zero_bubble"), "schedule='zero_bubble' computes the gradients of inputs")
-    refused("random numbers", dropping, seen, "of the output of embed with random numbers")
-    print("all equal")
+SEEN = Options(num_microbatches=2, example_inputs={"tokens": TOKENS})
 
 
-if __name__ == "__main__":
-    main()
+@on_ranks(4)
+@pytest.mark.parametrize("seen", [False, True], ids=["named", "seen"])
+def test_a_skip_connection(seen):
+    PartialState(cpu=True)
+    if seen:
+        check_run(Skipping, SEEN, steps=4, pp_size=2, dp_replicate_size=2)
+    else:
+        check_run(Skipping, Options(num_microbatches=4, carried=["embed"]), steps=4, pp_size=4)
+
+
+REFUSED = {
+    "an unknown module": (Skipping, Options(carried=["embedding"]), "carried names embedding"),
+    "apart": (t5, Options(schedule="zero_bubble"), "schedule='zero_bubble' computes the gradients of inputs"),
+    "random numbers": (lambda: Skipping(dropout=0.1), SEEN, "of the output of embed with random numbers"),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals(what):
+    PartialState(cpu=True)
+    refused(*REFUSED[what])

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks, one pipeline: everything about it beside parity. Precision, evaluation, weights, order, refusals."""
+"""A pipeline of two ranks: precision, evaluation, weights, losses, order of execution, refusals."""
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from pipeline_parity import GLOBAL_BATCH, VOCABULARY, Options, batches, compare, own, refused
+from pipelines import GLOBAL_BATCH, VOCABULARY, batches, compare, own, refused
+from rank_pool import on_ranks
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.core.errors import AccelerateError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DataLoaderConfiguration
 
 TOKENS, LABELS = next(iter(batches(1, False)))
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def everyones(value):
@@ -42,7 +47,9 @@ def gpt2(seed=0):
     return GPT2LMHeadModel(config).to(torch.float64)
 
 
-def check_gpt2():
+@on_ranks(2)
+def test_gpt2():
+    PartialState(cpu=True)
     plain = gpt2()
     run, model, _ = prepared(gpt2(dist.get_rank()))
     mask = torch.ones_like(TOKENS)
@@ -66,7 +73,9 @@ def check_gpt2():
     assert "transformer.wte.weight" in held and "lm_head.weight" not in held
 
 
-def check_evaluation():
+@on_ranks(2)
+def test_evaluation():
+    PartialState(cpu=True)
     plain = own()
     run, model, _ = prepared(own(dist.get_rank()))
     model.eval()
@@ -98,20 +107,24 @@ def check_evaluation():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12)
 
 
-def check_precision():
-    for precision in ("bf16", "fp16"):
-        run, model, optimizer = prepared(own().float(), mixed_precision=precision)
-        losses = []
-        for _ in range(3):
-            logits = model(TOKENS)
-            assert logits.dtype == torch.float32
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
-            run.backward(loss)
-            run.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        assert losses[2] < losses[0] and len(set(everyones(losses[2]))) == 1, losses
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_precision(precision):
+    PartialState(cpu=True)
+    run, model, optimizer = prepared(own().float(), mixed_precision=precision)
+    losses = []
+    for _ in range(3):
+        logits = model(TOKENS)
+        assert logits.dtype == torch.float32
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
+        run.backward(loss)
+        run.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0] and len(set(everyones(losses[2]))) == 1, losses
+    if precision == "bf16":
+        return
     # An overflow on one stage leaves the step out on both.
     before = [parameter.detach().clone() for parameter in model.parameters()]
     loss = nn.functional.cross_entropy(model(TOKENS).flatten(0, 1), LABELS.flatten())
@@ -124,12 +137,14 @@ def check_precision():
     assert len(set(everyones(run.scaler.get_scale()))) == 1
 
 
-def check_weights():
+@on_ranks(2)
+def test_weights():
     """From rank 0 alone, from nowhere, and out of a plain run's state."""
+    PartialState(cpu=True)
     with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         model = own()
     run, model, _ = prepared(model)
-    compare("from rank 0", run.strategy.state_dict(model), own().state_dict())
+    compare(run.strategy.state_dict(model), own().state_dict())
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     with torch.device("meta"):
         model = own()
@@ -145,8 +160,10 @@ def check_weights():
     torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=0, atol=1e-12)
 
 
-def check_losses():
+@on_ranks(2)
+def test_losses():
     """A loss function of the user's in the schedule; a loss alone; two outputs in one backward."""
+    PartialState(cpu=True)
     plain = own()
 
     def loss_fn(logits, labels):
@@ -175,12 +192,8 @@ def check_losses():
     for name, parameter in model.inner.named_parameters():
         torch.testing.assert_close(parameter.grad, grads[name], rtol=0, atol=1e-12)
     loss, logits = model(TOKENS, labels=LABELS)
-    try:
+    with pytest.raises(AccelerateError, match="use schedule='gpipe'"):
         run.backward(loss + logits.square().mean())
-    except AccelerateError as error:
-        assert "use schedule='gpipe'" in str(error)
-    else:
-        raise AssertionError("a gradient was lost")
     run, model, _ = prepared(own(dist.get_rank()), Options(schedule="1f1b", num_microbatches=4))
     said = []
     with mock.patch("accelerate.parallel.pipeline.schedules.logger.warning", lambda text, *_: said.append(text)):
@@ -197,12 +210,8 @@ def check_losses():
         run.backward(loss)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=0, atol=1e-12)
-    try:
+    with pytest.raises((AccelerateError, RuntimeError), match="second time"):
         run.backward(loss)
-    except (AccelerateError, RuntimeError) as error:
-        assert "second time" in str(error)
-    else:
-        raise AssertionError("backward twice")
 
 
 class Chain(nn.Module):
@@ -225,8 +234,10 @@ class Chain(nn.Module):
         return self.norm(x + first if self.skip else x)
 
 
-def check_random():
+@on_ranks(2)
+def test_random():
     """A stage draws from a stream of its own: the run's does not move, and the same seed gives the same."""
+    PartialState(cpu=True)
     outputs = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -239,29 +250,53 @@ def check_random():
     assert torch.equal(outputs[0][0], outputs[1][0]) and not torch.equal(outputs[0][0], outputs[0][1])
 
 
-def check_refusals():
+def refusals():
+    """What is prepared, the options, what the error has in it, what is done with the model, other objects."""
     four, x = Options(num_microbatches=4), torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-    refused("a split point", Chain, Options(split_points=["blocks.7"]), "blocks.7")
-    refused("stages", lambda: own(layers=1), four, "1 blocks")
-    refused("samples", Chain, Options(num_microbatches=9), "num_microbatches=9", lambda model: model(x))
     early = Options(schedule="1f1b", num_microbatches=3)
-    refused("division", own, early, "num_microbatches=3", lambda model: model(TOKENS, labels=LABELS))
-    refused("microbatches", own, Options(schedule="1f1b", num_microbatches=1), "num_microbatches=1")
-    refused("skip", lambda: Chain(skip=True).eval(), four, "skip connection", lambda model: model(x))
-    refused("order", lambda: Chain(norm_first=True).eval(), four, 'placement={"norm": "last"}', lambda model: model(x))
-    own_data = torch.full((8, 4), float(dist.get_rank()))
-    refused("other samples", Chain, four, "given other inputs", lambda model: model(own_data))
     # A rank that has failed has a later stage too, which is told by ranks that send no more.
     turns = Options(schedule="interleaved", stages_per_rank=2, num_microbatches=4)
-    refused("other samples, in turns", Chain, turns, "given other inputs", lambda model: model(own_data))
-    refused("statistics", lambda: Chain(batch_norm=True), four, "BatchNorm1d")
-    refused("an input", Chain, Options(whole_inputs=["mask"]), "mask")
     inputs = Options(balance="time", example_inputs={"y": x})
-    refused("example inputs", Chain, inputs, "unexpected keyword argument 'y'")
-    asked = {"output_hidden_states": True}
-    refused("hidden states", Chain, four, "output_hidden_states=True", lambda model: model(x, **asked))
+    one, mask = Options(schedule="1f1b", num_microbatches=1), Options(whole_inputs=["mask"])
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    refused("an optimizer", lambda: Chain(), four, "would train nothing", lambda model: None, foreign)
+
+    def forward(model):
+        return model(x)
+
+    def with_other_samples(model):
+        return model(torch.full((8, 4), float(dist.get_rank())))
+
+    return {
+        "a split point": (Chain, Options(split_points=["blocks.7"]), "blocks.7"),
+        "stages": (lambda: own(layers=1), four, "1 blocks"),
+        "samples": (Chain, Options(num_microbatches=9), "num_microbatches=9", forward),
+        "division": (own, early, "num_microbatches=3", lambda model: model(TOKENS, labels=LABELS)),
+        "microbatches": (own, one, "num_microbatches=1"),
+        "skip": (lambda: Chain(skip=True).eval(), four, "skip connection", forward),
+        "order": (lambda: Chain(norm_first=True).eval(), four, 'placement={"norm": "last"}', forward),
+        "other samples": (Chain, four, "given other inputs", with_other_samples),
+        "other samples, in turns": (Chain, turns, "given other inputs", with_other_samples),
+        "statistics": (lambda: Chain(batch_norm=True), four, "BatchNorm1d"),
+        "an input": (Chain, mask, "mask"),
+        "example inputs": (Chain, inputs, "unexpected keyword argument 'y'"),
+        "hidden states": (
+            Chain, four, "output_hidden_states=True", lambda model: model(x, output_hidden_states=True),
+        ),
+        "an optimizer": (Chain, four, "would train nothing", lambda model: None, foreign),
+    }  # fmt: skip
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", refusals())
+def test_refusals(what):
+    PartialState(cpu=True)
+    refused(*refusals()[what])
+
+
+@on_ranks(2)
+def test_a_block_that_runs_elsewhere_is_placed_by_hand_or_by_time():
+    PartialState(cpu=True)
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     plain = Chain(norm_first=True).eval()
     torch.manual_seed(0)
@@ -273,8 +308,10 @@ def check_refusals():
     assert len(set(everyones(model._pipelined.runner.cut.bounds))) == 1
 
 
-def check_loop():
+@on_ranks(2)
+def test_loop():
     """The whole loop: loader, accumulation, schedule, metrics."""
+    PartialState(cpu=True)
     data = [(tokens, label) for tokens, label in zip(TOKENS, LABELS, strict=True)]
 
     def loop(run, model):
@@ -301,27 +338,9 @@ def check_loop():
     plain, expected = loop(None, own())
     AcceleratorState._reset_state()
     layout = ParallelismConfig(pp_size=2, pp_handler=Options(num_microbatches=2))
-    from accelerate.utils import DataLoaderConfiguration
-
     run = Accelerator(
         cpu=True, parallelism_config=layout, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=False)
     )
     model, seen = loop(run, own(dist.get_rank()))
     assert all(abs(a - b) < 1e-10 for a, b in zip(seen, expected, strict=True)), (seen, expected)
-    compare("the loop", run.strategy.state_dict(model), plain.state_dict())
-
-
-def main():
-    PartialState(cpu=True)
-    torch.set_default_dtype(torch.float64)
-    for check in (
-        check_gpt2, check_evaluation, check_precision, check_weights, check_losses, check_random, check_refusals,
-        check_loop,
-    ):  # fmt: skip
-        check()
-        print(check.__name__, flush=True)
-    print("all well")
-
-
-if __name__ == "__main__":
-    main()
+    compare(run.strategy.state_dict(model), plain.state_dict())

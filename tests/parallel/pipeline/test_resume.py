@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: a run with dropout, saved in the middle of a window, goes on bit by bit in the same layout.
+"""A run with dropout, saved in the middle of a window, goes on bit by bit in the same layout.
 
 Pipelines above all: each stage draws from a stream of its own. Shards and split matrices without one, too.
 """
 
 import logging
-import sys
-from pathlib import Path
 
+import pytest
 import torch
-from pipeline_parity import Options, Plugin, accelerator
+from pipelines import accelerator
+from rank_pool import on_ranks
 from torch import nn
 
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.imports import is_torch_version
 from accelerate.state import PartialState
 
 BATCHES, SAVED_AFTER, ROWS = 8, 3, 4
+pytestmark = pytest.mark.usefixtures("float64")
 PLAN = TorchTensorParallelConfig(plan={"layers.*.fc1": "colwise", "layers.*.fc2": "rowwise"})
 UNITS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"]}
 TWO_A_RANK = "zbv" if is_torch_version(">=", "2.13") else "interleaved"
@@ -94,44 +97,39 @@ def parts(model, optimizer):
     return [getattr(value, "_local_tensor", value).detach().clone() for value in values]
 
 
-def check(layout, folder):
-    with_items = LAYOUTS[layout][2]
+def saved(layout, folder):
     run, model, optimizer = start(layout, seed=0)
-    train(run, model, optimizer, range(SAVED_AFTER), with_items)
+    train(run, model, optimizer, range(SAVED_AFTER), LAYOUTS[layout][2])
     assert not run.sync_gradients
     run.save_state(folder)
-    expected = train(run, model, optimizer, range(SAVED_AFTER, BATCHES), with_items)
+    return run, model, optimizer
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_goes_on_bit_by_bit(layout, tmp_path):
+    PartialState(cpu=True)
+    left, with_items = range(SAVED_AFTER, BATCHES), LAYOUTS[layout][2]
+    run, model, optimizer = saved(layout, tmp_path)
+    expected = train(run, model, optimizer, left, with_items)
     whole = parts(model, optimizer)
     run, model, optimizer = start(layout, seed=5)
-    run.load_state(folder)
-    loss = train(run, model, optimizer, range(SAVED_AFTER, BATCHES), with_items)
-    assert torch.equal(loss, expected), f"{layout}: a loss of {loss} after resuming, {expected} without"
-    off = [(a - b).abs().max().item() for a, b in zip(parts(model, optimizer), whole, strict=True)]
-    assert max(off) == 0.0, f"{layout}: off by {off}"
-    print(layout, "goes on", flush=True)
+    run.load_state(tmp_path)
+    loss = train(run, model, optimizer, left, with_items)
+    assert torch.equal(loss, expected)
+    assert max((a - b).abs().max().item() for a, b in zip(parts(model, optimizer), whole, strict=True)) == 0.0
 
 
-def check_others(folder):
-    """What has no place in another layout is dropped with a word."""
-    told = []
+@on_ranks(4)
+def test_what_has_no_place_in_another_layout_is_dropped_with_a_word(tmp_path):
+    PartialState(cpu=True)
+    saved("pp x fsdp, 1f1b", tmp_path)
+    said = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("accelerate.checkpointing.loading").addHandler(handler)
     run, model, optimizer = start("pp x tp, interleaved", seed=3)
-    run.load_state(folder)
+    run.load_state(tmp_path)
     train(run, model, optimizer, range(SAVED_AFTER, BATCHES), False)
     if run.is_main_process:
-        assert any("pp=2, tp=2" in line and "unfinished gradients, " in line for line in told), told
-
-
-def main(folder):
-    PartialState(cpu=True)
-    torch.set_default_dtype(torch.float64)
-    for number, layout in enumerate(LAYOUTS):
-        check(layout, folder / str(number))
-    check_others(folder / "1")
-    print("all went on")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+        assert any("pp=2, tp=2" in line and "unfinished gradients, " in line for line in said), said
