@@ -19,6 +19,9 @@ A test that runs in the test process uses the fixture `ranks`, which returns wha
         ranks(2).run(first_half, tmp_path)
         losses = ranks(4).run(second_half, tmp_path)
 
+A test module names in `PRELOADED` what its cases import late and slowly (models of transformers): the server imports
+that once, the test process never.
+
 Where the first import matters (variables that a library reads when it is imported, exit codes, the interpreter's end),
 `fresh=True` starts new interpreters instead.
 """

@@ -15,6 +15,7 @@ from accelerate.state import PartialState
 LAYERS = 3
 TOKENS, LABELS = next(iter(batches(1, False)))
 LOSS = {"inside": True, "steps": 4}
+PRELOADED = ("transformers.models.t5.modeling_t5", "transformers.models.bart.modeling_bart")
 pytestmark = pytest.mark.usefixtures("float64")
 
 

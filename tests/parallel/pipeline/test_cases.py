@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 
 TOKENS, LABELS = next(iter(batches(1, False)))
+PRELOADED = ("transformers.models.gpt2.modeling_gpt2",)
 pytestmark = pytest.mark.usefixtures("float64")
 
 

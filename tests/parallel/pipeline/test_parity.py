@@ -34,6 +34,7 @@ from accelerate.parallel.pipeline.early import EarlyReceive1F1B
 from accelerate.parallel.units import groups as groups_of
 from accelerate.state import PartialState
 
+PRELOADED = ("transformers.models.llama.modeling_llama",)
 pytestmark = pytest.mark.usefixtures("float64")
 # Before 2.13 torch's own schedules that take the gradients of weights apart are wrong for some layers, and refused.
 SPLIT_BACKWARD = ("zero_bubble", "zbv") if is_torch_version(">=", "2.13") else ()

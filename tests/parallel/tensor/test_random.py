@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 
 WIDTH, HEADS, VOCABULARY, LENGTH, BATCH = 16, 4, 12, 8, 4
+PRELOADED = ("transformers.models.llama.modeling_llama",)
 pytestmark = pytest.mark.usefixtures("float64")
 along_or_not = pytest.mark.parametrize("along", [False, True], ids=["whole", "along the sequence"])
 # Where a module stands -> whether its ranks hold parts, without and with a split sequence.

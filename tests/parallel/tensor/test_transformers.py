@@ -15,6 +15,12 @@ from accelerate.parallelism_config import ParallelismConfig
 
 transformers = pytest.importorskip("transformers")
 
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.trainer",
+)
 VOCABULARY, LENGTH, BATCH, STEPS, ACCUMULATION, CLIP = 16, 8, 8, 3, 2, 0.1
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
