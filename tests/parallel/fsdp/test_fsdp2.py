@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: FSDP2 runs in many settings against the plain single-process loop, in float64, to 1e-8."""
+"""FSDP2 in many settings against the plain single-process loop, in float64, to 1e-8."""
 
 import copy
-import sys
 
+import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from accelerate.checkpointing.sharded import FullyShardedState
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.core.errors import PrepareError
+from accelerate.parallel import fsdp_state
 from accelerate.parallel.base import Bundle
 from accelerate.parallel.fsdp2 import FullyShardedDataParallel
 from accelerate.parallelism_config import ParallelismConfig
@@ -19,6 +22,9 @@ from accelerate.state import PartialState
 
 WIDTH, VOCABULARY, LENGTH = 8, 13, 5
 GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 20, 2, 0.05
+BY_CLASS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+pytestmark = pytest.mark.usefixtures("float64")
+everywhere = on_ranks(2, 4, thorough=[1])
 
 
 class Block(nn.Module):
@@ -113,7 +119,7 @@ def sharded_run(strategy, model, optimizer, norms, first=0, last=STEPS):
         optimizer.zero_grad()
 
 
-def check_state(strategy, model, expected, what):
+def check_state(strategy, model, expected, what="the run"):
     state = strategy.state_dict(model)
     if dist.get_rank() == 0:
         assert list(state) == list(expected), (what, list(state))
@@ -130,111 +136,117 @@ def prepare(plugin, model, optimizer=None, parallelism=None):
     return strategy, bundle.models[0]
 
 
-def check_run(what, expected, norms, parallelism=None, steps=STEPS, seed=0, model=None, **options):
+def check_run(plain, parallelism=None, steps=4, seed=0, model=None, **options):
+    expected, norms = plain
     # Other ranks start from other weights: the first one's count.
     model = model or make_model(seed + PartialState().process_index)
     optimizer = make_optimizer(model)
     torch.manual_seed(seed)
     strategy, model = prepare(Plugin(fsdp_version=2, **options), model, optimizer, parallelism)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    assert {id(p) for p in trained} == {id(p) for p in model.parameters()}, f"{what}: the optimizer was not re-pointed"
+    assert {id(p) for p in trained} == {id(p) for p in model.parameters()}
     sharded_run(strategy, model, optimizer, norms, last=steps)
-    check_state(strategy, model, expected[steps - 1], what)
+    check_state(strategy, model, expected[steps - 1])
     return strategy, model, optimizer
 
 
-def check_settings(expected, norms):
-    by_class = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    _, model, _ = check_run("blocks", expected, norms, **by_class)
+@pytest.fixture(scope="module")
+def plain(float64):
+    expected, norms = plain_run()
+    assert max(norms) > CLIP, "clipping would not be tested"
+    return expected, norms
+
+
+@everywhere
+def test_blocks(plain):
+    world = PartialState(cpu=True).num_processes
+    _, model, _ = check_run(plain, steps=STEPS, **BY_CLASS)
     assert model.head.weight is model.embedding.weight, "the tie is gone"
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    world = dist.get_world_size()
     held = sum(p.to_local().numel() for p in model.parameters())
     whole = sum(p.numel() for p in model.parameters())
-    assert held <= whole / world + 30, f"rank holds {held} of {whole}"
+    assert held <= whole / world + 30
 
-    check_run("one unit", expected, norms, steps=4)
+
+SETTINGS = {
+    "one unit": {},
     # The embedding would be a unit of its own, were it not tied to the head.
-    small = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 90}
-    check_run("by size, recomputed", expected, norms, steps=4, activation_checkpointing=True, **small)
-    check_run("kept after the forward", expected, norms, steps=4, reshard_after_forward=False, **by_class)
-    check_run("offloaded", expected, norms, steps=4, cpu_offload=True, **by_class)
-    _, model, _ = check_run("a whole part", expected, norms, steps=4, ignored_modules="extra|blocks.1.up", **by_class)
+    "by size, recomputed": {
+        "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 90, "activation_checkpointing": True,
+    },
+    "kept after the forward": {"reshard_after_forward": False, **BY_CLASS},
+    "offloaded": {"cpu_offload": True, **BY_CLASS},
+}  # fmt: skip
+
+
+@everywhere
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings(what, plain):
+    PartialState(cpu=True)
+    check_run(plain, **SETTINGS[what])
+
+
+@everywhere
+def test_modules_that_are_left_whole(plain):
+    PartialState(cpu=True)
+    _, model, _ = check_run(plain, ignored_modules="extra|blocks.1.up", **BY_CLASS)
     assert not isinstance(model.extra.weight, DTensor) and not isinstance(model.blocks[1].up.bias, DTensor)
-    if world == 4:
-        hybrid = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-        check_run("hybrid", expected, norms, parallelism=hybrid, **by_class)
 
 
-def check_loading(expected, norms):
-    by_class = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
-    with torch.device("meta" if PartialState().process_index else "cpu"):
+@on_ranks(4)
+def test_hybrid(plain):
+    PartialState(cpu=True)
+    check_run(plain, ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), STEPS, **BY_CLASS)
+
+
+@everywhere
+def test_weights_of_rank_0_alone(plain):
+    with torch.device("meta" if PartialState(cpu=True).process_index else "cpu"):
         model = make_model()
-    check_run("rank 0 alone", expected, norms, steps=4, model=model, cpu_ram_efficient_loading=True, **by_class)
+    check_run(plain, model=model, cpu_ram_efficient_loading=True, **BY_CLASS)
+
+
+@everywhere
+def test_weights_of_no_rank(plain):
+    PartialState(cpu=True)
     with torch.device("meta"):
         model = make_model()
     # The same order of the same random numbers as in the constructors.
-    check_run("no rank", expected, norms, steps=4, model=model, activation_checkpointing=True, **by_class)
+    check_run(plain, model=model, activation_checkpointing=True, **BY_CLASS)
 
 
-def check_resume(expected, norms, folder):
-    from accelerate.checkpointing.sharded import FullyShardedState
-    from accelerate.parallel import fsdp_state
-
-    by_class = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+@everywhere
+@pytest.mark.parametrize("how", ["whole", "parts"])
+def test_resume(how, plain, tmp_path):
+    PartialState(cpu=True)
+    expected, norms = plain
     half = STEPS // 2
-    strategy, model, optimizer = check_run("first half", expected, norms, steps=half, **by_class)
+    strategy, model, optimizer = check_run(plain, steps=half, **BY_CLASS)
     whole = (strategy.state_dict(model), fsdp_state.full_optimizer_state(model, optimizer))
     write = FullyShardedState([(0, model)], [(0, model, optimizer)]).stage(blocking=False)
     # What was taken must not change with the run that goes on.
     sharded_run(strategy, model, optimizer, norms, first=half)
     check_state(strategy, model, expected[-1], "second half")
-    write(folder)
+    write(tmp_path)
     dist.barrier()
-
-    for how in ("whole", "parts"):
-        fresh = make_model(seed=5)
-        optimizer = make_optimizer(fresh)
-        strategy, fresh = prepare(Plugin(fsdp_version=2), fresh, optimizer)
-        if how == "whole":
-            strategy.load_state_dict(fresh, whole[0])
-            fsdp_state.load_full_optimizer_state(fresh, optimizer, whole[1])
-        else:
-            FullyShardedState([(0, fresh)], [(0, fresh, optimizer)]).load(folder, strict=True)
-        check_state(strategy, fresh, expected[half - 1], f"loaded {how}")
-        sharded_run(strategy, fresh, optimizer, norms, first=half)
-        check_state(strategy, fresh, expected[-1], f"resumed from {how}")
-
-
-def check_refusals():
-    stranger = torch.optim.SGD(make_model().parameters(), lr=0.1)
-    try:
-        prepare(Plugin(fsdp_version=2), make_model(), stranger)
-    except PrepareError as error:
-        assert "train nothing" in str(error)
+    fresh = make_model(seed=5)
+    optimizer = make_optimizer(fresh)
+    strategy, fresh = prepare(Plugin(fsdp_version=2), fresh, optimizer)
+    if how == "whole":
+        strategy.load_state_dict(fresh, whole[0])
+        fsdp_state.load_full_optimizer_state(fresh, optimizer, whole[1])
     else:
-        raise AssertionError("an optimizer that trains nothing was accepted")
-    try:
-        prepare(Plugin(fsdp_version=2, ignored_modules="nowhere"), make_model())
-    except PrepareError as error:
-        assert "nowhere" in str(error)
-    else:
-        raise AssertionError("a pattern that matches nothing was accepted")
+        FullyShardedState([(0, fresh)], [(0, fresh, optimizer)]).load(tmp_path, strict=True)
+    check_state(strategy, fresh, expected[half - 1], "loaded")
+    sharded_run(strategy, fresh, optimizer, norms, first=half)
+    check_state(strategy, fresh, expected[-1], "resumed")
 
 
-def main(folder):
-    from pathlib import Path
-
+@everywhere
+def test_refusals():
     PartialState(cpu=True)
-    torch.set_default_dtype(torch.float64)
-    expected, norms = plain_run()
-    assert max(norms) > CLIP, "clipping would not be tested"
-    check_settings(expected, norms)
-    check_loading(expected, norms)
-    check_resume(expected, norms, Path(folder))
-    check_refusals()
-    print("all equal")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    stranger = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    with pytest.raises(PrepareError, match="train nothing"):
+        prepare(Plugin(fsdp_version=2), make_model(), stranger)
+    with pytest.raises(PrepareError, match="nowhere"):
+        prepare(Plugin(fsdp_version=2, ignored_modules="nowhere"), make_model())

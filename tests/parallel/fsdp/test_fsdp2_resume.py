@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One half of a run, saved, then the other half; or, from what another layout saved, the other half alone."""
+"""A run that two sharded ranks have saved in its middle goes on in any layout."""
 
-import sys
-from pathlib import Path
-
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -12,8 +10,16 @@ from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 
-def main(folder, kind, resume):
-    torch.set_default_dtype(torch.float64)
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", pytest.param("FULL_STATE_DICT", marks=pytest.mark.thorough)])
+def test_a_run_saved_by_two_sharded_ranks_goes_on_in_any_layout(kind, ranks, tmp_path):
+    ranks(2).run(train, tmp_path, kind, resume=False)
+    ranks(1).run(train, tmp_path, "plain", resume=True)
+    ranks(1).run(train, tmp_path, kind, resume=True)
+
+
+def train(folder, kind, resume):
+    """One half of a run, saved, then the other half; or, from what another layout saved, the other half alone."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -45,7 +51,6 @@ def main(folder, kind, resume):
     epoch()
     check(accelerator, model, folder)
     accelerator.save_model(model, folder / f"weights-{kind}-{accelerator.num_processes}")
-    print("same end")
 
 
 def check(accelerator, model, folder):
@@ -58,7 +63,3 @@ def check(accelerator, model, folder):
         for name, value in torch.load(path).items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-8)
     accelerator.wait_for_everyone()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "resume")

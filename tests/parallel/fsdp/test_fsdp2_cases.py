@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: adapters over a frozen model, fp16 with an overflow in one rank's shard, one plugin for two runs."""
+"""FSDP2: adapters over a frozen model, fp16 with an overflow in one rank's shard, one plugin for two runs."""
 
+import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -75,8 +77,11 @@ def token_loss(model, tokens):
     return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def check_adapters():
+@on_ranks(2)
+@pytest.mark.parametrize("late", [False, True], ids=["together", "the optimizer late"])
+def test_adapters(late):
     """Small matrices train beside a frozen model, and nothing else has gradients, state or messages."""
+    PartialState(cpu=True)
     torch.set_default_dtype(torch.float64)
     world, rank = dist.get_world_size(), dist.get_rank()
     plain = make_adapted()
@@ -89,42 +94,41 @@ def check_adapters():
             optimizer.step()
             optimizer.zero_grad()
 
-    for late in (False, True):
-        accelerator = fresh(
-            Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP"), gradient_accumulation_steps=ACCUMULATION
-        )
-        model = make_adapted()
-        if late:
-            model = accelerator.prepare(model)
-            optimizer = accelerator.prepare(torch.optim.AdamW(adapters(model), lr=0.05))
-        else:
-            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(adapters(model), lr=0.05))
-        # Before the first forward torch knows less of its units.
-        early = accelerator.explain().sections
-        assert any(title.startswith("messages") for title in early), list(early)
-        for tokens in token_batches(world):
-            with accelerator.accumulate(model):
-                accelerator.backward(token_loss(model, tokens.chunk(world)[rank]))
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
-                optimizer.step()
-                optimizer.zero_grad()
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        assert set(optimizer.optimizer.state) == set(adapters(model)) and len(adapters(model)) == 4
-        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-        state = accelerator.get_state_dict(model)
-        for name, value in state.items():
-            assert (value - plain.state_dict()[name]).abs().max() < 1e-8, name
-            moved = not torch.equal(value, before[name])
-            assert moved == (".up." in name or ".down." in name), name
-        report = accelerator.explain()
-        title = next(title for title in report.sections if title.startswith("messages"))
-        scattered = report.find(title, "reduce-scatter of gradients")
-        # The smaller matrix of each pair has three rows: four, where two ranks have equal parts.
-        sizes = [(p.shape[0] + world - 1) // world * world * p.shape[1] for p in adapters(model)]
-        assert scattered == f"2 messages, {sum(sizes) * 8} B", scattered
-        assert report.find(title, "all-gather of parameters").startswith("about"), "a unit trains nothing"
-        accelerator.free_memory()
+    accelerator = fresh(
+        Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP"), gradient_accumulation_steps=ACCUMULATION
+    )
+    model = make_adapted()
+    if late:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(torch.optim.AdamW(adapters(model), lr=0.05))
+    else:
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(adapters(model), lr=0.05))
+    # Before the first forward torch knows less of its units.
+    early = accelerator.explain().sections
+    assert any(title.startswith("messages") for title in early), list(early)
+    for tokens in token_batches(world):
+        with accelerator.accumulate(model):
+            accelerator.backward(token_loss(model, tokens.chunk(world)[rank]))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert set(optimizer.optimizer.state) == set(adapters(model)) and len(adapters(model)) == 4
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    state = accelerator.get_state_dict(model)
+    for name, value in state.items():
+        assert (value - plain.state_dict()[name]).abs().max() < 1e-8, name
+        moved = not torch.equal(value, before[name])
+        assert moved == (".up." in name or ".down." in name), name
+    report = accelerator.explain()
+    title = next(title for title in report.sections if title.startswith("messages"))
+    scattered = report.find(title, "reduce-scatter of gradients")
+    # The smaller matrix of each pair has three rows: four, where two ranks have equal parts.
+    sizes = [(p.shape[0] + world - 1) // world * world * p.shape[1] for p in adapters(model)]
+    assert scattered == f"2 messages, {sum(sizes) * 8} B", scattered
+    assert report.find(title, "all-gather of parameters").startswith("about"), "a unit trains nothing"
+    accelerator.free_memory()
 
 
 class Overflowing(nn.Module):
@@ -149,9 +153,10 @@ def number_batches(ranks):
         yield x, y[:, :1]
 
 
-def check_overflow():
+@on_ranks(2)
+def test_overflow():
     """An overflow that one rank alone sees leaves the step out on all; parameters and scale are theirs alike."""
-    torch.set_default_dtype(torch.float32)
+    PartialState(cpu=True)
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     plain = Overflowing()
@@ -187,8 +192,10 @@ def check_overflow():
     accelerator.free_memory()
 
 
-def check_one_plugin_for_two_runs():
+@on_ranks(2)
+def test_one_plugin_for_two_runs():
     """What one run fills in is not the next one's."""
+    PartialState(cpu=True)
     plugin = Plugin(fsdp_version=2)
     for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", None)):
         accelerator = fresh(plugin, mixed_precision=precision)
@@ -200,16 +207,3 @@ def check_one_plugin_for_two_runs():
         assert another.name == "FSDP2" and another.plugin.mixed_precision_policy is policy
         assert another.full_outputs is accelerator.strategy.full_outputs is (precision != "no")
     assert plugin.mixed_precision_policy is None
-
-
-def main():
-    PartialState(cpu=True)
-    check_adapters()
-    check_overflow()
-    check_one_plugin_for_two_runs()
-    dist.barrier()
-    print("all equal")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run through FSDP1's settings, each going on from what the last one saved, against the plain loop (float64)."""
-
-import contextlib
-import sys
-import warnings
-from pathlib import Path
+"""FSDP1 through the Accelerator: the plain loop's parameters to 1e-8, saved and loaded by any other layout."""
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import on_ranks
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,6 +18,29 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 STEPS, ACCUMULATION, GLOBAL_BATCH, CLIP, WIDTH = 4, 2, 8, 0.05, 8
 BLOCKS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+FLAT, ORIGINAL = {"use_orig_params": False}, {"use_orig_params": True}
+SHARDED = {"state_dict_type": "SHARDED_STATE_DICT"}
+pytestmark = pytest.mark.usefixtures("float64")
+everywhere = on_ranks(2, thorough=[1, 4])
+
+
+def hybrid(world):
+    return ParallelismConfig(dp_replicate_size=2, dp_shard_size=2) if world == 4 else None
+
+
+def parts_of(world):
+    """The settings of each part of the run, the first of which all the others need."""
+    return [
+        ({**BLOCKS, **ORIGINAL, "sync_module_states": True, "activation_checkpointing": True}, {}),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 200, **FLAT, **SHARDED}, {}),
+        ({**BLOCKS, **ORIGINAL, **SHARDED, "sharding_strategy": "SHARD_GRAD_OP"}, {"late": True}),
+        ({**BLOCKS, **FLAT, "ignored_modules": "extra", "forward_prefetch": True}, {}),
+        ({**BLOCKS, **ORIGINAL, "sharding_strategy": "HYBRID_SHARD" if world == 4 else "NO_SHARD", **SHARDED},
+             {"layout": hybrid(world)}),
+        (None, {}),
+        ({**BLOCKS, **ORIGINAL, "state_dict_type": "LOCAL_STATE_DICT"}, {}),
+        ({"fsdp_version": 2, **BLOCKS}, {}),
+    ]  # fmt: skip
 
 
 class Block(nn.Module):
@@ -139,12 +159,53 @@ def compare(accelerator, model, expected, where):
             assert (state[name] - value).abs().max() < 1e-8, (where, name)
 
 
-def refusals(world):
+@pytest.fixture(scope="module")
+def expected(float64):
+    return reference(len(parts_of(1)))
+
+
+@everywhere
+def test_a_run_goes_on_through_all_settings(expected, nproc, tmp_path):
+    """Each part goes on from what the one before it has saved."""
+    PartialState(cpu=True)
+    for number, (options, others) in enumerate(parts_of(nproc)):
+        accelerator, model = run(number, options, tmp_path, expected, **others)
+        if number == 0:
+            assert isinstance(model, FullyShardedDataParallel) and type(accelerator.unwrap_model(model)) is Model
+            accelerator.save_model(model, tmp_path / "weights")
+    accelerator.wait_for_everyone()
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    assert {tuple(value.shape) for name, value in weights.items() if "blocks.0.up" in name} == {(24, 8), (24,)}
+    assert all(value.dtype is torch.float64 for value in weights.values())
+
+
+@everywhere
+def test_groups_of_parameters(expected, tmp_path):
+    PartialState(cpu=True)
+    run(0, {**BLOCKS, **ORIGINAL}, tmp_path, expected, groups=True)
+
+
+@on_ranks(2, thorough=[4])
+def test_weights_of_no_rank():
+    """Each module fills itself, alike on all ranks."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=1, cpu_ram_efficient_loading=True))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, 64), nn.LayerNorm(64), nn.Linear(64, 1))
+    state = accelerator.get_state_dict(accelerator.prepare(model))
+    if dist.get_rank() == 0:
+        limit = WIDTH**-0.5
+        assert 0.8 * limit < state["0.weight"].abs().max() <= limit and state["0.weight"].std() > limit / 3
+        assert torch.equal(state["1.weight"], torch.ones(64)) and torch.equal(state["1.bias"], torch.zeros(64))
+
+
+@on_ranks(2, thorough=[4])
+def test_refusals(nproc):
+    PartialState(cpu=True)
     with pytest.raises(ConfigurationError, match="cpu_offload"):
         make_accelerator({"cpu_offload": True})
     with pytest.raises(ConfigurationError, match="does not compose with tp"):
-        make_accelerator({}, parallelism_config=ParallelismConfig(dp_shard_size=1, tp_size=world))
-    accelerator = make_accelerator({"use_orig_params": False})
+        make_accelerator({}, parallelism_config=ParallelismConfig(dp_shard_size=1, tp_size=nproc))
+    accelerator = make_accelerator(FLAT)
     model = make_model()
     parameters = list(model.parameters())
     groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
@@ -154,7 +215,9 @@ def refusals(world):
         accelerator.prepare(make_model(), torch.optim.SGD(make_model().parameters(), lr=0.1))
 
 
-def low_precision(name):
+@everywhere
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_low_precision(name):
     """Trains in bf16 or fp16: the weights that the optimizer has stay fp32, and follow the plain run's roughly."""
     torch.set_default_dtype(torch.float32)
     accelerator = make_accelerator({**BLOCKS, "use_orig_params": True}, mixed_precision=name)
@@ -172,57 +235,3 @@ def low_precision(name):
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0], losses
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters())
-    torch.set_default_dtype(torch.float64)
-
-
-def from_nowhere():
-    """No rank has weights: each module fills itself, alike on all ranks."""
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=1, cpu_ram_efficient_loading=True))
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(WIDTH, 64), nn.LayerNorm(64), nn.Linear(64, 1))
-    state = accelerator.get_state_dict(accelerator.prepare(model))
-    if dist.get_rank() == 0:
-        limit = WIDTH**-0.5
-        assert 0.8 * limit < state["0.weight"].abs().max() <= limit and state["0.weight"].std() > limit / 3
-        assert torch.equal(state["1.weight"], torch.ones(64)) and torch.equal(state["1.bias"], torch.zeros(64))
-
-
-def main(folder):
-    torch.set_default_dtype(torch.float64)
-    warnings.simplefilter("ignore")
-    PartialState(cpu=True)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    sharded, flat = {"state_dict_type": "SHARDED_STATE_DICT"}, {"use_orig_params": False}
-    original = {"use_orig_params": True}
-    copies = ParallelismConfig(dp_replicate_size=2, dp_shard_size=world // 2) if world == 4 else None
-    parts = [
-        ({**BLOCKS, **original, "sync_module_states": True, "activation_checkpointing": True}, {}),
-        ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 200, **flat, **sharded}, {}),
-        ({**BLOCKS, **original, **sharded, "sharding_strategy": "SHARD_GRAD_OP"}, {"late": True}),
-        ({**BLOCKS, **flat, "ignored_modules": "extra", "forward_prefetch": True}, {}),
-        ({**BLOCKS, **original, "sharding_strategy": "HYBRID_SHARD" if copies else "NO_SHARD", **sharded},
-             {"layout": copies}),
-        (None, {}),
-        ({**BLOCKS, **original, "state_dict_type": "LOCAL_STATE_DICT"}, {}),
-        ({"fsdp_version": 2, **BLOCKS}, {}),
-    ]  # fmt: skip
-    expected = reference(len(parts))
-    with contextlib.redirect_stderr(sys.stdout):
-        for number, (options, others) in enumerate(parts):
-            accelerator, model = run(number, options, folder, expected, **others)
-            if number == 0:
-                assert isinstance(model, FullyShardedDataParallel) and type(accelerator.unwrap_model(model)) is Model
-                accelerator.save_model(model, folder / "weights")
-            print(f"part {number} equal", flush=True)
-        run(0, {**BLOCKS, **original}, folder, expected, groups=True)
-        if world > 1:
-            from_nowhere()
-            refusals(world)
-        low_precision("bf16")
-        low_precision("fp16")
-    print("all equal")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

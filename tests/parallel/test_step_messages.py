@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: all that a process group carries in an optimizer step of ours, against the same loop by hand.
+"""All that a process group carries in an optimizer step of ours, against the same loop by hand.
 
 A whole step: loader, accumulation, clipping, optimizer, schedule. Every call of the group is counted, with its bytes.
 """
@@ -7,8 +7,10 @@ A whole step: loader, accumulation, clipping, optimizer, schedule. Every call of
 import contextlib
 from collections import Counter
 
+import pytest
 import torch
 import torch.distributed as dist
+from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_leaves
@@ -177,24 +179,18 @@ def ours(kind, steps, precision, items):
     return windows
 
 
-def main():
+@on_ranks(2)
+@pytest.mark.parametrize(("steps", "precision"), [(1, "no"), (3, "no"), (3, "bf16")])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_messages_are_those_of_the_hand_written_step(kind, steps, precision):
     dist.Backend.register_backend("counting", make_group, devices=["cpu"])
     dist.init_process_group("counting")
-    for kind in ("ddp", "fsdp"):
-        for steps, precision in ((1, "no"), (3, "no"), (3, "bf16")):
-            expected = by_hand(kind, steps, precision)
-            assert len(expected) == 9 // steps and all(expected), expected
-            SENT.clear()
-            found = ours(kind, steps, precision, items=False)
-            assert found[1:] == expected[1:], (kind, steps, precision, found[1], expected[1])
-            counted_items = ours(kind, steps, precision, items=True)
-            # The number of items: one double, summed while the backward runs.
-            with_count = [dict(Counter(window) + Counter({("allreduce", 8): 1})) for window in expected]
-            assert counted_items[1:] == with_count[1:], (kind, steps, precision, counted_items[1], expected[1])
-            print(kind, steps, precision, found[-1], flush=True)
-    dist.barrier()
-    print("all equal")
-
-
-if __name__ == "__main__":
-    main()
+    expected = by_hand(kind, steps, precision)
+    assert len(expected) == 9 // steps and all(expected), expected
+    SENT.clear()
+    found = ours(kind, steps, precision, items=False)
+    assert found[1:] == expected[1:]
+    counted_items = ours(kind, steps, precision, items=True)
+    # The number of items: one double, summed while the backward runs.
+    with_count = [dict(Counter(window) + Counter({("allreduce", 8): 1})) for window in expected]
+    assert counted_items[1:] == with_count[1:]

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: training with split sequences against the plain loop over whole ones, in float64 to 1e-8."""
+"""Training with split sequences against the plain loop over whole ones, in float64 to 1e-8."""
 
 import itertools
 import sys
 from pathlib import Path
 from unittest import mock
 
-import context_attention
+import pytest
 import torch
 import torch.nn.functional as F
+from rank_pool import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,12 +17,12 @@ from accelerate import Accelerator
 from accelerate.config.parallel import TorchContextParallelConfig
 from accelerate.core.errors import ConfigurationError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "parallel"))
+sys.path.append(str(Path(__file__).parents[3] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
 
 BATCH, LENGTH, VOCABULARY, ACCUMULATION, CLIP, STEPS, SHORT = 4, 16, 32, 2, 0.1, 20, 5
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def build():
@@ -63,8 +64,6 @@ def plain_run(steps, mean_of_batches):
 
 
 def start(**kwargs):
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
     strategy = kwargs.pop("strategy", None)
     precision = kwargs.pop("mixed_precision", None)
     handler = {} if strategy is None else {"cp_handler": TorchContextParallelConfig(strategy)}
@@ -105,42 +104,50 @@ def run(accelerator, steps, mean_of_batches=False):
     return model, optimizer, norms
 
 
-def check(what, accelerator, model, norms, expected, tolerance=1e-8):
+def compare(accelerator, model, norms, expected, tolerance=1e-8):
     state = accelerator.get_state_dict(model)
     torch.testing.assert_close(torch.stack(norms), torch.stack(expected[1][: len(norms)]), rtol=tolerance, atol=0)
     if accelerator.is_main_process:
         assert set(state) == set(expected[0])
         for name, value in expected[0].items():
             difference = (state[name] - value).abs().max().item()
-            assert difference <= tolerance, f"{what}: {name} is off by {difference}"
-    print(what, "equal")
+            assert difference <= tolerance, f"{name} is off by {difference}"
 
 
-def two():
-    expected, means = plain_run(STEPS, False), plain_run(STEPS, True)
-    for sizes in (
-        {"cp_size": 2, "strategy": "allgather"},
-        {"cp_size": 2, "strategy": "alltoall"},
-        {"sp_size": 2},
-    ):
-        accelerator = start(**sizes)
-        assert accelerator.strategy.data_shard == (0, 1) and accelerator.strategy.gradient_ranks == 2
-        model, _, norms = run(accelerator, STEPS)
-        check(str(sizes), accelerator, model, norms, expected)
-        told = str(accelerator.explain())
-        assert ("heads for rows over sp" if "sp_size" in sizes else "keys and values over cp") in told, told
-    check_random(cp_size=2)
-    check_random(sp_size=2)
+@pytest.fixture(scope="module")
+def expected(float64):
+    return plain_run(STEPS, False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"cp_size": 2, "strategy": "allgather"}, {"cp_size": 2, "strategy": "alltoall"}, {"sp_size": 2}],
+    ids=["allgather", "alltoall", "sp"],
+)
+def test_two_ranks(sizes, expected):
+    accelerator = start(**sizes)
+    assert accelerator.strategy.data_shard == (0, 1) and accelerator.strategy.gradient_ranks == 2
+    model, _, norms = run(accelerator, STEPS)
+    compare(accelerator, model, norms, expected)
+    told = str(accelerator.explain())
+    assert ("heads for rows over sp" if "sp_size" in sizes else "keys and values over cp") in told, told
+
+
+@on_ranks(2)
+def test_means_of_batches():
     accelerator = start(cp_size=2, strategy="alltoall")
     model, _, norms = run(accelerator, STEPS, mean_of_batches=True)
-    check("means", accelerator, model, norms, means)
-    # In bf16 the curve is the same one, roughly.
+    compare(accelerator, model, norms, plain_run(STEPS, True))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
+def test_bf16_follows_roughly(size):
     torch.set_default_dtype(torch.float32)
-    for sizes in ({"cp_size": 2}, {"sp_size": 2}):
-        accelerator = start(mixed_precision="bf16", **sizes)
-        model, _, norms = run(accelerator, 4)
-        expected = torch.stack(plain_run(4, False)[1])
-        torch.testing.assert_close(torch.stack(norms), expected, rtol=0.05, atol=0)
+    _, _, norms = run(start(mixed_precision="bf16", **{size: 2}), 4)
+    expected = torch.stack(plain_run(4, False)[1])
+    torch.testing.assert_close(torch.stack(norms), expected, rtol=0.05, atol=0)
 
 
 class Dropping(nn.Module):
@@ -162,8 +169,11 @@ class Dropping(nn.Module):
         return F.scaled_dot_product_attention(shown * 0, shown, shown, dropout_p=self.attention), x
 
 
-def check_random(**sizes):
+@on_ranks(2)
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
+def test_random(size):
     """Dropout differs along the sequence, is the same when it is computed again, and moves nothing else apart."""
+    sizes = {size: 2}
     accelerator = start(**sizes)
     model = accelerator.prepare(Dropping(0.5 if "sp_size" in sizes else 0.0))
     plain = accelerator.unwrap_model(model)
@@ -202,47 +212,47 @@ def check_random(**sizes):
         plain.attention = 0.0
         model(x)
         assert torch.equal(before, torch.get_rng_state())
-        try:
+        with pytest.raises(ConfigurationError):
             model(torch.ones(2, 3, LENGTH))
-        except ConfigurationError:
-            assert torch.equal(before, torch.get_rng_state())
-        else:
-            raise AssertionError("accepted a part of a part")
+        assert torch.equal(before, torch.get_rng_state())
 
 
-def four(folder):
-    expected = plain_run(STEPS, False)
-    for sizes in (
-        {"cp_size": 4, "strategy": "alltoall"},
-        {"sp_size": 4},
-        {"sp_size": 2, "dp_shard_size": 2},
-        {"cp_size": 2, "tp_size": 2},
-        {"cp_size": 2, "dp_replicate_size": 2},
-        {"cp_size": 2, "dp_shard_size": 2},
-    ):
-        accelerator = start(**sizes)
-        short = "dp_replicate_size" in sizes or "tp_size" in sizes
-        model, _, norms = run(accelerator, SHORT if short else STEPS)
-        check(str(sizes), accelerator, model, norms, plain_run(SHORT, False) if short else expected)
-    accelerator.save_state(folder / "state")
+FOUR = {
+    "alltoall": {"cp_size": 4, "strategy": "alltoall"},
+    "sp": {"sp_size": 4},
+    "sp x fsdp": {"sp_size": 2, "dp_shard_size": 2},
+    "cp x tp": {"cp_size": 2, "tp_size": 2},
+    "cp x dp": {"cp_size": 2, "dp_replicate_size": 2},
+}
 
 
-def one(folder):
-    """What two data shards times two parts of the sequence have saved is a plain state."""
-    expected, _ = plain_run(STEPS, False)
+@on_ranks(4)
+@pytest.mark.parametrize("what", FOUR)
+def test_four_ranks(what, expected):
+    short = what in ("cp x tp", "cp x dp")
+    accelerator = start(**FOUR[what])
+    model, _, norms = run(accelerator, SHORT if short else STEPS)
+    compare(accelerator, model, norms, plain_run(SHORT, False) if short else expected)
+
+
+def test_a_checkpoint_of_four_ranks_is_a_plain_state(ranks, expected, tmp_path):
+    ranks(4).run(save, expected, tmp_path)
+    ranks(1).run(load, expected, tmp_path)
+
+
+def save(expected, folder):
+    """Two data shards times two parts of the sequence."""
+    accelerator = start(cp_size=2, dp_shard_size=2)
+    model, _, norms = run(accelerator, STEPS)
+    compare(accelerator, model, norms, expected)
+    accelerator.save_state(folder)
+
+
+def load(expected, folder):
     accelerator = Accelerator(cpu=True)
     model = build()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    accelerator.load_state(folder / "state")
+    accelerator.load_state(folder)
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-8)
+        torch.testing.assert_close(value, expected[0][name], rtol=0, atol=1e-8)
     assert all(int(state["step"]) == STEPS for state in optimizer.state.values())
-
-
-if __name__ == "__main__":
-    torch.set_default_dtype(torch.float64)
-    world = PartialState(cpu=True).num_processes
-    if world > 1:
-        context_attention.main()
-    {1: one, 2: lambda folder: two(), 4: four}[world](Path(sys.argv[1]))
-    print("all equal")

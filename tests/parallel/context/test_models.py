@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each of two ranks: models of transformers with split sequences against themselves; loaders that split; refusals."""
+"""Two ranks: models of transformers with split sequences against themselves; loaders that split; refusals."""
 
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
+from rank_pool import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
 
 from accelerate import Accelerator
 from accelerate.config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.data_loader import skip_first_batches
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
+
+transformers = pytest.importorskip("transformers")
+PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral")
 
 BATCH, LENGTH, VOCABULARY, STEPS = 3, 16, 32, 4
 SIZES = {
@@ -43,7 +38,9 @@ def start(**sizes):
 
 def llama(**options):
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "attn_implementation": "sdpa", **options})).train()
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**{**SIZES, "attn_implementation": "sdpa", **options})
+    ).train()
 
 
 def batches(padding):
@@ -59,8 +56,20 @@ def batches(padding):
         yield ids, mask, labels
 
 
-def check_llama(accelerator, padding, checkpointing=False, shift=True):
-    what = f"{accelerator.parallelism_config} padding={padding} checkpointing={checkpointing}"
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("sizes", "padding", "checkpointing", "shift"),
+    [
+        ({"cp_size": 2}, "none", False, True),
+        ({"cp_size": 2}, "behind", True, True),
+        ({"cp_size": 2, "strategy": "allgather"}, "before", False, False),
+        ({"sp_size": 2}, "behind", True, False),
+        ({"sp_size": 2}, "before", False, True),
+    ],
+    ids=["ring", "ring, padded behind", "gather, padded before", "heads, padded behind", "heads, padded before"],
+)
+def test_llama(sizes, padding, checkpointing, shift):
+    accelerator = start(**sizes)
     plain, model = llama(), llama()
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -86,28 +95,30 @@ def check_llama(accelerator, padding, checkpointing=False, shift=True):
             # Outside of the block the layers are computed again as inside.
             accelerator.backward(out.loss, num_items=items)
         seen = layout.take(expected.logits, 1)[mask.bool()]
-        torch.testing.assert_close(out.logits[mask.bool()], seen, rtol=1e-4, atol=1e-5, msg=what)
+        torch.testing.assert_close(out.logits[mask.bool()], seen, rtol=1e-4, atol=1e-5)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     state = accelerator.get_state_dict(model)
     for name, value in plain.state_dict().items() if accelerator.is_main_process else ():
-        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-4, msg=f"{what}: {name}")
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-4, msg=name)
 
 
 def mistral():
     torch.manual_seed(0)
-    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=5, attn_implementation="sdpa")).train()
+    return transformers.MistralForCausalLM(
+        transformers.MistralConfig(**SIZES, sliding_window=5, attn_implementation="sdpa")
+    ).train()
 
 
 def gemma():
     """Layers with a window, and one without. Gradients of its norms are computed in float32."""
     torch.manual_seed(0)
     kinds = ["sliding_attention", "full_attention"]
-    config = Gemma3TextConfig(
+    config = transformers.Gemma3TextConfig(
         **SIZES, head_dim=4, layer_types=kinds, sliding_window=4, query_pre_attn_scalar=4, attn_implementation="sdpa"
     )
-    return Gemma3ForCausalLM(config).train()
+    return transformers.Gemma3ForCausalLM(config).train()
 
 
 def documents():
@@ -125,9 +136,33 @@ def loss_of(logits, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def check_masks(build, padding="none", packed=False, mask=None, checkpointing=False, tolerance=1e-8):
+def own_mask():
+    seen = torch.ones(1, 1, LENGTH, LENGTH).tril().bool() & (torch.arange(LENGTH) != 3)
+    seen[..., 3, 3] = True
+    return seen.expand(BATCH, 1, LENGTH, LENGTH)
+
+
+MASKS = {
+    "a window": (mistral, {}),
+    "a window, padded": (mistral, {"padding": "before", "checkpointing": True}),
+    "windows and none": (gemma, {"padding": "behind", "tolerance": 1e-6}),
+    "windows and none, packed": (gemma, {"packed": True, "tolerance": 1e-6}),
+    "packed": (llama, {"packed": True, "checkpointing": True}),
+    "a mask": (llama, {"mask": own_mask()}),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["ring", "gather", "heads"])
+@pytest.mark.parametrize("what", MASKS)
+def test_masks(what, kind):
     """In float64, gradients and logits of what a model of transformers masks against itself alone."""
     torch.set_default_dtype(torch.float64)
+    build, options = MASKS[what]
+    check_masks(build, kind, **options)
+
+
+def check_masks(build, kind, padding="none", packed=False, mask=None, checkpointing=False, tolerance=1e-8):
     ids, keep, labels = next(batches(padding))
     inputs = {"input_ids": ids}
     options = {"use_cache": not packed}  # beside a cache transformers takes no sequences for packed
@@ -141,35 +176,34 @@ def check_masks(build, padding="none", packed=False, mask=None, checkpointing=Fa
     plain = build()
     expected = plain(**inputs, **options).logits
     loss_of(expected, labels).backward()
-    for kind in ("ring", "gather", "heads"):
-        accelerator = start(sp_size=2) if kind == "heads" else start(
-            cp_size=2, strategy={"ring": "alltoall", "gather": "allgather"}[kind]
-        )  # fmt: skip
-        model = build()
+    accelerator = start(sp_size=2) if kind == "heads" else start(
+        cp_size=2, strategy={"ring": "alltoall", "gather": "allgather"}[kind]
+    )  # fmt: skip
+    model = build()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    model = accelerator.prepare(model)
+    layout = accelerator.strategy.sequence.layout
+    own = {name: value.clone() for name, value in inputs.items()}
+    own["shift_labels"] = labels.clone()
+    buffers = [value for value in own.values() if value.dim() == 2]
+    with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), no_restore_buffers=set(buffers)):
+        shift_labels = own.pop("shift_labels")
         if checkpointing:
-            model.gradient_checkpointing_enable()
-        model = accelerator.prepare(model)
-        layout = accelerator.strategy.sequence.layout
-        own = {name: value.clone() for name, value in inputs.items()}
-        own["shift_labels"] = labels.clone()
-        buffers = [value for value in own.values() if value.dim() == 2]
-        with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), no_restore_buffers=set(buffers)):
-            shift_labels = own.pop("shift_labels")
-            if checkpointing:
-                # No longer buffers: positions of other ranks are fetched.
-                own = {name: value.clone() for name, value in own.items()}
-            logits = model(**own, **options).logits
-            # A rank's loss is a part of a sum, and gradients are means over the ranks.
-            accelerator.backward(loss_of(logits, shift_labels) * 2)
-        seen = layout.take(keep, 1).bool()
-        torch.testing.assert_close(logits[seen], layout.take(expected, 1)[seen], rtol=0, atol=1e-10)
-        for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            whole = parameter.grad.full_tensor()
-            torch.testing.assert_close(whole, other.grad, rtol=0, atol=tolerance, msg=lambda m: f"{kind} {name}: {m}")  # noqa: B023
-    torch.set_default_dtype(torch.float32)
+            # No longer buffers: positions of other ranks are fetched.
+            own = {name: value.clone() for name, value in own.items()}
+        logits = model(**own, **options).logits
+        # A rank's loss is a part of a sum, and gradients are means over the ranks.
+        accelerator.backward(loss_of(logits, shift_labels) * 2)
+    seen = layout.take(keep, 1).bool()
+    torch.testing.assert_close(logits[seen], layout.take(expected, 1)[seen], rtol=0, atol=1e-10)
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        whole = parameter.grad.full_tensor()
+        torch.testing.assert_close(whole, other.grad, rtol=0, atol=tolerance, msg=f"{name}: {{}}".format)
 
 
-def check_loader():
+@on_ranks(2)
+def test_loader():
     """Batches split by the loader; whole batches beside them are computed as ever."""
     accelerator = start(sp_size=2)
     plain, model = llama(), llama()
@@ -249,56 +283,61 @@ class Layer(nn.Module):
         return F.scaled_dot_product_attention(q, keys, keys, **options)
 
 
-def check_refusals():
+@on_ranks(2)
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
+def test_refusals(size):
     refused("mutually exclusive", lambda: ParallelismConfig(cp_size=2, sp_size=2))
-    for size in ("cp_size", "sp_size"):
-        accelerator = start(**{size: 2})
-        accelerator.strategy.sequence._said = True
+    accelerator = start(**{size: 2})
+    accelerator.strategy.sequence._said = True
 
-        def call(layer, shape=(2, 16, 12), **options):
-            model = accelerator.prepare(layer)  # noqa: B023
-            x = torch.randn(shape)
-            with accelerator.maybe_context_parallel([x], options.pop("dims", [1])):  # noqa: B023
-                model(options.pop("input", x))
+    def call(layer, shape=(2, 16, 12), **options):
+        model = accelerator.prepare(layer)
+        x = torch.randn(shape)
+        with accelerator.maybe_context_parallel([x], options.pop("dims", [1])):
+            model(options.pop("input", x))
 
-        call(Layer(4, is_causal=True))
-        call(Layer(4, attn_mask=torch.ones(8, 8, dtype=torch.bool).tril()))
-        odd = 15 if size == "sp_size" else 14
-        refused(f"has {odd} rows ... multiple of ... {size}=2", lambda: call(Layer(), (2, odd, 12)))  # noqa: B023
-        refused(f"no attention of ... {size}=2", lambda: call(Layer(eager=True)))
-        refused("no cross-attention", lambda: call(Layer(4, cross=True)))
-        refused("over 16 rows ... buffers", lambda: call(Layer(4), input=torch.randn(2, 16, 12)))
-        refused("neither causal nor all true", lambda: call(Layer(4, attn_mask=torch.eye(8, dtype=torch.bool))))
-        refused("a bias", lambda: call(Layer(4, attn_mask=torch.randn(8, 8))))
-        refused("buffer_seq_dims[0]=3", lambda: call(Layer(4), dims=[3]))
-        refused("1 buffers and 2", lambda: call(Layer(4), dims=[1, 1]))
-        whole = torch.randn(2, 16, 12)
-        refused("no buffers", lambda: accelerator.maybe_context_parallel().__enter__())  # noqa: B023
-        refused(
-            "one sequence: ... has 16 ... has 8",
-            lambda: accelerator.maybe_context_parallel([whole, whole[:, :8]], [1, 1]).__enter__(),  # noqa: B023
-        )
-        refused(
-            "takes part in autograd",
-            lambda: accelerator.maybe_context_parallel([whole.clone().requires_grad_()], [1]).__enter__(),  # noqa: B023
-        )
-        refused(
-            "some of its buffers",
-            lambda: accelerator.maybe_context_parallel([whole], [1], {whole.clone()}).__enter__(),  # noqa: B023
-        )
-        refused("'eager' ... sdpa", lambda: accelerator.prepare(llama(attn_implementation="eager")), PrepareError)  # noqa: B023
-        capped = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=4))
-        refused("'eager' ... no such implementation", lambda: accelerator.prepare(capped), PrepareError)  # noqa: B023
-        state = llama()
-        state.config.layer_types = ["full_attention", "linear_attention"]
-        refused("linear_attention", lambda: accelerator.prepare(state), PrepareError)  # noqa: B023
-        assert F.scaled_dot_product_attention.__module__ != "accelerate.parallel.context.region"
-        if size == "cp_size":
-            refused("dropout_p=0.5", lambda: call(Layer(4, dropout_p=0.5)))
-        else:
-            refused("sp_size=2 does not divide the 3", lambda: call(Layer(3)))
-            call(Layer(4, dropout_p=0.5))
-            call(Layer(4, attn_mask=torch.randn(4, 16, 16)))
+    call(Layer(4, is_causal=True))
+    call(Layer(4, attn_mask=torch.ones(8, 8, dtype=torch.bool).tril()))
+    odd = 15 if size == "sp_size" else 14
+    refused(f"has {odd} rows ... multiple of ... {size}=2", lambda: call(Layer(), (2, odd, 12)))
+    refused(f"no attention of ... {size}=2", lambda: call(Layer(eager=True)))
+    refused("no cross-attention", lambda: call(Layer(4, cross=True)))
+    refused("over 16 rows ... buffers", lambda: call(Layer(4), input=torch.randn(2, 16, 12)))
+    refused("neither causal nor all true", lambda: call(Layer(4, attn_mask=torch.eye(8, dtype=torch.bool))))
+    refused("a bias", lambda: call(Layer(4, attn_mask=torch.randn(8, 8))))
+    refused("buffer_seq_dims[0]=3", lambda: call(Layer(4), dims=[3]))
+    refused("1 buffers and 2", lambda: call(Layer(4), dims=[1, 1]))
+    whole = torch.randn(2, 16, 12)
+    refused("no buffers", lambda: accelerator.maybe_context_parallel().__enter__())
+    refused(
+        "one sequence: ... has 16 ... has 8",
+        lambda: accelerator.maybe_context_parallel([whole, whole[:, :8]], [1, 1]).__enter__(),
+    )
+    refused(
+        "takes part in autograd",
+        lambda: accelerator.maybe_context_parallel([whole.clone().requires_grad_()], [1]).__enter__(),
+    )
+    refused(
+        "some of its buffers",
+        lambda: accelerator.maybe_context_parallel([whole], [1], {whole.clone()}).__enter__(),
+    )
+    refused("'eager' ... sdpa", lambda: accelerator.prepare(llama(attn_implementation="eager")), PrepareError)
+    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=4))
+    refused("'eager' ... no such implementation", lambda: accelerator.prepare(capped), PrepareError)
+    state = llama()
+    state.config.layer_types = ["full_attention", "linear_attention"]
+    refused("linear_attention", lambda: accelerator.prepare(state), PrepareError)
+    assert F.scaled_dot_product_attention.__module__ != "accelerate.parallel.context.region"
+    if size == "cp_size":
+        refused("dropout_p=0.5", lambda: call(Layer(4, dropout_p=0.5)))
+    else:
+        refused("sp_size=2 does not divide the 3", lambda: call(Layer(3)))
+        call(Layer(4, dropout_p=0.5))
+        call(Layer(4, attn_mask=torch.randn(4, 16, 16)))
+
+
+@on_ranks(2)
+def test_options_that_are_not_met_are_refused():
     fixed = DeepSpeedSequenceParallelConfig(sp_seq_length=32, sp_seq_length_is_variable=False)
     accelerator = start(sp_size=2, sp_handler=fixed)
     refused("sp_seq_length=32", lambda: accelerator.maybe_context_parallel([torch.ones(1, 16)], [1]).__enter__())
@@ -306,7 +345,8 @@ def check_refusals():
     refused("flash_attention_2", lambda: start(sp_size=2, sp_handler=flash))
 
 
-def check_late_backward():
+@on_ranks(2)
+def test_late_backward():
     """Outside of the block the token ids are whole again: torch notices, instead of a wrong gradient."""
     accelerator = start(cp_size=2)
     model = accelerator.prepare(llama())
@@ -315,35 +355,6 @@ def check_late_backward():
         refused("no input of ... 8 of the 16 rows", lambda: model(ids))
     with accelerator.maybe_context_parallel([ids], [1]):
         loss = model(ids).logits.square().mean()
-    try:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         accelerator.backward(loss)
-    except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)
-    else:
-        raise AssertionError("a backward through token ids that are whole again")
     assert math.isfinite(loss.item())
-
-
-def main():
-    PartialState(cpu=True)
-    check_llama(start(cp_size=2), "none")
-    check_llama(start(cp_size=2), "behind", checkpointing=True)
-    check_llama(start(cp_size=2, strategy="allgather"), "before", shift=False)
-    check_llama(start(sp_size=2), "behind", checkpointing=True, shift=False)
-    check_llama(start(sp_size=2), "before")
-    check_masks(mistral)
-    check_masks(mistral, "before", checkpointing=True)
-    check_masks(gemma, "behind", tolerance=1e-6)
-    check_masks(gemma, packed=True, tolerance=1e-6)
-    check_masks(llama, packed=True, checkpointing=True)
-    own = torch.ones(1, 1, LENGTH, LENGTH).tril().bool() & (torch.arange(LENGTH) != 3)
-    own[..., 3, 3] = True
-    check_masks(llama, mask=own.expand(BATCH, 1, LENGTH, LENGTH))
-    check_loader()
-    check_refusals()
-    check_late_backward()
-    print("all equal")
-
-
-if __name__ == "__main__":
-    main()
