@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: one unchanged loop under one layout after another, against the plain loop in float64, to 1e-8.
-
-`layouts.py FOLDER` on 4 ranks trains in each layout, saves one of them and loads it into others. A run that goes from
-layout to layout, pipelines and split sequences among them, is in `chain.py`.
-"""
+"""One unchanged loop in each layout of 4 ranks, against the plain loop in float64, to 1e-8."""
 
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
+from rank_pool import on_ranks
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
@@ -21,10 +19,11 @@ from accelerate.config.training import TorchDynamoPlugin
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "parallel"))
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
 
 BATCH, LENGTH, STEPS, ACCUMULATION, CLIP = 8, 6, 20, 2, 0.3
+pytestmark = pytest.mark.usefixtures("float64")
 CONFIG = LlamaConfig(vocabulary=16, width=16, hidden=24, layers=2)
 # What each layout asks for: sizes, FSDP or not, options of tensor parallelism.
 LAYOUTS = {
@@ -147,72 +146,6 @@ def check_share(accelerator, model, what):
     return held / whole
 
 
-def train_all(folder):
-    references = {steps: plain(steps) for steps in (STEPS, 6)}
-    tied, _ = plain(steps=4, tied=True)
-    for number, (what, layout) in enumerate(LAYOUTS.items()):
-        # Options of tensor parallelism: a shorter run of a layout that has its long one.
-        steps = 6 if layout[2] else STEPS
-        expected, losses = references[steps]
-        accelerator = start(layout)
-        # Other ranks start from other weights: the first one's count.
-        parts = prepared(accelerator, seed=accelerator.process_index)
-        share = check_share(accelerator, parts[0], what)
-        found = train(accelerator, parts, steps, inside=number % 3 < 2)
-        if number % 3 < 2:
-            assert max(abs(a.item() - b) for a, b in zip(found, losses, strict=True)) < 1e-9, what
-        state = accelerator.get_state_dict(parts[0])
-        if accelerator.is_main_process:
-            off = distance(state, expected)
-            print(f"{what}: off by {off:.1e}, a rank holds {share:.3f} of the model")
-            assert off <= 1e-8, f"{what}: parameters are off by {off}"
-        if what == "fsdp x tp":
-            accelerator.save_state(folder / "saved")
-            optimizer = accelerator.strategy.optimizer_state_dict(parts[0], parts[1].optimizer)
-            if accelerator.is_main_process:
-                torch.save((expected, optimizer), folder / "expected.pt")
-        accelerator.wait_for_everyone()
-    for what in ("tp", "fsdp x tp, loss"):
-        accelerator = start(LAYOUTS[what])
-        parts = prepared(accelerator, seed=accelerator.process_index, tied=True)
-        train(accelerator, parts, steps=4)
-        state = accelerator.get_state_dict(parts[0])
-        assert not state or distance(state, tied) <= 1e-8, f"{what}, tied"
-
-
-def compiled():
-    """Compiled by regions under both at once, with nothing compiled after the first window."""
-    expected, _ = plain(steps=3)
-    accelerator = start(LAYOUTS["fsdp x tp"], compiled=True)
-    parts = prepared(accelerator, seed=accelerator.process_index)
-    train(accelerator, parts, steps=1)
-    graphs = counters["stats"]["unique_graphs"]
-    train(accelerator, (*parts[:-1], accelerator.skip_first_batches(parts[-1], ACCUMULATION)), steps=2)
-    assert graphs > 0 and counters["stats"]["unique_graphs"] == graphs, counters["stats"]
-    state = accelerator.get_state_dict(parts[0])
-    assert not state or distance(state, expected) <= 1e-8, "compiled"
-
-
-def low_precision():
-    """bf16 and fp16 compute near what fp32 does."""
-    torch.set_default_dtype(torch.float32)
-    _, losses = plain(steps=5)
-    for precision, names in (
-        ("bf16", ("fsdp x tp, sequence", "tp, sequence and loss")),
-        ("fp16", ("tp", "fsdp x tp", "hsdp")),
-    ):
-        for what in names:
-            accelerator = start(LAYOUTS[what], precision)
-            parts = prepared(accelerator, seed=accelerator.process_index)
-            found = train(accelerator, parts, steps=5)
-            assert all(p.dtype == torch.float32 for p in parts[0].parameters()), what
-            off = max(abs(a.item() - b) for a, b in zip(found, losses, strict=False))
-            assert 0 < off < 0.05, f"{what} in {precision}: losses are off by {off}"
-            if precision == "fp16":
-                check_overflow(what, accelerator, *parts[:2])
-    torch.set_default_dtype(torch.float64)
-
-
 def check_overflow(what, accelerator, model, optimizer):
     """A gradient that is not finite in one rank's part leaves the step out on all of them."""
     before = [local(parameter).clone() for parameter in model.parameters()]
@@ -228,36 +161,98 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def load(layout, what, folder):
-    """What another layout saved: parameters and optimizer state, and it trains on."""
+@pytest.fixture(scope="module")
+def references(float64):
+    return {steps: plain(steps) for steps in (STEPS, 6)}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("what", LAYOUTS)
+def test_one_loop_in_every_layout(what, references):
+    layout = LAYOUTS[what]
+    # Options of tensor parallelism: a shorter run of a layout that has its long one.
+    steps = 6 if layout[2] else STEPS
+    inside = list(LAYOUTS).index(what) % 3 < 2
+    expected, losses = references[steps]
     accelerator = start(layout)
+    # Other ranks start from other weights: the first one's count.
+    parts = prepared(accelerator, seed=accelerator.process_index)
+    check_share(accelerator, parts[0], what)
+    found = train(accelerator, parts, steps, inside=inside)
+    if inside:
+        assert max(abs(a.item() - b) for a, b in zip(found, losses, strict=True)) < 1e-9
+    state = accelerator.get_state_dict(parts[0])
+    assert not accelerator.is_main_process or distance(state, expected) <= 1e-8
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("what", ["tp", "fsdp x tp, loss"])
+def test_tied(what):
+    expected, _ = plain(steps=4, tied=True)
+    accelerator = start(LAYOUTS[what])
+    parts = prepared(accelerator, seed=accelerator.process_index, tied=True)
+    train(accelerator, parts, steps=4)
+    state = accelerator.get_state_dict(parts[0])
+    assert not accelerator.is_main_process or distance(state, expected) <= 1e-8
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("into", ["fsdp", "tp"])
+def test_what_one_layout_has_saved_another_loads(into, tmp_path):
+    """Parameters and optimizer state, and it trains on."""
+    accelerator = start(LAYOUTS["fsdp x tp"])
+    parts = prepared(accelerator, seed=0)
+    train(accelerator, parts, steps=4)
+    accelerator.save_state(tmp_path)
+    saved = accelerator.strategy.optimizer_state_dict(parts[0], parts[1].optimizer)
+    expected, _ = plain(steps=4)
+    accelerator = start(LAYOUTS[into])
     parts = prepared(accelerator, seed=5)
-    accelerator.load_state(folder / "saved")
+    accelerator.load_state(tmp_path)
     model, optimizer = parts[0], parts[1].optimizer
     state = accelerator.get_state_dict(model)
     own = accelerator.strategy.optimizer_state_dict(model, optimizer)
     if accelerator.is_main_process:
-        expected, saved = torch.load(folder / "expected.pt", weights_only=False)
-        assert distance(state, expected) <= 1e-8, what
-        assert own["state"].keys() == saved["state"].keys(), what
+        assert distance(state, expected) <= 1e-8
+        assert own["state"].keys() == saved["state"].keys()
         for key, values in saved["state"].items():
             for name, value in values.items():
-                assert torch.equal(own["state"][key][name], value), f"{what}: {name} of parameter {key}"
-        assert own["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"], what
+                assert torch.equal(own["state"][key][name], value), f"{name} of parameter {key}"
+        assert own["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"]
     train(accelerator, parts, steps=1)
-    print(f"loaded into {what}")
 
 
-def main(folder):
-    torch.set_default_dtype(torch.float64)
-    PartialState(cpu=True)
-    train_all(folder)
-    for what in ("fsdp", "tp"):
-        load(LAYOUTS[what], what, folder)
-    compiled()
-    low_precision()
-    print("all equal")
+@on_ranks(4)
+def test_compiled():
+    """Compiled by regions under both at once, with nothing compiled after the first window."""
+    expected, _ = plain(steps=3)
+    accelerator = start(LAYOUTS["fsdp x tp"], compiled=True)
+    parts = prepared(accelerator, seed=accelerator.process_index)
+    train(accelerator, parts, steps=1)
+    graphs = counters["stats"]["unique_graphs"]
+    train(accelerator, (*parts[:-1], accelerator.skip_first_batches(parts[-1], ACCUMULATION)), steps=2)
+    assert graphs > 0 and counters["stats"]["unique_graphs"] == graphs, counters["stats"]
+    state = accelerator.get_state_dict(parts[0])
+    assert not state or distance(state, expected) <= 1e-8
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("precision", "what"),
+    [
+        *(("bf16", what) for what in ("fsdp x tp, sequence", "tp, sequence and loss")),
+        *(("fp16", what) for what in ("tp", "fsdp x tp", "hsdp")),
+    ],
+)
+def test_low_precision(precision, what):
+    """bf16 and fp16 compute near what fp32 does."""
+    torch.set_default_dtype(torch.float32)
+    _, losses = plain(steps=5)
+    accelerator = start(LAYOUTS[what], precision)
+    parts = prepared(accelerator, seed=accelerator.process_index)
+    found = train(accelerator, parts, steps=5)
+    assert all(p.dtype == torch.float32 for p in parts[0].parameters())
+    off = max(abs(a.item() - b) for a, b in zip(found, losses, strict=False))
+    assert 0 < off < 0.05
+    if precision == "fp16":
+        check_overflow(what, accelerator, *parts[:2])
