@@ -215,10 +215,10 @@ class Ranks:
             TypeError: the function or an argument cannot be sent.
         """
         __tracebackhide__ = True
-        limit = round(min(timeout, self._deadline - time.monotonic()), 1)
         job = _job(function, args, kwargs)
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             with self._started(Path(folder), job, env) as ranks:
+                limit = round(min(timeout, self._deadline - time.monotonic()), 1)
                 reason = self._follow(ranks, limit)
             self.outputs = [Output(rank.read("out"), rank.read("err")) for rank in ranks]
             failure = _failure(ranks, reason, limit)

@@ -108,7 +108,7 @@ def wait_here(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["python", "collective"])
 def test_a_case_that_hangs_is_killed_with_its_stacks(ranks, kind, tmp_path):
     with pytest.raises(RankFailure, match=r"ranks 1, 2 of 3 did not return within \d+ s") as caught:
-        ranks(3).run(hangs, kind, tmp_path, timeout=3)
+        ranks(3).run(hangs, kind, tmp_path, timeout=5)
     text = str(caught.value)
     assert caught.value.rank == 1 and caught.value.reason == "timeout"
     assert text.count("in wait_here") == 2 and "--- rank 1 was here" in text and "rank 0: returned" in text
@@ -134,11 +134,11 @@ def ends(how: str) -> None:
 
 
 @EACH
-@pytest.mark.parametrize(("how", "told"), [("abort", "was ended by SIGABRT"), ("3", "exit code 3"), ("0", "code 0")])
-def test_a_rank_that_ends_by_itself_is_named(ranks, how, told, fresh):
+@pytest.mark.parametrize(("how", "ending"), [("abort", "was ended by SIGABRT"), ("3", "exit code 3"), ("0", "code 0")])
+def test_a_rank_that_ends_by_itself_is_named(ranks, how, ending, fresh):
     if fresh and how != "abort":
         pytest.skip("one shows it")
-    with pytest.raises(RankFailure, match=rf"^rank 1 of 2 .*{told}") as caught:
+    with pytest.raises(RankFailure, match=rf"^rank 1 of 2 .*{ending}") as caught:
         ranks(2, fresh=fresh).run(ends, how)
     assert caught.value.rank == 1 and caught.value.reason == "exit"
     assert ("in ends" in str(caught.value)) == (how == "abort")
@@ -236,7 +236,7 @@ def test_what_a_rank_has_started_ends_with_it(ranks):
 
 def test_a_run_ends_before_the_test_does(rank_pool, tmp_path):
     one = Ranks(rank_pool, 2, deadline=time.monotonic() + 2)
-    with pytest.raises(RankFailure, match="did not return within 2 s"):
+    with pytest.raises(RankFailure, match=r"did not return within [12](\.\d)? s"):
         one.run(hangs, "python", tmp_path, timeout=100)
 
 
@@ -254,8 +254,9 @@ def case(what, folder):
         time.sleep(600)
     assert what != "fails" or rank == 0
 
-@pytest.mark.timeout(15)
-@pytest.mark.parametrize("what", ["passes", "fails", "hangs", "passes again"])
+HANGS = pytest.param("hangs", marks=pytest.mark.timeout(16))
+
+@pytest.mark.parametrize("what", ["passes", "fails", HANGS, "passes again"])
 def test_case(ranks, what, tmp_path_factory):
     ranks(2).run(case, what, FOLDER)
 """
