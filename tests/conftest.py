@@ -3,9 +3,16 @@
 
 from __future__ import annotations
 
+import functools
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from rank_pool import RankPool, Ranks
 
 TESTS = Path(__file__).parent
 # Folders of tests that start several ranks, or whole training runs.
@@ -19,3 +26,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("processes"))
         if TESTS / "engines" in item.path.parents:
             item.add_marker(pytest.mark.engines)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """The process from which the ranks of all tests are forked."""
+    from rank_pool import RankPool
+
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, rank_pool: RankPool) -> Callable[..., Ranks]:
+    """`ranks(nproc).run(function, *args)` calls a function on each of several ranks; see `helpers/rank_pool.py`."""
+    from rank_pool import MARGIN, Ranks
+
+    limit = _limit_of(request.node)
+    deadline = time.monotonic() + max(limit - MARGIN, limit / 2) if limit else float("inf")
+    return functools.partial(Ranks, rank_pool, deadline=deadline)
+
+
+@pytest.fixture(scope="module")
+def float64() -> Iterator[None]:
+    """float64 as default dtype, of the ranks too."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _limit_of(item: pytest.Item) -> float:
+    """The seconds after which pytest-timeout ends a test; 0 where nothing does."""
+    marker = item.get_closest_marker("timeout")
+    if marker is not None and (marker.args or "timeout" in marker.kwargs):
+        return float(marker.args[0] if marker.args else marker.kwargs["timeout"])
+    option = item.config.getoption("timeout", None)
+    return float(option if option is not None else item.config.getini("timeout") or 0)

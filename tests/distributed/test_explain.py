@@ -7,7 +7,7 @@ import pytest
 from ranks import run_ranks
 
 LLAMA = Path(__file__).parents[2] / "examples" / "parallel"
-WORKERS = Path(__file__).parent / "workers"
+HELPERS = Path(__file__).parents[1] / "helpers"
 
 WORKER = """
 import gc
@@ -145,5 +145,5 @@ print("all as said")
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_what_is_said_is_what_is_sent(ranks):
-    results = run_ranks(WORKER, ranks, LLAMA, WORKERS, timeout=180)
+    results = run_ranks(WORKER, ranks, LLAMA, HELPERS, timeout=180)
     assert all("all as said" in result.stdout for result in results)

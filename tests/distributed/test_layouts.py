@@ -11,12 +11,6 @@ WORKERS = Path(__file__).parent / "workers"
 
 
 @pytest.mark.timeout(420)
-def test_one_loop_in_every_layout(tmp_path):
-    results = run_ranks(WORKERS / "layouts.py", 4, tmp_path, timeout=300)
-    assert all("all equal" in result.stdout for result in results)
-
-
-@pytest.mark.timeout(420)
 def test_one_run_through_seven_layouts(tmp_path):
     for ranks in (4, 1):
         results = run_ranks(WORKERS / "chain.py", ranks, tmp_path, timeout=200)

@@ -4,18 +4,22 @@
 import contextlib
 import gc
 import io
+import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from counting import Messages
 from deepspeed_common import config, fresh
 from torch import nn
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.parallel.report.explain import memory_usage
 from accelerate.state import PartialState
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
+from counting import Messages
 
 ACCUMULATION = 3
 KINDS = {"all-gather": "allgather", "reduce-scatter": "reduce_scatter", "reduction": "allreduce"}

@@ -210,7 +210,7 @@ def run(accelerator, case, name, folder):
     state = accelerator.get_state_dict(model)
     if not hasattr(accelerator.strategy, "optimizer_state_dict"):
         return state, optimizer.state_dict(), optimizer.state_dict()
-    own = accelerator.strategy.optimizer_state_dict(model, optimizer)
+    own = accelerator.prepared_model(model).optimizer_state_dict(getattr(optimizer, "optimizer", optimizer))
     other_model, other = accelerator.prepare(*make(case, name, seed=3))
     accelerator.strategy.load_optimizer_state_dict(other_model, other, own)
     return state, own, accelerator.strategy.optimizer_state_dict(other_model, other)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Debug mode on 3 ranks: each kind of disagreement is an error on every rank, soon; then the run goes on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from rank_pool import on_ranks
+
+from accelerate.collectives import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
+from accelerate.collectives.metrics import gather_counted
+from accelerate.core.errors import DistributedOperationException
+from accelerate.runtime import group
+from accelerate.state import PartialState
+
+on_three = on_ranks(3, env={"ACCELERATE_DEBUG_MODE": "1", "ACCELERATE_DEBUG_TIMEOUT": "2"})
+WORLD = 3
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """The test process has no part in it."""
+
+
+def my_rank():
+    state = PartialState(cpu=True)
+    assert state.debug and state.num_processes == WORLD
+    return state.process_index
+
+
+def is_last():
+    return my_rank() == WORLD - 1
+
+
+def disagree(needles, function, *args, within=10.0, **kwargs):
+    """All ranks raise the same words, `within` seconds, and understand each other afterwards."""
+    begin = time.monotonic()
+    try:
+        function(*args, **kwargs)
+    except DistributedOperationException as error:
+        told = str(error)
+    else:
+        raise AssertionError(f"rank {my_rank()} went on")
+    took = time.monotonic() - begin
+    assert took < within, took
+    for needle in needles:
+        assert needle in told, f"{needle!r} is not in:\n{told}"
+    assert gather_object([told]) == [told] * WORLD
+    return told
+
+
+@on_three
+def test_agreement_costs_nothing_but_time():
+    one = torch.ones(1, 5)
+    assert gather([one, one]).__class__ is list
+    assert gather(one).shape == (3, 5)
+
+
+@on_three
+def test_each_kind_of_disagreement_names_ranks_and_sides():
+    one, here = torch.ones(1, 5), __file__
+    disagree(
+        ["rank 2 differs from ranks 0, 1", "disagree on the shape", "`accelerate.gather`", here]
+        + ["Process 2: [1, 2, 5]", "Process 0: [1, 5]", "Process 1: [1, 5]"],
+        gather,
+        torch.ones(1, 2, 5) if is_last() else one,
+    )
+    disagree(
+        ["shape of data['a'][1];", "Process 2: [4]", "Process 1: [3]"],
+        gather,
+        {"a": [one, torch.ones(4 if is_last() else 3)]},
+    )
+    disagree(
+        ["disagree on the dtype", "Process 2: float64", "Process 0: float32"],
+        reduce,
+        one.double() if is_last() else one,
+    )
+    disagree(["structure", "dict(['a']: tensor)", "list([0]: tensor)"], broadcast, [one] if is_last() else {"a": one})
+    disagree(
+        ["structure", "dict(['b']: tensor, ['a']: tensor)"],
+        gather,
+        {"b": one, "a": one} if is_last() else {"a": one, "b": one},
+    )
+    disagree(
+        ["`accelerate.gather` or `accelerate.reduce`", "Process 2: `accelerate.reduce`"],
+        reduce if is_last() else gather,
+        one,
+    )
+    disagree(["options", "reduction='sum'", "reduction='mean'"], reduce, one, "sum" if is_last() else "mean")
+    disagree(["options", "from_process=2"], broadcast_object_list, [1], 2 if is_last() else 0)
+    disagree(["options", "counts=(1, 1, 0)"], gather_counted, one, (1, 1, 0) if is_last() else (1, 1, 1))
+    disagree(["structure", "str"], gather, "text" if is_last() else one)
+    disagree(
+        ["shape", "[any, any]", "[any]"],
+        pad_across_processes,
+        torch.ones(my_rank()) if is_last() else torch.ones(my_rank(), 3),
+    )
+    assert pad_across_processes(torch.ones(my_rank(), 3)).shape == (2, 3)
+    # Each pair differs: both sides are told.
+    told = disagree(["Process 0: [1]", "Process 1: [2]", "Process 2: [3]"], gather, torch.ones(my_rank() + 1))
+    assert "rank 0" in told and "ranks 1, 2 differ" in told
+
+
+@on_three
+def test_a_rank_that_comes_late_is_named_and_hears_of_it():
+    one = torch.ones(1, 5)
+    if is_last():
+        time.sleep(3.5)  # longer than ACCELERATE_DEBUG_TIMEOUT
+    disagree(
+        ["rank 2 did not call it within 2 seconds", "Process 0: at", "ACCELERATE_DEBUG_TIMEOUT"],
+        gather,
+        one,
+        within=15.0,
+    )
+    for turn in range(20):
+        assert gather(torch.tensor(turn)).tolist() == [turn] * WORLD
+
+
+@on_three
+def test_a_rank_that_has_ended_is_named():
+    one = torch.ones(1, 5)
+    if is_last():
+        group.leave()
+    else:
+        begin = time.monotonic()
+        try:
+            gather(one)
+        except DistributedOperationException as error:
+            assert "rank 2 did not call it and has ended" in str(error), error
+        else:
+            raise AssertionError("went on without rank 2")
+        assert time.monotonic() - begin < 10.0

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ring, all-gather and all-to-all attention against torch's own, whole one, forward and back."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rank_pool import on_ranks
+
+from accelerate.collectives import transport
+from accelerate.core.errors import ConfigurationError
+from accelerate.parallel.context import exchange as exchange_room
+from accelerate.parallel.context import gather as gather_room
+from accelerate.parallel.context.attention import Call, ContextAttention, SequenceAttention
+from accelerate.parallel.context.blocks import Block
+from accelerate.parallel.context.exchange import Exchange, ExchangedAttention
+from accelerate.parallel.context.gather import Gather
+from accelerate.parallel.context.ring import Ring
+from accelerate.parallel.context.shard import SequenceLayout
+from accelerate.parallel.context.ulysses import split_rows, spread_inputs
+from accelerate.state import PartialState
+
+BATCH, ROWS, WIDTH, SCALE = 2, 24, 8, 0.3
+pytestmark = pytest.mark.usefixtures("float64")
+everywhere = on_ranks(2, 4)
+
+
+def here():
+    """The default group, its size, and this rank in it."""
+    state = PartialState(cpu=True)
+    return dist.group.WORLD, state.num_processes, state.process_index
+
+
+def whole_inputs(heads, shared, dtype, width=WIDTH):
+    generator = torch.Generator().manual_seed(heads * 10 + shared)
+    sizes = ((heads, WIDTH), (shared, WIDTH), (shared, width), (heads, width))
+    tensors = [torch.randn(BATCH, n, ROWS, w, generator=generator, dtype=torch.float64).to(dtype) for n, w in sizes]
+    return tensors
+
+
+def expected(inputs, causal, keep=None, mask=None):
+    query, key, value = (tensor.double().clone().requires_grad_() for tensor in inputs[:3])
+    if keep is not None:
+        mask = keep[:, None, None] & (torch.ones(ROWS, ROWS, dtype=torch.bool).tril() if causal else True)
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=causal and mask is None, scale=SCALE, enable_gqa=True
+    )
+    out.backward(inputs[3].double())
+    return [out.detach(), query.grad, key.grad, value.grad]
+
+
+def compare(what, layout, attention, inputs, reference, tolerance):
+    own = [layout.take(tensor, 2) for tensor in inputs]
+    query, key, value = (tensor.requires_grad_() for tensor in own[:3])
+    out = attention(query, key, value)
+    assert out.dtype == inputs[0].dtype and out.shape == (*query.shape[:3], value.shape[-1]), what
+    out.backward(own[3])
+    for name, found, whole in zip(
+        ("output", "query", "key", "value"), (out, query.grad, key.grad, value.grad), reference, strict=True
+    ):
+        difference = (found.double() - layout.take(whole, 2)).abs().max().item()
+        assert difference <= tolerance, f"{what}: {name} is off by {difference}"
+
+
+@everywhere
+@pytest.mark.parametrize("padded", [False, True], ids=["all", "padded"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
+@pytest.mark.parametrize("way", [Ring, Gather])
+def test_exchanges(way, causal, heads, padded):
+    group, world, rank = here()
+    layout = SequenceLayout("cp_size", world, rank, balanced=True)
+    keep = torch.rand(BATCH, ROWS, generator=torch.Generator().manual_seed(5), dtype=torch.float64) > 0.4
+    keep[0, :3], keep[1] = False, False  # rows that see nothing, and a sample that sees nothing
+    own_keep = torch.stack([
+        SequenceLayout("cp_size", world, r, balanced=True).take(keep, 1) for r in range(world)
+    ])  # fmt: skip
+    seen = keep if padded else None
+    exchange = Exchange(way, group, layout, Block(SCALE, causal), own_keep if padded else None)
+
+    def attention(*qkv):
+        return ExchangedAttention.apply(*qkv, exchange)
+
+    inputs = whole_inputs(*heads, torch.float64)
+    compare("float64", layout, attention, inputs, expected(inputs, causal, seen), 1e-10)
+    if padded or heads != (4, 2):
+        return
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 6e-2)):
+        inputs = whole_inputs(*heads, dtype)
+        compare(str(dtype), layout, attention, inputs, expected(inputs, causal), tolerance)
+    inputs = whole_inputs(*heads, torch.float64, width=5)
+    compare("narrow values", layout, attention, inputs, expected(inputs, causal), 1e-10)
+
+
+@everywhere
+@pytest.mark.parametrize("width", [WIDTH, 5])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (12, 6)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
+def test_all_to_all(causal, heads, width):
+    group, world, rank = here()
+    layout = SequenceLayout("sp_size", world, rank, balanced=False)
+
+    def attention(query, key, value):
+        query, key, value = spread_inputs(query, key, value, group, world)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=causal, scale=SCALE, enable_gqa=True)
+        return split_rows(out, group, world)
+
+    inputs = whole_inputs(*heads, torch.float64, width)
+    compare("all to all", layout, attention, inputs, expected(inputs, causal), 1e-10)
+
+
+def masks():
+    """Over the whole sequence: (what, mask, the mask of torch's own call where that needs another)."""
+    generator = torch.Generator().manual_seed(8)
+    i, j = torch.arange(ROWS)[:, None], torch.arange(ROWS)
+    causal = j <= i
+    yield "window", causal & (j > i - 5), None
+    documents = torch.tensor([0] * 7 + [1] * 11 + [2] * (ROWS - 18))
+    packed = causal & (documents[:, None] == documents)
+    yield "documents", torch.stack([packed, causal])[:, None], None
+    slopes = (i - j).abs() * -torch.tensor([0.5, 0.25, 0.125, 0.0625])[:, None, None]
+    bias = slopes.double().masked_fill(~causal, float("-inf"))
+    yield "bias of heads", bias, None
+    anything = torch.rand(BATCH, 4, ROWS, ROWS, generator=generator) > 0.6
+    anything[0, 1, 3], anything[1, :, -1] = False, False  # rows that see nothing
+    yield "anything", anything, None
+    yield "keys", torch.rand(1, ROWS, generator=generator) > 0.4, None
+    yield "rows", i % 3 > 0, (i % 3 > 0).expand(ROWS, ROWS)
+    finite = torch.zeros(BATCH, 1, ROWS, ROWS, dtype=torch.float64).masked_fill(
+        ~causal, torch.finfo(torch.float32).min
+    )
+    yield "causal by large numbers", finite, causal
+    hidden = torch.randn(1, 1, ROWS, ROWS, generator=generator, dtype=torch.float64)
+    plain = hidden.clone()
+    hidden[:, :, 4] -= 1e6  # a row from which as much is taken everywhere
+    yield "large numbers", hidden, plain
+    yield "everything", torch.ones(1, ROWS, ROWS, dtype=torch.bool), None
+
+
+METHODS = {
+    "ring": lambda group, world, rank: ContextAttention(
+        group, SequenceLayout("cp_size", world, rank, balanced=True), rotate=True
+    ),
+    "gather": lambda group, world, rank: ContextAttention(
+        group, SequenceLayout("cp_size", world, rank, balanced=True), rotate=False
+    ),
+    "heads": lambda group, world, rank: SequenceAttention(
+        group, SequenceLayout("sp_size", world, rank, balanced=False)
+    ),
+}
+
+
+@everywhere
+@pytest.mark.parametrize("what", [what for what, _, _ in masks()])
+@pytest.mark.parametrize("method", METHODS)
+def test_masks(method, what):
+    """A mask over all rows, and over this rank's rows; with what is padding beside it."""
+    group, world, rank = here()
+    method = METHODS[method](group, world, rank)
+    layout = method.layout
+    keep = torch.rand(BATCH, ROWS, generator=torch.Generator().manual_seed(5)) > 0.2
+    inputs = whole_inputs(4, 4, torch.float64)
+    mask, plain = next((mask, plain) for name, mask, plain in masks() if name == what)
+    plain = mask if plain is None else plain
+    for own in (False, True):
+        given = layout.take(mask, -2) if own and mask.shape[-2] == ROWS else mask
+        call = Call(given, 0.0, False, SCALE)
+        reference = expected(inputs, False, mask=plain)
+        compare(f"{own}", layout, functools.partial(method, call=call), inputs, reference, 1e-10)
+        if own and plain.dtype == torch.bool:
+            call.keep = torch.stack(
+                [SequenceLayout(layout.size, world, r, layout.balanced).take(keep, 1) for r in range(world)]
+            )
+            reference = expected(inputs, False, mask=plain & keep[:, None, None])
+            compare("padded", layout, functools.partial(method, call=call), inputs, reference, 1e-10)
+
+
+@everywhere
+@pytest.mark.parametrize("what", ["window", "bias of heads"])
+@pytest.mark.parametrize("method", METHODS)
+def test_masks_in_bfloat16(method, what):
+    method = METHODS[method](*here())
+    mask = next(mask for name, mask, _ in masks() if name == what)
+    half = [tensor.to(torch.bfloat16) for tensor in whole_inputs(4, 2, torch.float64)]
+    call = Call(mask if mask.dtype == torch.bool else mask.to(torch.bfloat16), 0.0, False, SCALE)
+    reference = expected(half, False, mask=mask if mask.dtype == torch.bool else call.mask.double())
+    compare("bfloat16", method.layout, lambda *qkv: method(*qkv, call), half, reference, 6e-2)
+
+
+def windowed(method):
+    group, world, rank = here()
+    method = METHODS[method](group, world, rank)
+    own = [method.layout.take(tensor, 2) for tensor in whole_inputs(4, 4, torch.float64)[:3]]
+    return method, own, world, next(masks())[1]
+
+
+@everywhere
+@pytest.mark.parametrize("method", ["ring", "gather"])
+def test_chunks_that_a_window_hides_are_not_computed_on(method):
+    method, own, world, window = windowed(method)
+    with mock.patch.object(exchange_room, "attend", side_effect=exchange_room.attend) as attend:
+        method(*own, Call(window, 0.0, False, None))
+    computed = sum(call.args[0].shape[2] * call.args[1].shape[2] for call in attend.call_args_list)
+    chunk = ROWS // (2 * world)
+    # Of its own two chunks and of the one before each; of five keys more before the second where chunks are short.
+    assert computed <= 2 * chunk * chunk * (2 + (chunk < 4)), (computed, chunk)
+
+
+@everywhere
+def test_masks_that_do_not_fit_are_refused():
+    method, own, _, window = windowed("ring")
+    for mask, why in (
+        (torch.ones(ROWS, ROWS - 1, dtype=torch.bool), f"the sequence has {ROWS} rows"),
+        (window.to(torch.int64), "torch.int64"),
+        (window.expand(3, 1, ROWS, ROWS), "does not broadcast"),
+        (torch.zeros(ROWS, ROWS, requires_grad=True), "requires a gradient"),
+    ):
+        with pytest.raises(ConfigurationError, match=why) as caught:
+            method(*own, Call(mask, 0.0, False, None))
+        assert "cp_size" in str(caught.value)
+
+
+@everywhere
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_said_to_be_sent_is_what_is_sent(method):
+    group, world, rank = here()
+    inputs = [tensor.requires_grad_() for tensor in whole_inputs(4, 2, torch.bfloat16)[:3]]
+    found = []
+    send, gather = dist.batch_isend_irecv, transport.all_gather
+    scatter, swap = gather_room._reduce_scatter, transport.exchange
+
+    def sends(operations):
+        found.append(operations[0].tensor.nbytes)
+        return send(operations)
+
+    def gathers(row, of):
+        found.append(row.nbytes * (world - 1))
+        with mock.patch.object(transport, "exchange", swap):
+            return gather(row, of)
+
+    def scatters(out, whole, group):
+        found.append(out.nbytes * (world - 1))
+        return scatter(out, whole, group=group)
+
+    def swaps(out, parts, of):
+        found.append(parts.nbytes * (world - 1) // world)
+        return swap(out, parts, of)
+
+    attention = METHODS[method](group, world, rank)
+    with (
+        mock.patch.object(dist, "batch_isend_irecv", sends),
+        mock.patch.object(transport, "all_gather", gathers),
+        mock.patch.object(gather_room, "_reduce_scatter", scatters),
+        mock.patch.object(transport, "exchange", swaps),
+    ):
+        attention(*inputs, Call(None, 0.0, True, None)).sum().backward()
+    told = attention.sent(*inputs).values()
+    assert (len(found), sum(found)) == tuple(map(sum, zip(*told, strict=True)))

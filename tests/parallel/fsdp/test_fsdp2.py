@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2 in many settings against the plain single-process loop, in float64, to 1e-8."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate.checkpointing.sharded import FullyShardedState
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.core.errors import PrepareError
+from accelerate.parallel.base import Bundle
+from accelerate.parallel.fsdp import state as fsdp_state
+from accelerate.parallel.fsdp.fsdp2 import FullyShardedDataParallel
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.precision.base import Precision
+from accelerate.state import PartialState
+
+WIDTH, VOCABULARY, LENGTH = 8, 13, 5
+GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 20, 2, 0.05
+BY_CLASS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+pytestmark = pytest.mark.usefixtures("float64")
+everywhere = on_ranks(2, 4, thorough=[1])
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
+
+    def forward(self, x):
+        return x + self.scale * self.down(torch.tanh(self.up(self.norm(x))))
+
+    def reset_parameters(self):
+        self.scale.fill_(0.5)
+
+
+class Model(nn.Module):
+    """Tied embedding and head, a frozen layer, three blocks, a module that may be left whole."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.frozen(self.extra(x)))
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return Model()
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS * ACCUMULATION):
+        yield torch.randint(VOCABULARY, (GLOBAL_BATCH, LENGTH + 1), generator=generator)
+
+
+def loss_of(model, tokens):
+    logits = model(tokens[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_optimizer(model):
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    return torch.optim.AdamW([{"params": decayed}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+
+
+def plain_run():
+    """Parameters after each quarter of the run, and the norms before clipping."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    norms, kept = [], []
+    for number, tokens in enumerate(batches()):
+        (loss_of(model, tokens) / ACCUMULATION).backward()
+        if number % ACCUMULATION == ACCUMULATION - 1:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+            optimizer.step()
+            optimizer.zero_grad()
+            kept.append(copy.deepcopy(model.state_dict()))
+    return kept, norms
+
+
+def sharded_run(strategy, model, optimizer, norms, first=0, last=STEPS):
+    """Steps `first` to `last` of the same run on this rank's part of each batch."""
+    index, count = strategy.data_shard
+    for number, tokens in enumerate(batches()):
+        if not first * ACCUMULATION <= number < last * ACCUMULATION:
+            continue
+        sync = number % ACCUMULATION == ACCUMULATION - 1
+        mine = tokens.chunk(count)[index]
+        if not sync:
+            with strategy.no_sync(model):
+                strategy.backward(loss_of(model, mine) / ACCUMULATION)
+            continue
+        strategy.backward(loss_of(model, mine) / ACCUMULATION)
+        norm = strategy.clip_grad_norm(model.parameters(), CLIP)
+        torch.testing.assert_close(norm, norms[number // ACCUMULATION], rtol=1e-9, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_state(strategy, model, expected, what="the run"):
+    state = strategy.state_dict(model)
+    if dist.get_rank() == 0:
+        assert list(state) == list(expected), (what, list(state))
+        for name, value in expected.items():
+            difference = (state[name] - value).abs().max().item()
+            assert difference <= 1e-8, f"{what}: {name} is off by {difference}"
+    else:
+        assert state == {}, f"{what}: rank {dist.get_rank()} holds {len(state)} whole tensors"
+
+
+def prepare(plugin, model, optimizer=None, parallelism=None):
+    strategy = FullyShardedDataParallel(torch.device("cpu"), Precision(), plugin, parallelism)
+    bundle = strategy.prepare(Bundle([model], [optimizer] if optimizer else [], [True]))
+    return strategy, bundle.models[0]
+
+
+def check_run(plain, parallelism=None, steps=4, seed=0, model=None, **options):
+    expected, norms = plain
+    # Other ranks start from other weights: the first one's count.
+    model = model or make_model(seed + PartialState().process_index)
+    optimizer = make_optimizer(model)
+    torch.manual_seed(seed)
+    strategy, model = prepare(Plugin(fsdp_version=2, **options), model, optimizer, parallelism)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in trained} == {id(p) for p in model.parameters()}
+    sharded_run(strategy, model, optimizer, norms, last=steps)
+    check_state(strategy, model, expected[steps - 1])
+    return strategy, model, optimizer
+
+
+@pytest.fixture(scope="module")
+def plain(float64):
+    expected, norms = plain_run()
+    assert max(norms) > CLIP, "clipping would not be tested"
+    return expected, norms
+
+
+@everywhere
+def test_blocks(plain):
+    world = PartialState(cpu=True).num_processes
+    _, model, _ = check_run(plain, steps=STEPS, **BY_CLASS)
+    assert model.head.weight is model.embedding.weight, "the tie is gone"
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    held = sum(p.to_local().numel() for p in model.parameters())
+    whole = sum(p.numel() for p in model.parameters())
+    assert held <= whole / world + 30
+
+
+SETTINGS = {
+    "one unit": {},
+    # The embedding would be a unit of its own, were it not tied to the head.
+    "by size, recomputed": {
+        "auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 90, "activation_checkpointing": True,
+    },
+    "kept after the forward": {"reshard_after_forward": False, **BY_CLASS},
+    "offloaded": {"cpu_offload": True, **BY_CLASS},
+}  # fmt: skip
+
+
+@everywhere
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings(what, plain):
+    PartialState(cpu=True)
+    check_run(plain, **SETTINGS[what])
+
+
+@everywhere
+def test_modules_that_are_left_whole(plain):
+    PartialState(cpu=True)
+    _, model, _ = check_run(plain, ignored_modules="extra|blocks.1.up", **BY_CLASS)
+    assert not isinstance(model.extra.weight, DTensor) and not isinstance(model.blocks[1].up.bias, DTensor)
+
+
+@on_ranks(4)
+def test_hybrid(plain):
+    PartialState(cpu=True)
+    check_run(plain, ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), STEPS, **BY_CLASS)
+
+
+@everywhere
+def test_weights_of_rank_0_alone(plain):
+    with torch.device("meta" if PartialState(cpu=True).process_index else "cpu"):
+        model = make_model()
+    check_run(plain, model=model, cpu_ram_efficient_loading=True, **BY_CLASS)
+
+
+@everywhere
+def test_weights_of_no_rank(plain):
+    PartialState(cpu=True)
+    with torch.device("meta"):
+        model = make_model()
+    # The same order of the same random numbers as in the constructors.
+    check_run(plain, model=model, activation_checkpointing=True, **BY_CLASS)
+
+
+@everywhere
+@pytest.mark.parametrize("how", ["whole", "parts"])
+def test_resume(how, plain, tmp_path):
+    PartialState(cpu=True)
+    expected, norms = plain
+    half = STEPS // 2
+    strategy, model, optimizer = check_run(plain, steps=half, **BY_CLASS)
+    whole = (strategy.state_dict(model), fsdp_state.full_optimizer_state(model, optimizer))
+    write = FullyShardedState([(0, model)], [(0, model, optimizer)]).stage(blocking=False)
+    # What was taken must not change with the run that goes on.
+    sharded_run(strategy, model, optimizer, norms, first=half)
+    check_state(strategy, model, expected[-1], "second half")
+    write(tmp_path)
+    dist.barrier()
+    fresh = make_model(seed=5)
+    optimizer = make_optimizer(fresh)
+    strategy, fresh = prepare(Plugin(fsdp_version=2), fresh, optimizer)
+    if how == "whole":
+        strategy.load_state_dict(fresh, whole[0])
+        fsdp_state.load_full_optimizer_state(fresh, optimizer, whole[1])
+    else:
+        FullyShardedState([(0, fresh)], [(0, fresh, optimizer)]).load(tmp_path, strict=True)
+    check_state(strategy, fresh, expected[half - 1], "loaded")
+    sharded_run(strategy, fresh, optimizer, norms, first=half)
+    check_state(strategy, fresh, expected[-1], "resumed")
+
+
+@everywhere
+def test_refusals():
+    PartialState(cpu=True)
+    stranger = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    with pytest.raises(PrepareError, match="train nothing"):
+        prepare(Plugin(fsdp_version=2), make_model(), stranger)
+    with pytest.raises(PrepareError, match="nowhere"):
+        prepare(Plugin(fsdp_version=2, ignored_modules="nowhere"), make_model())

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2: adapters over a frozen model, fp16 with an overflow in one rank's shard, one plugin for two runs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate import Accelerator
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.config.precision import GradScalerKwargs
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+WIDTH, VOCABULARY, BATCH, CLIP, ACCUMULATION = 8, 13, 4, 0.05, 2
+
+
+class Adapted(nn.Module):
+    """A frozen matrix and two small ones beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, 3, bias=False)
+        self.up = nn.Linear(3, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Model(nn.Module):
+    """Units without and with something to train; ends that are tied, and frozen."""
+
+    _no_split_modules = ("Adapted", "Frozen")
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(Adapted(), Frozen(WIDTH, WIDTH), Adapted())
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.blocks(self.embedding(tokens)))
+
+
+class Frozen(nn.Linear):
+    pass
+
+
+def make_adapted():
+    torch.manual_seed(0)
+    model = Model().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".up." in name or ".down." in name)
+    return model
+
+
+def adapters(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def fresh(plugin, **others):
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    return Accelerator(cpu=True, fsdp_plugin=plugin, **others)
+
+
+def token_batches(ranks, windows=6):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(windows * ACCUMULATION):
+        yield torch.randint(VOCABULARY, (BATCH * ranks, 6), generator=generator)
+
+
+def token_loss(model, tokens):
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("late", [False, True], ids=["together", "the optimizer late"])
+def test_adapters(late):
+    """Small matrices train beside a frozen model, and nothing else has gradients, state or messages."""
+    PartialState(cpu=True)
+    torch.set_default_dtype(torch.float64)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    plain = make_adapted()
+    optimizer = torch.optim.AdamW(adapters(plain), lr=0.05)
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    for number, tokens in enumerate(token_batches(world)):
+        (token_loss(plain, tokens) / ACCUMULATION).backward()
+        if number % ACCUMULATION:
+            assert nn.utils.clip_grad_norm_(plain.parameters(), CLIP) > CLIP
+            optimizer.step()
+            optimizer.zero_grad()
+
+    accelerator = fresh(
+        Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP"), gradient_accumulation_steps=ACCUMULATION
+    )
+    model = make_adapted()
+    if late:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(torch.optim.AdamW(adapters(model), lr=0.05))
+    else:
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(adapters(model), lr=0.05))
+    # Before the first forward torch knows less of its units.
+    early = accelerator.explain().sections
+    assert any(title.startswith("messages") for title in early), list(early)
+    for tokens in token_batches(world):
+        with accelerator.accumulate(model):
+            accelerator.backward(token_loss(model, tokens.chunk(world)[rank]))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert set(optimizer.optimizer.state) == set(adapters(model)) and len(adapters(model)) == 4
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+    state = accelerator.get_state_dict(model)
+    for name, value in state.items():
+        assert (value - plain.state_dict()[name]).abs().max() < 1e-8, name
+        moved = not torch.equal(value, before[name])
+        assert moved == (".up." in name or ".down." in name), name
+    report = accelerator.explain()
+    title = next(title for title in report.sections if title.startswith("messages"))
+    scattered = report.find(title, "reduce-scatter of gradients")
+    # The smaller matrix of each pair has three rows: four, where two ranks have equal parts.
+    sizes = [(p.shape[0] + world - 1) // world * world * p.shape[1] for p in adapters(model)]
+    assert scattered == f"2 messages, {sum(sizes) * 8} B", scattered
+    assert report.find(title, "all-gather of parameters").startswith("about"), "a unit trains nothing"
+    accelerator.free_memory()
+
+
+class Overflowing(nn.Module):
+    """The gradient of `scale` is its input: one large element overflows in the shard of the rank that holds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.extra = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.extra(torch.tanh(self.inner(x.clamp(-3, 3)))) + (self.scale * x).mean(-1, keepdim=True)
+
+
+def number_batches(ranks):
+    generator = torch.Generator().manual_seed(2)
+    for step in range(8):
+        x, y = torch.randn(2, BATCH * ranks, WIDTH, generator=generator)
+        if step == 3:
+            x[0, 0] = 1e5  # no number of fp16
+        yield x, y[:, :1]
+
+
+@on_ranks(2)
+def test_overflow():
+    """An overflow that one rank alone sees leaves the step out on all; parameters and scale are theirs alike."""
+    PartialState(cpu=True)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    plain = Overflowing()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step, (x, y) in enumerate(number_batches(world)):
+        (plain(x) * y).mean().backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        if step != 3:
+            optimizer.step()
+        optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    scaler = GradScalerKwargs(init_scale=2.0**10, growth_interval=1000)
+    plugin = Plugin(fsdp_version=2, ignored_modules="extra")
+    accelerator = fresh(plugin, mixed_precision="fp16", kwargs_handlers=[scaler])
+    model = Overflowing()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    skipped = []
+    for x, y in number_batches(world):
+        accelerator.backward((model(x.chunk(world)[rank]) * y.chunk(world)[rank]).mean())
+        if len(skipped) == 3:
+            mine = model.scale.grad.to_local()
+            assert torch.isfinite(mine).all() == (rank > 0), f"rank {rank} has {mine}: the case tests nothing"
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        optimizer.zero_grad()
+    assert skipped == [step == 3 for step in range(8)], f"rank {rank} left out {skipped}"
+    assert accelerator.scaler.get_scale() == 2.0**9
+    state = accelerator.get_state_dict(model)
+    for name, value in state.items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=3e-3, msg=name)
+    accelerator.free_memory()
+
+
+@on_ranks(2)
+def test_one_plugin_for_two_runs():
+    """What one run fills in is not the next one's."""
+    PartialState(cpu=True)
+    plugin = Plugin(fsdp_version=2)
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("no", None)):
+        accelerator = fresh(plugin, mixed_precision=precision)
+        policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+        assert getattr(policy, "param_dtype", None) is dtype, (precision, policy)
+        assert accelerator.state.fsdp_plugin is accelerator.strategy.plugin
+        # One more of the same run is laid out alike, and its outputs are fp32 alike.
+        another = Accelerator(cpu=True).strategy
+        assert another.name == "FSDP2" and another.plugin.mixed_precision_policy is policy
+        assert another.full_outputs is accelerator.strategy.full_outputs is (precision != "no")
+    assert plugin.mixed_precision_policy is None

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines of four ranks: models of which more than the next block uses an output, to 1e-8 in float64."""
+
+import pytest
+import torch
+from pipelines import VOCABULARY, batches, check_run, refused, runs_in_schedule
+from rank_pool import on_ranks
+from torch import nn
+
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.config.parallel import PipelineParallelConfig as Options
+from accelerate.parallel.pipeline.early import EarlyReceive1F1B
+from accelerate.state import PartialState
+
+LAYERS = 3
+TOKENS, LABELS = next(iter(batches(1, False)))
+LOSS = {"inside": True, "steps": 4}
+PRELOADED = ("transformers.models.t5.modeling_t5", "transformers.models.bart.modeling_bart")
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def t5(seed=0):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(seed)
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=LAYERS, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config).to(torch.float64)
+
+
+def bart(seed=0):
+    """Its norms behind the embeddings are registered behind the blocks."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(seed)
+    config = BartConfig(
+        vocab_size=VOCABULARY, d_model=16, encoder_layers=LAYERS, decoder_layers=LAYERS, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0, max_position_embeddings=32,
+    )  # fmt: skip
+    return BartForConditionalGeneration(config).to(torch.float64)
+
+
+class Skipping(nn.Module):
+    """Every block uses the embedding, and so does the end."""
+
+    def __init__(self, seed=0, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens):
+        first = x = self.drop(self.embed(tokens))
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + first / 2
+        return self.head(x + first)
+
+
+@on_ranks(4)
+def test_an_encoder_and_a_decoder_over_four_stages():
+    PartialState(cpu=True)
+    check_run(t5, Options(num_microbatches=4), pp_size=4, padded=True, **LOSS)
+
+
+@on_ranks(4)
+def test_blocks_in_the_order_seen():
+    PartialState(cpu=True)
+    example = {"input_ids": TOKENS, "labels": LABELS}
+    early = Options(schedule="1f1b", num_microbatches=4, example_inputs=example)
+    _, model, *_ = check_run(bart, early, pp_size=4, padded=True, **LOSS)
+    runs_in_schedule(model, EarlyReceive1F1B)
+    units = model._pipelined.runner.cut.units
+    assert units.index("model.decoder.layernorm_embedding") < units.index("model.decoder.layers.0")
+
+
+@on_ranks(4)
+def test_an_encoder_and_a_decoder_with_fsdp():
+    PartialState(cpu=True)
+    plugin = Plugin(
+        fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["T5Block"]
+    )
+    early = Options(schedule="1f1b", num_microbatches=2)
+    check_run(t5, early, plugin=plugin, pp_size=2, dp_shard_size=2, **LOSS)
+
+
+@on_ranks(4)
+def test_two_stages_a_rank():
+    PartialState(cpu=True)
+    turns = Options(schedule="interleaved", num_microbatches=2)
+    _, model, *_ = check_run(t5, turns, pp_size=2, dp_replicate_size=2, **LOSS)
+    runs_in_schedule(model)
+
+
+SEEN = Options(num_microbatches=2, example_inputs={"tokens": TOKENS})
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("seen", [False, True], ids=["named", "seen"])
+def test_a_skip_connection(seen):
+    PartialState(cpu=True)
+    if seen:
+        check_run(Skipping, SEEN, steps=4, pp_size=2, dp_replicate_size=2)
+    else:
+        check_run(Skipping, Options(num_microbatches=4, carried=["embed"]), steps=4, pp_size=4)
+
+
+REFUSED = {
+    "an unknown module": (Skipping, Options(carried=["embedding"]), "carried names embedding"),
+    "apart": (t5, Options(schedule="zero_bubble"), "schedule='zero_bubble' computes the gradients of inputs"),
+    "random numbers": (lambda: Skipping(dropout=0.1), SEEN, "of the output of embed with random numbers"),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals(what):
+    PartialState(cpu=True)
+    refused(*REFUSED[what])

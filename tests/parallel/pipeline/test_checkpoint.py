@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two stages, one process, then two stages of two copies: each goes on from the state of the one before."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import ACCUMULATION, CLIP, GLOBAL_BATCH, accelerator, batches, compare, loss_of, tied
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.config.parallel import PipelineParallelConfig as Options
+from accelerate.state import PartialState
+
+LAYOUTS = {2: {"pp_size": 2}, 4: {"pp_size": 2, "dp_replicate_size": 2}}
+STEPS = 2
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def optimizer_of(model):
+    norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
+    rest = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
+    return torch.optim.AdamW([{"params": norms, "lr": 0.02}, {"params": rest}], lr=0.01)
+
+
+def train(model, optimizer, run, shard):
+    index, count = shard
+    rows = slice(index * GLOBAL_BATCH // count, (index + 1) * GLOBAL_BATCH // count)
+    for number, (tokens, labels) in enumerate(batches(STEPS, False)):
+        loss = loss_of(model, tokens[rows], labels[rows], False)
+        if run is None:
+            (loss / ACCUMULATION).backward()
+            if number % ACCUMULATION:
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+            continue
+        with run.accumulate(model):
+            run.backward(loss)
+            if run.sync_gradients:
+                run.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_checkpoint_goes_on_in_other_layouts(ranks, tmp_path):
+    for nproc in (2, 1, 4):
+        ranks(nproc).run(go_on, tmp_path)
+
+
+def go_on(folder):
+    """Load what the layout before saved, train two steps, compare with the plain loop, save for the next."""
+    world = PartialState(cpu=True).num_processes
+    rounds = {2: 1, 1: 2, 4: 3}[world]
+    if world == 1:
+        run = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
+    else:
+        run = accelerator(Options(num_microbatches=2), **LAYOUTS[world])
+    # Only the first run begins with the plain loop's weights; the others have them from the checkpoint.
+    model = tied(0 if rounds == 1 else 7)
+    optimizer = optimizer_of(model)
+    model, optimizer = run.prepare(model, optimizer)
+    if rounds > 1:
+        run.load_state(folder / f"state_{rounds - 1}")
+    train(model, optimizer, run, run.strategy.data_shard)
+    run.save_state(folder / f"state_{rounds}")
+    plain = tied(0)
+    reference = optimizer_of(plain)
+    for _ in range(rounds):
+        train(plain, reference, None, (0, 1))
+    if world == 1:
+        for name, value in plain.state_dict().items():
+            assert (model.state_dict()[name] - value).abs().max() <= 1e-8, name
+    else:
+        compare(run.prepared_model(model).state_dict(), plain.state_dict())
+        found, wanted = (
+            run.prepared_model(model).optimizer_state_dict(getattr(optimizer, "optimizer", optimizer)),
+            reference.state_dict(),
+        )
+        if dist.get_rank() == 0:
+            assert [group["params"] for group in found["param_groups"]] == [
+                g["params"] for g in wanted["param_groups"]
+            ]
+            assert [group["lr"] for group in found["param_groups"]] == [0.02, 0.01]
+            for position, entry in wanted["state"].items():
+                for key, value in entry.items():
+                    assert (found["state"][position][key] - value).abs().max() <= 1e-8, (position, key)
+    run.wait_for_everyone()

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""exact=True against the plain single-process loop, after every step, for sizes that do not divide."""
+
+import pytest
+import torch
+from rank_pool import on_ranks
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from accelerate import Accelerator
+
+EPOCHS = 3
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+class Stream(IterableDataset):
+    def __init__(self, *tensors):
+        self.tensors = tensors
+
+    def __iter__(self):
+        yield from zip(*self.tensors, strict=True)
+
+
+class Rows(Dataset):
+    def __init__(self, *tensors):
+        self.tensors = tensors
+
+    def __len__(self):
+        return len(self.tensors[0])
+
+    def __getitem__(self, index):
+        return {"x": self.tensors[0][index], "y": self.tensors[1][index]}
+
+
+def data(size, dtype):
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(size, 6, generator=generator, dtype=dtype)
+    return x, torch.sin(x.sum(1, keepdim=True)) + 0.1 * torch.randn(size, 1, generator=generator, dtype=dtype)
+
+
+def network(dtype):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    return model.to(dtype)
+
+
+def loader_of(kind, size, batch_size, dtype):
+    tensors = data(size, dtype)
+    dataset = {"tensors": TensorDataset, "rows": Rows, "stream": Stream}[kind](*tensors)
+    if kind == "stream":
+        return DataLoader(dataset, batch_size=batch_size)
+    return DataLoader(dataset, batch_size=batch_size, shuffle=True, generator=torch.Generator().manual_seed(7))
+
+
+def pair(batch):
+    return (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+
+
+def plain_run(kind, size, batch_size, steps, dtype):
+    """The parameters after each optimizer step of an ordinary loop."""
+    model = network(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = loader_of(kind, size, batch_size, dtype)
+    history = []
+    for _ in range(EPOCHS):
+        batches = list(loader)
+        for i, batch in enumerate(batches):
+            x, y = pair(batch)
+            (torch.nn.functional.mse_loss(model(x), y) / steps).backward()
+            if (i + 1) % steps == 0 or i + 1 == len(batches):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                history.append([p.detach().clone() for p in model.parameters()])
+    return history
+
+
+def accelerated_run(kind, size, batch_size, steps, dtype):
+    accelerator = Accelerator(gradient_accumulation_steps=steps, exact=True)
+    model = network(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader_of(kind, size, batch_size, dtype))
+    history = []
+    for _ in range(EPOCHS):
+        for batch in loader:
+            x, y = pair(batch)
+            with accelerator.accumulate(model):
+                accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                history.append([p.detach().clone() for p in model.parameters()])
+    return history
+
+
+@on_ranks(1, 2, 4, thorough=[3])
+@pytest.mark.parametrize(
+    ("kind", "size", "local", "steps", "dtype"),
+    [
+        ("tensors", 37, 4, 1, torch.float64),
+        ("tensors", 37, 4, 3, torch.float64),
+        ("rows", 25, 3, 2, torch.float64),
+        ("tensors", 2, 2, 2, torch.float64),
+        ("tensors", 24, 3, 2, torch.float64),
+        ("stream", 23, 3, 1, torch.float64),
+        ("stream", 23, 3, 3, torch.float64),
+        ("tensors", 37, 4, 3, torch.float32),
+    ],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
+def test_every_step_is_that_of_one_process(kind, size, local, steps, dtype, nproc):
+    expected = plain_run(kind, size, local * nproc, steps, dtype)
+    found = accelerated_run(kind, size, local, steps, dtype)
+    assert len(found) == len(expected)
+    for number, (ours, plain) in enumerate(zip(found, expected, strict=True)):
+        distance = max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
+        assert distance <= TOLERANCE[dtype], f"step {number} is off by {distance}"
