@@ -1,48 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row a kind of device: its collective backend, its visible-devices variable, its kind of distributed run."""
+"""The devices of this process: which kind is here, which one it takes. The kinds are rows of `device_kinds`."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from . import env
+from .device_kinds import DEVICES, DeviceKind
 from .enums import DistributedType
 from .errors import ConfigurationError
 from .imports import is_available
-
-
-@dataclass(frozen=True)
-class DeviceKind:
-    """What differs between kinds of devices. Everything else goes through `torch.accelerator`."""
-
-    type: str
-    backend: str
-    distributed: DistributedType
-    visible: str | None = None
-    pin_memory: bool = True
-    init_method: str | None = None
-
-
-DEVICES: dict[str, DeviceKind] = {
-    row.type: row
-    for row in (
-        DeviceKind("cpu", "gloo", DistributedType.MULTI_CPU, pin_memory=False),
-        DeviceKind("cuda", "nccl", DistributedType.MULTI_GPU, "CUDA_VISIBLE_DEVICES"),
-        DeviceKind("xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK"),
-        DeviceKind("mps", "gloo", DistributedType.NO, pin_memory=False),
-        DeviceKind("npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES"),
-        DeviceKind("hpu", "hccl", DistributedType.MULTI_HPU, "HABANA_VISIBLE_MODULES"),
-        DeviceKind("mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES"),
-        DeviceKind("sdaa", "tccl", DistributedType.MULTI_SDAA, "SDAA_VISIBLE_DEVICES"),
-        DeviceKind("musa", "mccl", DistributedType.MULTI_MUSA, "MUSA_VISIBLE_DEVICES"),
-        DeviceKind("neuron", "neuron", DistributedType.MULTI_NEURON, "NEURON_RT_VISIBLE_CORES"),
-        DeviceKind("xla", "xla", DistributedType.XLA, pin_memory=False, init_method="xla://"),
-    )
-}
 
 
 def kind_of(device: torch.device | str) -> DeviceKind:

@@ -8,10 +8,12 @@ import functools
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import env
+from .device_kinds import DEVICES, DeviceKind
 
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
@@ -43,28 +45,28 @@ def accelerators() -> Accelerators:
 
     Only device files and the driver's own library are asked: no context is made and torch is not imported.
     """
-    build = torch_build()
-    for kind, visible, count in (
-        ("cuda", "CUDA_VISIBLE_DEVICES", _cuda_count if build.get("cuda") or build.get("hip") else None),
-        ("xpu", "ZE_AFFINITY_MASK", _xpu_count if build.get("xpu") else None),
-        ("npu", "ASCEND_RT_VISIBLE_DEVICES", _counter("davinci[0-9]*", "torch_npu")),
-        ("hpu", "HABANA_VISIBLE_MODULES", _counter("accel/accel[0-9]*", "habana_frameworks")),
-        ("mlu", "MLU_VISIBLE_DEVICES", _counter("cambricon_dev[0-9]*", "torch_mlu")),
-        ("musa", "MUSA_VISIBLE_DEVICES", _counter("mtgpu.[0-9]*", "torch_musa")),
-        ("neuron", "NEURON_RT_VISIBLE_CORES", _counter("neuron[0-9]*", "torch_neuronx")),
-    ):
-        present = count() if count else 0
-        usable = _limited(present, visible)
+    for kind in DEVICES.values():
+        count = _counter_of(kind)
+        if count is None or kind.visible is None:
+            continue
+        usable = _limited(count(), kind.visible)
         if usable:
-            return Accelerators(kind, usable, visible)
+            return Accelerators(kind.type, usable, kind.visible)
     if _is_apple_silicon():
         return Accelerators("mps", 1)
     return Accelerators("cpu", 0)
 
 
-def _counter(pattern: str, module: str) -> functools.partial[int] | None:
-    """Counts device files, where the torch extension that drives them is installed."""
-    return functools.partial(_device_files, pattern) if importlib.util.find_spec(module) else None
+def _counter_of(kind: DeviceKind) -> Callable[[], int] | None:
+    """Counts the devices of a kind; None where the installed torch cannot drive them."""
+    build = torch_build()
+    if kind.type == "cuda":
+        return _cuda_count if build.get("cuda") or build.get("hip") else None
+    if kind.type == "xpu":
+        return _xpu_count if build.get("xpu") else None
+    if kind.device_files is None or kind.extension is None or not importlib.util.find_spec(kind.extension):
+        return None
+    return functools.partial(_device_files, kind.device_files)
 
 
 def _device_files(pattern: str) -> int:

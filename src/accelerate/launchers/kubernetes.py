@@ -7,18 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..core.device_kinds import DEVICES
 from ..core.errors import ConfigurationError
 from .base import Launcher
 from .spec import LaunchSpec
 from .static import DEFAULT_PORT
 
-# Resource names of the devices' plugins.
-RESOURCES = {
-    "cuda": "nvidia.com/gpu",
-    "xpu": "gpu.intel.com/i915",
-    "hpu": "habana.ai/gaudi",
-    "neuron": "aws.amazon.com/neuron",
-}
 # What the launcher in each pod is told as well, where it is not the default.
 HANDED_ON = ("role", "tee", "log_dir", "error_file", "stop_timeout", "rdzv_conf")
 
@@ -79,7 +73,7 @@ class KubernetesLauncher(Launcher):
 
     def job(self) -> dict[str, Any]:
         spec = self.spec
-        resource = RESOURCES.get(spec.device)
+        resource = DEVICES[spec.device].kubernetes if spec.device in DEVICES else None
         container: dict[str, Any] = {
             "name": "train",
             "image": self.image,

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from ..core import env
+from ..core.device_kinds import DEVICES
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.imports import is_available
 from .base import Launcher
@@ -29,7 +30,7 @@ from .static_rendezvous import FIRST_WORD, PATIENCE
 INSTALL = "pip install 'ray>=2.40'"
 # What Ray calls accelerators, in the order in which a cluster is searched for them, and the variables by which a
 # process sees those that it was given; some have words before the numbers.
-ACCELERATORS = ("GPU", "NPU", "HPU", "neuron_cores")
+ACCELERATORS = tuple(kind.ray for kind in DEVICES.values() if kind.ray is not None)
 VISIBLE = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.device_kinds import DEVICES
+
 logger = logging.getLogger(__name__)
 
 # Ways to move a module, by device type where it has one of its own.
-_MOVES = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
+_MOVES = ("to", *(kind.type for kind in DEVICES.values() if kind.moves_modules))
 
 
 class ModelHook:

@@ -9,12 +9,14 @@ from typing import Any
 from ...config import launch_file
 from ...config.launch import PRECISIONS
 from ...core import system
+from ...core.device_kinds import DEVICES
 from ...core.errors import ConfigurationError
 
-DISTRIBUTED = {
-    "cuda": "MULTI_GPU", "xpu": "MULTI_XPU", "npu": "MULTI_NPU", "hpu": "MULTI_HPU", "mlu": "MULTI_MLU",
-    "musa": "MULTI_MUSA", "neuron": "MULTI_NEURON",
-}  # fmt: skip
+
+def run_kind(device: str) -> str:
+    """The `distributed_type` of a run over several devices of a type; NO for one that a machine has once."""
+    kind = DEVICES.get(device)
+    return "NO" if kind is None or kind.type == "cpu" else kind.distributed.value
 
 
 def machine_defaults(mixed_precision: str = "no") -> dict[str, Any]:
@@ -23,7 +25,7 @@ def machine_defaults(mixed_precision: str = "no") -> dict[str, Any]:
     return {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "distributed_type": DISTRIBUTED.get(present.kind, "NO") if present.count > 1 else "NO",
+        "distributed_type": run_kind(present.kind) if present.count > 1 else "NO",
         "downcast_bf16": False,
         "enable_cpu_affinity": False,
         "machine_rank": 0,

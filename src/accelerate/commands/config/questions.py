@@ -14,7 +14,7 @@ from ...config.launch import options
 from ...config.launch_schema import cluster_keys
 from ...core import system
 from . import menu
-from .default import DISTRIBUTED, machine_defaults
+from .default import machine_defaults, run_kind
 
 Answers = dict[str, Any]
 
@@ -261,7 +261,7 @@ def to_file(answers: Answers) -> dict[str, Any]:
     data["use_cpu"] = answers["_device"] == "cpu"
     strategy = answers.get("_strategy", "NO")
     several = (answers.get("num_processes") or 1) > 1
-    plain = "MULTI_CPU" if data["use_cpu"] else DISTRIBUTED.get(answers["_device"], "NO")
+    plain = "MULTI_CPU" if data["use_cpu"] else run_kind(answers["_device"])
     data["distributed_type"] = strategy if strategy != "NO" else plain if several else "NO"
     for key, value in answers.items():
         section, dot, name = key.partition(".")

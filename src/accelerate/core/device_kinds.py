@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of devices, one row each. No torch: the launcher reads the table too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .enums import DistributedType
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What differs between kinds of devices. Everything else goes through `torch.accelerator`.
+
+    Fields:
+        type: torch's device type. backend: of its collectives. distributed: the kind of run over several of them.
+        visible: the environment variable that limits which devices a process sees.
+        pin_memory: whether copies from pinned host memory are faster.
+        init_method: of the process group, where it is not the environment's.
+        extension: the package that brings the device to torch; None where torch has it itself.
+        device_files: pattern below /dev by which the devices are counted without torch.
+        ray: the name of its resource in a Ray cluster. kubernetes: that of its device plugin.
+        moves_modules: modules have a method of this name (`module.npu()`).
+    """
+
+    type: str
+    backend: str
+    distributed: DistributedType
+    visible: str | None = None
+    pin_memory: bool = True
+    init_method: str | None = None
+    extension: str | None = None
+    device_files: str | None = None
+    ray: str | None = None
+    kubernetes: str | None = None
+    moves_modules: bool = False
+
+
+_ROWS = (
+    DeviceKind("cpu", "gloo", DistributedType.MULTI_CPU, pin_memory=False),
+    DeviceKind(
+        "cuda", "nccl", DistributedType.MULTI_GPU, "CUDA_VISIBLE_DEVICES",
+        ray="GPU", kubernetes="nvidia.com/gpu", moves_modules=True,
+    ),
+    DeviceKind(
+        "xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK",
+        kubernetes="gpu.intel.com/i915", moves_modules=True,
+    ),
+    DeviceKind("mps", "gloo", DistributedType.NO, pin_memory=False),
+    DeviceKind(
+        "npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES",
+        extension="torch_npu", device_files="davinci[0-9]*", ray="NPU", moves_modules=True,
+    ),
+    DeviceKind(
+        "hpu", "hccl", DistributedType.MULTI_HPU, "HABANA_VISIBLE_MODULES",
+        extension="habana_frameworks", device_files="accel/accel[0-9]*", ray="HPU", kubernetes="habana.ai/gaudi",
+        moves_modules=True,
+    ),
+    DeviceKind(
+        "mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES",
+        extension="torch_mlu", device_files="cambricon_dev[0-9]*", moves_modules=True,
+    ),
+    DeviceKind(
+        "sdaa", "tccl", DistributedType.MULTI_SDAA, "SDAA_VISIBLE_DEVICES",
+        extension="torch_sdaa", device_files="tcaicard[0-9]*", moves_modules=True,
+    ),
+    DeviceKind(
+        "musa", "mccl", DistributedType.MULTI_MUSA, "MUSA_VISIBLE_DEVICES",
+        extension="torch_musa", device_files="mtgpu.[0-9]*", moves_modules=True,
+    ),
+    DeviceKind(
+        "neuron", "neuron", DistributedType.MULTI_NEURON, "NEURON_RT_VISIBLE_CORES",
+        extension="torch_neuronx", device_files="neuron[0-9]*", ray="neuron_cores",
+        kubernetes="aws.amazon.com/neuron",
+    ),
+    DeviceKind("xla", "xla", DistributedType.XLA, pin_memory=False, init_method="xla://"),
+)  # fmt: skip
+
+DEVICES: dict[str, DeviceKind] = {row.type: row for row in _ROWS}
