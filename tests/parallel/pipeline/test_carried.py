@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from pipelines import VOCABULARY, batches, check_run, refused, runs_in_schedule
+from pipelines import VOCABULARY, bart, batches, check_run, refused, runs_in_schedule
 from rank_pool import on_ranks
 from torch import nn
 
@@ -28,18 +28,6 @@ def t5(seed=0):
         decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config).to(torch.float64)
-
-
-def bart(seed=0):
-    """Its norms behind the embeddings are registered behind the blocks."""
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    torch.manual_seed(seed)
-    config = BartConfig(
-        vocab_size=VOCABULARY, d_model=16, encoder_layers=LAYERS, decoder_layers=LAYERS, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0, max_position_embeddings=32,
-    )  # fmt: skip
-    return BartForConditionalGeneration(config).to(torch.float64)
 
 
 class Skipping(nn.Module):
