@@ -151,7 +151,7 @@ def refused(make, options, named, call=None, *objects):
             call(model)
 
 
-def runs_in_schedule(model, kind=None):
-    built = [schedule for schedule, _ in model._pipelined.scheduled._built.values()]
+def runs_in_schedule(run, model, kind=None):
+    built = [schedule for schedule, _ in run.prepared_model(model).stages.scheduled._built.values()]
     assert built, "every batch went in GPipe's order"
     assert kind is None or {type(schedule) for schedule in built} == {kind}, built

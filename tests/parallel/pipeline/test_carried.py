@@ -59,9 +59,9 @@ def test_blocks_in_the_order_seen():
     PartialState(cpu=True)
     example = {"input_ids": TOKENS, "labels": LABELS}
     early = Options(schedule="1f1b", num_microbatches=4, example_inputs=example)
-    _, model, *_ = check_run(bart, early, pp_size=4, padded=True, **LOSS)
-    runs_in_schedule(model, EarlyReceive1F1B)
-    units = model._pipelined.runner.cut.units
+    run, model, *_ = check_run(bart, early, pp_size=4, padded=True, **LOSS)
+    runs_in_schedule(run, model, EarlyReceive1F1B)
+    units = run.prepared_model(model).stages.scheduled.runner.cut.units
     assert units.index("model.decoder.layernorm_embedding") < units.index("model.decoder.layers.0")
 
 
@@ -79,8 +79,8 @@ def test_an_encoder_and_a_decoder_with_fsdp():
 def test_two_stages_a_rank():
     PartialState(cpu=True)
     turns = Options(schedule="interleaved", num_microbatches=2)
-    _, model, *_ = check_run(t5, turns, pp_size=2, dp_replicate_size=2, **LOSS)
-    runs_in_schedule(model)
+    run, model, *_ = check_run(t5, turns, pp_size=2, dp_replicate_size=2, **LOSS)
+    runs_in_schedule(run, model)
 
 
 SEEN = Options(num_microbatches=2, example_inputs={"tokens": TOKENS})
