@@ -171,7 +171,7 @@ def test_weights_of_micro_batches(schedule):
         optimizer.step()
         optimizer.zero_grad()
         run.backward(model(tokens, labels=labels)[0], num_items=(labels != -100).sum())
-    runs_in_schedule(model)
+    runs_in_schedule(run, model)
     for name, parameter in model.named_parameters():
         expected = plain.get_parameter(name).grad
         torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-13, msg=f"{name}: {{}}".format)
