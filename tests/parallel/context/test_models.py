@@ -194,7 +194,7 @@ def test_masks(what, kind):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["ring", "gather", "heads"])
+@pytest.mark.parametrize("kind", ["ring", pytest.param("gather", marks=pytest.mark.thorough), "heads"])
 @pytest.mark.parametrize("padding", ["behind", "before"])
 @pytest.mark.parametrize("build", [llama, gpt2, opt, bert, roberta])
 def test_padding_that_has_labels(build, padding, kind):
