@@ -92,6 +92,10 @@ FOUR = {
         own, HALF,
         {"dp_shard_size": 2, "plugin": dataclasses.replace(UNITS, activation_checkpointing=True), "steps": 2},
     ),
+    "fsdp, some modules whole": (
+        own, HALF,
+        {"dp_shard_size": 2, "plugin": dataclasses.replace(UNITS, ignored_modules="layers.[12].mlp"), "steps": 3},
+    ),
     "tp": (own, HALF, {"tp_size": 2}),
     "tp, 1f1b": (own, EARLY, {"tp_size": 2, "steps": 3, "inside": True}),
     "dp, 1f1b, tied": (tied, EARLY, {"dp_replicate_size": 2, "steps": 3, "inside": True}),
