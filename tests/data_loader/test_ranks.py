@@ -98,7 +98,7 @@ def global_batches(name, build):
     return [ids(batch) for batch in raw]
 
 
-@everywhere
+@on_ranks(2, thorough=[3])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", LOADERS)
 def test_orders_are_rank_0s(name, exact):
