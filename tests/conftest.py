@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("processes"))
         if TESTS / "engines" in item.path.parents:
             item.add_marker(pytest.mark.engines)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_state_of_other_modules() -> None:
+    """The tests of a module pass in any order of modules: none sees the process-wide state that another has left."""
+    # Where nothing has imported them there is no state, and torch stays out of the process.
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+    if gradients := sys.modules.get("accelerate.gradient_state"):
+        gradients.GradientState._reset_state()
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,10 @@
 
 import gc
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from rank_pool import on_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
@@ -59,24 +58,12 @@ def test_one_process(steps, auto, tmp_path):
     check(steps, **({"project_config": project, "resume": "auto"} if auto else {}))
 
 
-def data_parallel():
+@on_ranks(2)
+def test_data_parallel():
     check(1)
 
 
-def sharded():
+@on_ranks(2)
+def test_sharded():
     # torch's fully_shard keeps each module and its state in a cycle.
     check(1, collect=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-
-
-@pytest.mark.parametrize("layout", ["data_parallel", "sharded"])
-def test_two_processes(layout):
-    here = Path(__file__).parent
-    run_ranks(
-        f"""
-        import sys
-        sys.path[:0] = [{str(here)!r}, {str(here / "helpers")!r}]
-        import test_release
-        test_release.{layout}()
-        """,
-        2,
-    )

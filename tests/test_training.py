@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a training loop relies on, on 1, 2 and 4 ranks, against plain PyTorch in float64."""
 
+import contextlib
+
 import pytest
 import torch
 from rank_pool import on_ranks
@@ -173,10 +175,51 @@ def test_a_late_sync():
     with accelerator.no_sync(model):
         losses = [model(x).sum(), model(x).sum()]
         accelerator.backward(losses[0])
-        accelerator.trigger_sync_in_backward(model)
-        accelerator.backward(losses[1])
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(losses[1])
     mean = sum(1.0 + r for r in range(world())) / world()
     close(accelerator.unwrap_model(model).weight.grad, torch.full((3, 4), 2 * mean, dtype=torch.float64))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_late_sync_ends_with_its_block(fails):
+    """Behind the block the flags of DDP are those before it: later backwards under no_sync stay on their rank."""
+    accelerator = fresh()
+    model = accelerator.prepare(linear())
+    weight = accelerator.unwrap_model(model).weight
+    x = torch.full((1, 4), 1.0 + accelerator.process_index, dtype=torch.float64)
+    mean = sum(1.0 + r for r in range(world())) / world()
+
+    def flags():
+        return model.require_backward_grad_sync, model.require_forward_param_sync
+
+    with accelerator.no_sync(model):
+        first, second = model(x).sum(), model(x).sum()
+        before = flags()
+        assert before == (False, False)
+        with (
+            pytest.raises(KeyError) if fails else contextlib.nullcontext(),
+            accelerator.trigger_sync_in_backward(model),
+        ):
+            accelerator.backward(first)
+            close(weight.grad, torch.full((3, 4), mean, dtype=torch.float64))
+            if fails:
+                raise KeyError
+        assert flags() == before
+        accelerator.backward(second)
+        close(weight.grad, torch.full((3, 4), mean + x[0, 0].item(), dtype=torch.float64))
+    assert model.require_backward_grad_sync
+    weight.grad = None
+    accelerator.backward(model(x).sum())
+    close(weight.grad, torch.full((3, 4), mean, dtype=torch.float64))
+
+
+def test_a_late_sync_of_a_model_without_replicas_changes_nothing():
+    model = linear()
+    with Accelerator.trigger_sync_in_backward(model):
+        model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    close(model.weight.grad, torch.ones(3, 4, dtype=torch.float64))
 
 
 @everywhere

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,10 +114,17 @@ def test_each_kind_of_disagreement_names_ranks_and_sides():
 @on_three
 def test_a_rank_that_comes_late_is_named_and_hears_of_it():
     one = torch.ones(1, 5)
+    lines = Path(__file__).read_text().splitlines()
+    sleeps = next(number for number, line in enumerate(lines, 1) if line.strip().startswith("time.sleep("))
+    gather_object([my_rank()])
     if is_last():
-        time.sleep(3.5)  # longer than ACCELERATE_DEBUG_TIMEOUT
+        time.sleep(3.5)  # longer than ACCELERATE_DEBUG_TIMEOUT; the others ask where this rank is
     disagree(
-        ["rank 2 did not call it within 2 seconds", "Process 0: at", "ACCELERATE_DEBUG_TIMEOUT"],
+        ["rank 2 did not call it within 2 seconds", "Process 0: at", "ACCELERATE_DEBUG_TIMEOUT"]
+        + [
+            f"Process 2: has not come; it is at {__file__}:{sleeps}",
+            "its last operation was `accelerate.gather_object`",
+        ],
         gather,
         one,
         within=15.0,

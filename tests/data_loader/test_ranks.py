@@ -9,10 +9,24 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from loaders import EagerBatches, Ids, Numbers, PythonShuffle, ids, seed, states
+from loaders import (
+    BatchesAsItGoes,
+    DrawsAsItGoes,
+    EagerBatches,
+    Ids,
+    Numbers,
+    OwnGenerator,
+    PythonShuffle,
+    StreamAsItGoes,
+    drawn,
+    ids,
+    seed,
+    states,
+)
 from rank_pool import on_ranks
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
+from accelerate.core.errors import PrepareError
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
 from accelerate.state import PartialState
 
@@ -42,6 +56,7 @@ def steps_of(loader):
     return [(ids(batch), loader.batch_counts, loader.end_of_dataloader, loader.remainder) for batch in loader]
 
 
+SOURCES = ("python", "numpy", "torch")
 LOADERS = {
     "shuffled": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True),
     "generator": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True, generator=generator(my_rank())),
@@ -52,7 +67,23 @@ LOADERS = {
     "python's": lambda: DataLoader(Ids(23), batch_size=2, sampler=PythonShuffle(23)),
     "own batches": lambda: DataLoader(Ids(23), batch_sampler=EagerBatches(23)),
     "workers": lambda: DataLoader(Ids(23), batch_size=2, shuffle=True, num_workers=1),
+    "replacement": lambda: DataLoader(
+        Ids(23), batch_size=2, sampler=RandomSampler(range(23), True, 71, generator=generator(my_rank()))
+    ),
     "stream": lambda: DataLoader(Numbers(23, shuffled=True), batch_size=2),
+    **{
+        f"{source} as it goes": lambda source=source: DataLoader(
+            Ids(23), batch_size=2, sampler=DrawsAsItGoes(23, source)
+        )
+        for source in SOURCES
+    },
+    "batches as it goes": lambda: DataLoader(Ids(23), batch_sampler=BatchesAsItGoes(23, "python")),
+    "own batches in workers": lambda: DataLoader(Ids(23), batch_sampler=EagerBatches(23), num_workers=1),
+    "own generator": lambda: DataLoader(Ids(23), batch_size=2, sampler=OwnGenerator(23, random.Random(my_rank()))),
+    "numpy's own": lambda: DataLoader(
+        Ids(23), batch_size=2, sampler=OwnGenerator(23, np.random.default_rng(my_rank())), num_workers=1
+    ),
+    "stream as it goes": lambda: DataLoader(StreamAsItGoes(23, "python"), batch_size=2),
     "stream with a worker": lambda: DataLoader(Numbers(23, shuffled=True), batch_size=2, num_workers=1),
 }
 
@@ -60,14 +91,14 @@ LOADERS = {
 def global_batches(name, build):
     """A plain loop over what one process would read at the global batch size; rank 0's random numbers."""
     raw = build()
-    if name == "own batches":
+    if "batches" in name:
         batches = [ids(batch) for batch in raw]
         return [sum(batches[start : start + world()], []) for start in range(0, len(batches), world())]  # noqa: RUF017
     raw.__dict__["batch_size"] = raw.batch_sampler.batch_size = 2 * world()
     return [ids(batch) for batch in raw]
 
 
-@everywhere
+@on_ranks(2, thorough=[3])
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", LOADERS)
 def test_orders_are_rank_0s(name, exact):
@@ -99,8 +130,144 @@ def test_ranks_keep_their_own_random_numbers():
     loader = prepare_data_loader(DataLoader(Ids(9), batch_size=2, sampler=PythonShuffle(9)))
     seed(7 + my_rank())
     list(loader)
-    drawn = all_ranks((random.random(), float(np.random.rand()), torch.rand(1).item()))
-    assert len(set(drawn)) == world(), drawn
+    found = all_ranks((random.random(), float(np.random.rand()), torch.rand(1).item()))
+    assert len(set(found)) == world(), found
+
+
+def lazies(length, workers=0):
+    """Loaders that draw each index when it is asked for, by the name of what they draw with."""
+    found = {}
+    for source in SOURCES:
+        options = {"num_workers": workers, "batch_size": 2}
+        found[source] = DataLoader(Ids(length), sampler=DrawsAsItGoes(length, source), **options)
+        found[f"{source}, batches"] = DataLoader(
+            Ids(length), batch_sampler=BatchesAsItGoes(length, source, 2), num_workers=workers
+        )
+        found[f"{source}, stream"] = DataLoader(StreamAsItGoes(length, source), **options)
+    return found
+
+
+def draw_in_between():
+    """Each rank another number of draws from each generator."""
+    return [[drawn(source, 1000) for _ in range(my_rank() + 1)] for source in SOURCES]
+
+
+def in_order(seen):
+    """The samples that the ranks have seen (a list a step), step by step."""
+    return [sample for step in zip(*all_ranks(seen), strict=True) for part in step for sample in part]
+
+
+@everywhere
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_draws_of_samplers_and_loops_are_apart(workers, exact):
+    for name, raw in lazies(53, workers).items():
+        if workers and name not in ("python", "torch, batches", "numpy, stream"):
+            continue
+        loader = prepare_data_loader(raw, exact=exact)
+        orders = []
+        for _ in range(2):
+            seen, own = [], []
+            seed(300 + my_rank())
+            for batch in loader:
+                seen.append(ids(batch)[: loader.batch_counts[my_rank()]])
+                own.append(draw_in_between())
+            orders.append(in_order(seen))
+            assert sorted(orders[-1]) == list(range(53)), (name, orders[-1])
+            if my_rank():
+                # But for the seed of the workers, which torch draws from its own generator.
+                seed(300 + my_rank())
+                assert [draws[:2] for draws in own] == [draw_in_between()[:2] for _ in own], name
+        assert not workers or orders[0] != list(range(53))
+
+
+PAIRS = {
+    "samples": lambda: DataLoader(Ids(53), batch_size=2, sampler=DrawsAsItGoes(53, "python")),
+    "batches": lambda: DataLoader(Ids(53), batch_sampler=BatchesAsItGoes(53, "numpy")),
+    "shuffled": lambda: DataLoader(Ids(53), batch_size=2, shuffle=True),
+}
+
+
+@everywhere
+@pytest.mark.parametrize("name", PAIRS)
+def test_loaders_read_in_turn(name):
+    seed(40 + my_rank())
+    loaders = [prepare_data_loader(PAIRS[name](), exact=True) for _ in range(2)]
+    for _ in range(2):
+        seen = [[], []]
+        for pair in zip(*loaders, strict=True):
+            for kept, batch, loader in zip(seen, pair, loaders, strict=True):
+                kept.append(ids(batch)[: loader.batch_counts[my_rank()]])
+            draw_in_between()
+        orders = [in_order(kept) for kept in seen]
+        assert all(sorted(order) == list(range(53)) for order in orders)
+        # Two orders of their own.
+        assert len(set(zip(*orders, strict=True)) & {(a, a) for a in range(53)}) < 15
+    for _ in loaders[0]:
+        break
+    rest = [sample for batch in loaders[0] for sample in ids(batch)[: loaders[0].batch_counts[my_rank()]]]
+    assert sorted(sum(all_ranks(rest), [])) == list(range(53))  # noqa: RUF017
+
+
+class Unseeded(DrawsAsItGoes):
+    def __iter__(self):
+        return iter(np.random.default_rng().permutation(self.length).tolist())
+
+
+class ByRank(DrawsAsItGoes):
+    """The same on all ranks at first, and different ones later."""
+
+    def __iter__(self):
+        return iter([*range(20), *(range(20, self.length) if my_rank() else reversed(range(20, self.length)))])
+
+
+@everywhere
+@pytest.mark.parametrize("kind", [Unseeded, ByRank])
+def test_an_order_that_cannot_be_shared_is_refused(kind):
+    my_rank()
+    loader = prepare_data_loader(DataLoader(Ids(53), batch_size=2, sampler=kind(53, "python")))
+    steps = 0
+    with pytest.raises(PrepareError, match=f"the {kind.__name__} draws from something else") as caught:
+        for _ in loader:
+            steps += 1
+    assert "rank 1 draws" in str(caught.value)
+    assert (steps == 0) == (kind is Unseeded)
+
+
+def read_to_a_position():
+    """By name: what all ranks have read up to a step of the second epoch, and the positions there."""
+    my_rank()
+    found = {}
+    for name, raw in lazies(53).items():
+        loader = prepare_data_loader(raw, exact=True)
+        seed(500 + my_rank())
+        for epoch in range(2):
+            seen = []
+            for step, batch in enumerate(loader):
+                seen += ids(batch)[: loader.batch_counts[my_rank()]]
+                draw_in_between()
+                if epoch and step == 4:
+                    break
+        found[name] = (sum(all_ranks(seen), []), all_ranks(loader.state_dict()))  # noqa: RUF017
+    return found
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_positions_go_on_with_any_number_of_shards(ranks, nproc):
+    saved, *_ = ranks(nproc).run(read_to_a_position)
+    for name, (seen, positions) in saved.items():
+        for shards in (1, 2, 3):
+            rest = []
+            for index in range(shards):
+                seed(index)
+                loader = prepare_data_loader(
+                    lazies(53)[name], num_processes=shards, process_index=index, exact=nproc == 2
+                )
+                loader.load_state_dict(positions[index % nproc])
+                for batch in loader:
+                    drawn("python", 9)
+                    rest += ids(batch)[: loader.batch_counts[index]]
+            assert sorted(seen + rest) == list(range(53)), (name, shards)
 
 
 @everywhere
@@ -116,9 +283,18 @@ def test_a_seed_that_differs_is_agreed_on():
 @everywhere
 def test_dispatched_batches():
     def build(data, batch_size, **options):
-        raw = DataLoader(data, batch_size=batch_size)
+        sampler = data if isinstance(data, DrawsAsItGoes) else None
+        raw = DataLoader(data if sampler is None else Ids(sampler.length), batch_size=batch_size, sampler=sampler)
         return prepare_data_loader(raw, device=CPU, put_on_device=True, dispatch_batches=True, **options)
 
+    for source in SOURCES:
+        loader = build(DrawsAsItGoes(53, source), 2)
+        for _ in range(2):
+            seen = []
+            for batch in loader:
+                seen += ids(batch)[: loader.batch_counts[my_rank()]]
+                draw_in_between()
+            assert sorted(sum(all_ranks(seen), [])) == list(range(53))  # noqa: RUF017
     for data in (Ids, Numbers):
         for length in (1, 4 * world(), 4 * world() + 1, 4 * world() + 3):
             for options in ({}, {"exact": True}, {"split_batches": True}, {"split_batches": True, "exact": True}):

@@ -43,6 +43,18 @@ def of_transformers(seed=0):
     return LlamaForCausalLM(config).to(torch.float64)
 
 
+def bart(seed=0):
+    """Its norms behind the embeddings are registered behind the blocks."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(seed)
+    config = BartConfig(
+        vocab_size=VOCABULARY, d_model=16, encoder_layers=3, decoder_layers=3, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0, max_position_embeddings=32,
+    )  # fmt: skip
+    return BartForConditionalGeneration(config).to(torch.float64)
+
+
 def batches(steps, padded):
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps * ACCUMULATION):
@@ -139,7 +151,7 @@ def refused(make, options, named, call=None, *objects):
             call(model)
 
 
-def runs_in_schedule(model, kind=None):
-    built = [schedule for schedule, _ in model._pipelined.scheduled._built.values()]
+def runs_in_schedule(run, model, kind=None):
+    built = [schedule for schedule, _ in run.prepared_model(model).stages.scheduled._built.values()]
     assert built, "every batch went in GPipe's order"
     assert kind is None or {type(schedule) for schedule in built} == {kind}, built

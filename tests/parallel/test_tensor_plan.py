@@ -11,9 +11,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import ConfigurationError, PrepareError
-from accelerate.parallel.tensor.strategy import plan as tensor_plan
-from accelerate.parallel.tensor.strategy import sequence as tensor_sequence
-from accelerate.parallel.tensor.strategy import styles as kinds
+from accelerate.parallel.tensor import plan as tensor_plan
+from accelerate.parallel.tensor import sequence as tensor_sequence
+from accelerate.parallel.tensor import styles as kinds
 from accelerate.parallelism_config import ParallelismConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "parallel"))

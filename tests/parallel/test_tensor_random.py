@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 
 from accelerate.core.errors import PrepareError
 from accelerate.parallel.compile import compile_regions
+from accelerate.parallel.tensor import plan as tensor_plan
+from accelerate.parallel.tensor import random as tensor_random
 from accelerate.parallel.tensor.dropout import draws
-from accelerate.parallel.tensor.strategy import plan as tensor_plan
-from accelerate.parallel.tensor.strategy import random as tensor_random
 
 
 class Rated(nn.Module):

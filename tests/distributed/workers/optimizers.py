@@ -208,12 +208,11 @@ def run(accelerator, case, name, folder):
 
     train(model, optimizer, loss_and_backward)
     state = accelerator.get_state_dict(model)
-    if not hasattr(accelerator.strategy, "optimizer_state_dict"):
-        return state, optimizer.state_dict(), optimizer.state_dict()
-    own = accelerator.prepared_model(model).optimizer_state_dict(getattr(optimizer, "optimizer", optimizer))
+    own = accelerator.prepared_model(model).optimizer_state_dict(optimizer.optimizer)
     other_model, other = accelerator.prepare(*make(case, name, seed=3))
-    accelerator.strategy.load_optimizer_state_dict(other_model, other, own)
-    return state, own, accelerator.strategy.optimizer_state_dict(other_model, other)
+    prepared = accelerator.prepared_model(other_model)
+    prepared.load_optimizer_state_dict(other.optimizer, own)
+    return state, own, prepared.optimizer_state_dict(other.optimizer)
 
 
 def check_equal(found, expected, where):

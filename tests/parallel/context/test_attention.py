@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ring, all-gather and all-to-all attention against torch's own, whole one, forward and back."""
 
+import contextlib
 import functools
 from unittest import mock
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rank_pool import on_ranks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerate.collectives import transport
 from accelerate.core.errors import ConfigurationError
@@ -137,6 +139,11 @@ def masks():
     plain = hidden.clone()
     hidden[:, :, 4] -= 1e6  # a row from which as much is taken everywhere
     yield "large numbers", hidden, plain
+    # Rows in which nothing of the scores is left, or a part of it: what torch gives, to the rounding of a score.
+    empty = torch.zeros(BATCH, 1, ROWS, ROWS, dtype=torch.float64).masked_fill(~causal, torch.finfo(torch.float64).min)
+    empty[0, :, :3] = torch.finfo(torch.float64).min
+    empty[1, :, 5:9] = -1e15
+    yield "rows hidden by large numbers", empty, None
     yield "everything", torch.ones(1, ROWS, ROWS, dtype=torch.bool), None
 
 
@@ -168,8 +175,11 @@ def test_masks(method, what):
     for own in (False, True):
         given = layout.take(mask, -2) if own and mask.shape[-2] == ROWS else mask
         call = Call(given, 0.0, False, SCALE)
-        reference = expected(inputs, False, mask=plain)
-        compare(f"{own}", layout, functools.partial(method, call=call), inputs, reference, 1e-10)
+        # torch's kernel for CPUs has a wrong gradient of rows without scores (2.13).
+        exact = sdpa_kernel(SDPBackend.MATH) if what.startswith("rows hidden") else contextlib.nullcontext()
+        with exact:
+            reference = expected(inputs, False, mask=plain)
+            compare(f"{own}", layout, functools.partial(method, call=call), inputs, reference, 1e-10)
         if own and plain.dtype == torch.bool:
             call.keep = torch.stack(
                 [SequenceLayout(layout.size, world, r, layout.balanced).take(keep, 1) for r in range(world)]

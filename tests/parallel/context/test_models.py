@@ -18,7 +18,9 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 
 transformers = pytest.importorskip("transformers")
-PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.mistral.modeling_mistral")
+PRELOADED = tuple(
+    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "gpt2", "opt", "bert", "roberta")
+)
 
 BATCH, LENGTH, VOCABULARY, STEPS = 3, 16, 32, 4
 SIZES = {
@@ -121,6 +123,35 @@ def gemma():
     return transformers.Gemma3ForCausalLM(config).train()
 
 
+def gpt2():
+    torch.manual_seed(0)
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_layer=2, n_head=2, **drops)
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def opt():
+    """It counts positions by the padding mask."""
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
+        word_embed_proj_dim=16, max_position_embeddings=32, dropout=0.0,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(config).train()
+
+
+def bert(kind="Bert"):
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    config = getattr(transformers, f"{kind}Config")(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return getattr(transformers, f"{kind}ForMaskedLM")(config).train()
+
+
+def roberta():
+    """It counts positions by the token ids."""
+    return bert("Roberta")
+
+
 def documents():
     """Positions that start anew within a row, at other places in each row; of one row nowhere."""
     starts = ([0, 5, 6], [0, 9], [0])
@@ -162,8 +193,23 @@ def test_masks(what, kind):
     check_masks(build, kind, **options)
 
 
-def check_masks(build, kind, padding="none", packed=False, mask=None, checkpointing=False, tolerance=1e-8):
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["ring", pytest.param("gather", marks=pytest.mark.thorough), "heads"])
+@pytest.mark.parametrize("padding", ["behind", "before"])
+@pytest.mark.parametrize("build", [llama, gpt2, opt, bert, roberta])
+def test_padding_that_has_labels(build, padding, kind):
+    """Rows of padding count too, as where an end token is the padding: their logits and gradients are the model's."""
+    torch.set_default_dtype(torch.float64)
+    check_masks(build, kind, padding, labelled=True)
+
+
+def check_masks(
+    build, kind, padding="none", packed=False, mask=None, checkpointing=False, tolerance=1e-8, labelled=False
+):
     ids, keep, labels = next(batches(padding))
+    if labelled:
+        # No id is one that a model takes for padding.
+        labels, ids = ids, ids.clamp(min=2)
     inputs = {"input_ids": ids}
     options = {"use_cache": not packed}  # beside a cache transformers takes no sequences for packed
     if packed:
@@ -195,7 +241,7 @@ def check_masks(build, kind, padding="none", packed=False, mask=None, checkpoint
         logits = model(**own, **options).logits
         # A rank's loss is a part of a sum, and gradients are means over the ranks.
         accelerator.backward(loss_of(logits, shift_labels) * 2)
-    seen = layout.take(keep, 1).bool()
+    seen = layout.take(torch.ones_like(keep) if labelled else keep, 1).bool()
     torch.testing.assert_close(logits[seen], layout.take(expected, 1)[seen], rtol=0, atol=1e-10)
     for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         whole = parameter.grad.full_tensor()

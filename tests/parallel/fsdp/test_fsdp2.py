@@ -14,8 +14,8 @@ from accelerate.checkpointing.sharded import FullyShardedState
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.core.errors import PrepareError
 from accelerate.parallel.base import Bundle
-from accelerate.parallel.fsdp import state as fsdp_state
 from accelerate.parallel.fsdp.fsdp2 import FullyShardedDataParallel
+from accelerate.parallel.prepared import PreparedOptimizer
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision.base import Precision
 from accelerate.state import PartialState
@@ -100,16 +100,17 @@ def plain_run():
     return kept, norms
 
 
-def sharded_run(strategy, model, optimizer, norms, first=0, last=STEPS):
+def sharded_run(strategy, prepared, optimizer, norms, first=0, last=STEPS):
     """Steps `first` to `last` of the same run on this rank's part of each batch."""
     index, count = strategy.data_shard
+    model = prepared.module
     for number, tokens in enumerate(batches()):
         if not first * ACCUMULATION <= number < last * ACCUMULATION:
             continue
         sync = number % ACCUMULATION == ACCUMULATION - 1
         mine = tokens.chunk(count)[index]
         if not sync:
-            with strategy.no_sync(model):
+            with prepared.no_sync():
                 strategy.backward(loss_of(model, mine) / ACCUMULATION)
             continue
         strategy.backward(loss_of(model, mine) / ACCUMULATION)
@@ -119,8 +120,8 @@ def sharded_run(strategy, model, optimizer, norms, first=0, last=STEPS):
         optimizer.zero_grad()
 
 
-def check_state(strategy, model, expected, what="the run"):
-    state = strategy.state_dict(model)
+def check_state(prepared, expected, what="the run"):
+    state = prepared.state_dict()
     if dist.get_rank() == 0:
         assert list(state) == list(expected), (what, list(state))
         for name, value in expected.items():
@@ -132,8 +133,7 @@ def check_state(strategy, model, expected, what="the run"):
 
 def prepare(plugin, model, optimizer=None, parallelism=None):
     strategy = FullyShardedDataParallel(torch.device("cpu"), Precision(), plugin, parallelism)
-    bundle = strategy.prepare(Bundle([model], [optimizer] if optimizer else [], [True]))
-    return strategy, bundle.models[0]
+    return strategy, strategy.prepare(Bundle([model], [optimizer] if optimizer else [], [True]))[0]
 
 
 def check_run(plain, parallelism=None, steps=4, seed=0, model=None, **options):
@@ -142,12 +142,13 @@ def check_run(plain, parallelism=None, steps=4, seed=0, model=None, **options):
     model = model or make_model(seed + PartialState().process_index)
     optimizer = make_optimizer(model)
     torch.manual_seed(seed)
-    strategy, model = prepare(Plugin(fsdp_version=2, **options), model, optimizer, parallelism)
+    strategy, prepared = prepare(Plugin(fsdp_version=2, **options), model, optimizer, parallelism)
+    model = prepared.module
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in trained} == {id(p) for p in model.parameters()}
-    sharded_run(strategy, model, optimizer, norms, last=steps)
-    check_state(strategy, model, expected[steps - 1])
-    return strategy, model, optimizer
+    sharded_run(strategy, prepared, optimizer, norms, last=steps)
+    check_state(prepared, expected[steps - 1])
+    return strategy, prepared, optimizer
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +161,8 @@ def plain(float64):
 @everywhere
 def test_blocks(plain):
     world = PartialState(cpu=True).num_processes
-    _, model, _ = check_run(plain, steps=STEPS, **BY_CLASS)
+    _, prepared, _ = check_run(plain, steps=STEPS, **BY_CLASS)
+    model = prepared.module
     assert model.head.weight is model.embedding.weight, "the tie is gone"
     assert all(isinstance(p, DTensor) for p in model.parameters())
     held = sum(p.to_local().numel() for p in model.parameters())
@@ -189,7 +191,8 @@ def test_settings(what, plain):
 @everywhere
 def test_modules_that_are_left_whole(plain):
     PartialState(cpu=True)
-    _, model, _ = check_run(plain, ignored_modules="extra|blocks.1.up", **BY_CLASS)
+    _, prepared, _ = check_run(plain, ignored_modules="extra|blocks.1.up", **BY_CLASS)
+    model = prepared.module
     assert not isinstance(model.extra.weight, DTensor) and not isinstance(model.blocks[1].up.bias, DTensor)
 
 
@@ -221,25 +224,25 @@ def test_resume(how, plain, tmp_path):
     PartialState(cpu=True)
     expected, norms = plain
     half = STEPS // 2
-    strategy, model, optimizer = check_run(plain, steps=half, **BY_CLASS)
-    whole = (strategy.state_dict(model), fsdp_state.full_optimizer_state(model, optimizer))
-    write = FullyShardedState([(0, model)], [(0, model, optimizer)]).stage(blocking=False)
+    strategy, prepared, optimizer = check_run(plain, steps=half, **BY_CLASS)
+    whole = (prepared.state_dict(), prepared.optimizer_state_dict(optimizer))
+    write = FullyShardedState([prepared], [PreparedOptimizer(optimizer, prepared)]).stage(blocking=False)
     # What was taken must not change with the run that goes on.
-    sharded_run(strategy, model, optimizer, norms, first=half)
-    check_state(strategy, model, expected[-1], "second half")
+    sharded_run(strategy, prepared, optimizer, norms, first=half)
+    check_state(prepared, expected[-1], "second half")
     write(tmp_path)
     dist.barrier()
     fresh = make_model(seed=5)
     optimizer = make_optimizer(fresh)
     strategy, fresh = prepare(Plugin(fsdp_version=2), fresh, optimizer)
     if how == "whole":
-        strategy.load_state_dict(fresh, whole[0])
-        fsdp_state.load_full_optimizer_state(fresh, optimizer, whole[1])
+        fresh.load_state_dict(whole[0])
+        fresh.load_optimizer_state_dict(optimizer, whole[1])
     else:
-        FullyShardedState([(0, fresh)], [(0, fresh, optimizer)]).load(tmp_path, strict=True)
-    check_state(strategy, fresh, expected[half - 1], "loaded")
+        FullyShardedState([fresh], [PreparedOptimizer(optimizer, fresh)]).load(tmp_path, strict=True)
+    check_state(fresh, expected[half - 1], "loaded")
     sharded_run(strategy, fresh, optimizer, norms, first=half)
-    check_state(strategy, fresh, expected[-1], "resumed")
+    check_state(fresh, expected[-1], "resumed")
 
 
 @everywhere

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from pipelines import VOCABULARY, batches, check_run, refused, runs_in_schedule
+from pipelines import VOCABULARY, bart, batches, check_run, refused, runs_in_schedule
 from rank_pool import on_ranks
 from torch import nn
 
@@ -28,18 +28,6 @@ def t5(seed=0):
         decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config).to(torch.float64)
-
-
-def bart(seed=0):
-    """Its norms behind the embeddings are registered behind the blocks."""
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    torch.manual_seed(seed)
-    config = BartConfig(
-        vocab_size=VOCABULARY, d_model=16, encoder_layers=LAYERS, decoder_layers=LAYERS, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0, max_position_embeddings=32,
-    )  # fmt: skip
-    return BartForConditionalGeneration(config).to(torch.float64)
 
 
 class Skipping(nn.Module):
@@ -71,9 +59,9 @@ def test_blocks_in_the_order_seen():
     PartialState(cpu=True)
     example = {"input_ids": TOKENS, "labels": LABELS}
     early = Options(schedule="1f1b", num_microbatches=4, example_inputs=example)
-    _, model, *_ = check_run(bart, early, pp_size=4, padded=True, **LOSS)
-    runs_in_schedule(model, EarlyReceive1F1B)
-    units = model._pipelined.runner.cut.units
+    run, model, *_ = check_run(bart, early, pp_size=4, padded=True, **LOSS)
+    runs_in_schedule(run, model, EarlyReceive1F1B)
+    units = run.prepared_model(model).stages.scheduled.runner.cut.units
     assert units.index("model.decoder.layernorm_embedding") < units.index("model.decoder.layers.0")
 
 
@@ -91,8 +79,8 @@ def test_an_encoder_and_a_decoder_with_fsdp():
 def test_two_stages_a_rank():
     PartialState(cpu=True)
     turns = Options(schedule="interleaved", num_microbatches=2)
-    _, model, *_ = check_run(t5, turns, pp_size=2, dp_replicate_size=2, **LOSS)
-    runs_in_schedule(model)
+    run, model, *_ = check_run(t5, turns, pp_size=2, dp_replicate_size=2, **LOSS)
+    runs_in_schedule(run, model)
 
 
 SEEN = Options(num_microbatches=2, example_inputs={"tokens": TOKENS})

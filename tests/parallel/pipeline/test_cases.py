@@ -188,7 +188,7 @@ def test_losses():
         expected = loss_fn(plain(TOKENS), LABELS)
         expected.backward()
         assert abs(loss - expected) < 1e-10 and logits.shape == (*TOKENS.shape, VOCABULARY)
-    assert model._pipelined.scheduled._built
+    assert run.prepared_model(model).stages.scheduled._built
     grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, parameter in model.inner.named_parameters():
         torch.testing.assert_close(parameter.grad, grads[name], rtol=0, atol=1e-12)
@@ -261,6 +261,8 @@ def refusals():
     one, mask = Options(schedule="1f1b", num_microbatches=1), Options(whole_inputs=["mask"])
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))])
 
+    skipped = "uses the output of embed, which only stage 0 has. This fits: PipelineParallelConfig(carried=['embed'])."
+
     def forward(model):
         return model(x)
 
@@ -273,8 +275,8 @@ def refusals():
         "samples": (Chain, Options(num_microbatches=9), "num_microbatches=9", forward),
         "division": (own, early, "num_microbatches=3", lambda model: model(TOKENS, labels=LABELS)),
         "microbatches": (own, one, "num_microbatches=1"),
-        "skip": (lambda: Chain(skip=True).eval(), four, "skip connection", forward),
-        "order": (lambda: Chain(norm_first=True).eval(), four, 'placement={"norm": "last"}', forward),
+        "skip": (lambda: Chain(skip=True).eval(), four, skipped, forward),
+        "order": (lambda: Chain(norm_first=True).eval(), four, "(placement={'norm': 'last'}).", forward),
         "other samples": (Chain, four, "given other inputs", with_other_samples),
         "other samples, in turns": (Chain, turns, "given other inputs", with_other_samples),
         "statistics": (lambda: Chain(batch_norm=True), four, "BatchNorm1d"),
@@ -305,8 +307,8 @@ def test_a_block_that_runs_elsewhere_is_placed_by_hand_or_by_time():
     torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
     torch.manual_seed(0)
     options = Options(num_microbatches=2, balance="time", example_inputs={"x": x}, split_points=None)
-    _, model, _ = prepared(Chain().eval(), options)
-    assert len(set(everyones(model._pipelined.runner.cut.bounds))) == 1
+    run, model, _ = prepared(Chain().eval(), options)
+    assert len(set(everyones(run.prepared_model(model).stages.scheduled.runner.cut.bounds))) == 1
 
 
 @on_ranks(2)

@@ -60,9 +60,9 @@ TWO = {
 def test_two_stages(what):
     PartialState(cpu=True)
     make, options, others = TWO[what]
-    _, model, *_ = check_run(make, options, pp_size=2, **others)
+    run, model, *_ = check_run(make, options, pp_size=2, **others)
     if others.get("inside"):
-        runs_in_schedule(model, EarlyReceive1F1B if what == "1f1b" else None)
+        runs_in_schedule(run, model, EarlyReceive1F1B if what == "1f1b" else None)
 
 
 @on_ranks(2)
@@ -71,8 +71,8 @@ def test_1f1b_in_the_order_of_other_backends():
     PartialState(cpu=True)
     with mock.patch("accelerate.parallel.pipeline.early.has_independent_directions", lambda *_: False):
         options = Options(schedule="1f1b", num_microbatches=4)
-        _, model, *_ = check_run(own, options, inside=True, steps=4, pp_size=2)
-        runs_in_schedule(model, Schedule1F1B)
+        run, model, *_ = check_run(own, options, inside=True, steps=4, pp_size=2)
+        runs_in_schedule(run, model, Schedule1F1B)
 
 
 @pytest.mark.skipif(bool(SPLIT_BACKWARD), reason="this torch has them right")
@@ -91,6 +91,10 @@ FOUR = {
     "fsdp, recomputed": (
         own, HALF,
         {"dp_shard_size": 2, "plugin": dataclasses.replace(UNITS, activation_checkpointing=True), "steps": 2},
+    ),
+    "fsdp, some modules whole": (
+        own, HALF,
+        {"dp_shard_size": 2, "plugin": dataclasses.replace(UNITS, ignored_modules="layers.[12].mlp"), "steps": 3},
     ),
     "tp": (own, HALF, {"tp_size": 2}),
     "tp, 1f1b": (own, EARLY, {"tp_size": 2, "steps": 3, "inside": True}),
@@ -113,8 +117,8 @@ def test_schedules_with_fsdp(schedule):
     PartialState(cpu=True)
     options = Options(schedule=schedule, num_microbatches=4 if schedule == "zbv" else 2)
     run, model, *_ = check_run(own, options, 3, inside=True, plugin=UNITS, pp_size=2, dp_shard_size=2)
-    runs_in_schedule(model)
-    units = [unit for stage in model._pipelined.runner.stages.values() for unit in stage.modules()]
+    runs_in_schedule(run, model)
+    units = [unit for stage in run.prepared_model(model).stages.modules.values() for unit in stage.modules()]
     sharded = [unit._get_fsdp_state() for unit in units if isinstance(unit, FSDPModule)]
     groups = sum(len(groups_of(state)) for state in sharded)
     with Messages() as sent:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -38,7 +37,7 @@ from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..pretrained import ask_for_state
 from ..remap import ParameterPlaces
 from ..report import memory
-from ..report.communication import shard_gradients, shard_volume, tensor_parallel_volume
+from ..report.communication import shard_gradients, shard_groups, shard_volume, tensor_parallel_volume
 from ..sharded import ShardedModel, ShardedStrategy, lay_out_step, reshard
 from ..skeleton import skeleton, without_storage
 from ..tensor import strategy as tensor
@@ -337,8 +336,13 @@ class PipelineParallel(ShardedStrategy):
         runner = Runner(staged, cut, stages, self.ranks, self.wire, divider, options.gather_output)
         scheduled = Scheduled(runner, options, self.precision, HeldGradients(model, [model, *stages.values()]))
         random = StageRandom(self.device, next(self._numbers), self.wire.rank, self.data_shard[0])
-        sharded = {id(p) for stage in stages.values() if isinstance(stage, FSDPModule) for p in stage.parameters()}
-        sharded -= {id(p) for module in spread for p in module.parameters()}
+        # Of all others nobody else averages the gradients: also in stages, where modules are left whole.
+        sharded = {
+            id(shard.sharded_param)
+            for stage in stages.values()
+            for _, group, _ in shard_groups(stage)
+            for shard in group.fsdp_params
+        }
         piped = Stages(
             scheduled, ties, random, shapes, template, self._groups, self.wire, self.replica_group,
             is_sharded=self.plugin is not None,

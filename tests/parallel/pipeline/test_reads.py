@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each rank: models that read weights of other stages, in a pipeline, against the plain loop to 1e-8 in float64."""
+"""Models that read weights of other stages, in a pipeline, against the plain loop to 1e-8 in float64."""
 
+import pytest
 import torch
 import torch.distributed as dist
-from pipeline_carried import bart
-from pipeline_parity import GLOBAL_BATCH, VOCABULARY, Options, Plugin, accelerator, batches, check_run, own, refused
+from pipelines import GLOBAL_BATCH, VOCABULARY, accelerator, bart, batches, check_run, own, refused, runs_in_schedule
+from rank_pool import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
+from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.state import PartialState
 
 WIDTH = 16
+TOKENS, LABELS = next(iter(batches(1, False)))
+PRELOADED = (
+    "transformers.models.deberta_v2.modeling_deberta_v2",
+    "transformers.models.bart.modeling_bart",
+)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Reading(nn.Module):
@@ -63,6 +72,14 @@ class Block(nn.Module):
         return x if self.other is None or not inside else x + nn.functional.linear(x, self.other.linear.weight)
 
 
+def unseen(seed=0):
+    return Reading(seed, ("root", "lists"))
+
+
+def computed_again(seed=0):
+    return Reading(seed, (), reentrant=False)
+
+
 def deberta(seed=0):
     from transformers import DebertaV2Config, DebertaV2ForMaskedLM
 
@@ -76,25 +93,72 @@ def deberta(seed=0):
     return DebertaV2ForMaskedLM(config).to(torch.float64)
 
 
-def check_refusals():
-    tokens, _ = next(iter(batches(1, False)))
-    call = lambda model: model(tokens)  # noqa: E731
-    for kind, name in (
-        ("before", "relative.weight"),
-        ("inside", "blocks.0.linear.weight"),
-        ("tied", "embed.weight"),
-    ):
-        refused(kind, lambda kind=kind: Reading(kinds=(kind,)), Options(num_microbatches=2), name, call)
-    cure = "This fits: PipelineParallelConfig(example_inputs={...})"
-    refused("cure", lambda: Reading(kinds=("tied",)), Options(num_microbatches=2), cure, call)
-    again = lambda: Reading(kinds=(), reentrant=True)  # noqa: E731
-    refused(
-        "reentrant", again, Options(num_microbatches=2), "inside of an autograd function (CheckpointFunction", call
-    )
+HALF = Options(num_microbatches=2)
+SEEN = Options(num_microbatches=2, example_inputs={"tokens": TOKENS})
+EARLY = Options(schedule="1f1b", num_microbatches=4)
+INSIDE = {"inside": True, "padded": True}
+RUNS = {
+    "seen": (Reading, SEEN, {}),
+    "parameters of the root, not seen": (unseen, HALF, {}),
+    "DeBERTa": (deberta, EARLY, INSIDE),
+    "BART": (bart, EARLY, INSIDE),
+}
 
 
-def check_weights(schedule):
+@on_ranks(2, thorough=[4])
+@pytest.mark.parametrize("what", RUNS)
+def test_every_rank_a_stage(what, nproc):
+    PartialState(cpu=True)
+    make, options, others = RUNS[what]
+    check_run(make, options, steps=4, pp_size=nproc, **others)
+
+
+@on_ranks(2)
+def test_blocks_that_are_computed_again():
+    PartialState(cpu=True)
+    check_run(computed_again, HALF, steps=2, pp_size=2)
+
+
+@pytest.mark.thorough
+@on_ranks(4)
+@pytest.mark.parametrize("layout", ["copies", "shards"])
+def test_composed(layout):
+    PartialState(cpu=True)
+    if layout == "copies":
+        check_run(Reading, SEEN, steps=4, pp_size=2, dp_replicate_size=2)
+    else:
+        plugin = Plugin(
+            fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"]
+        )
+        check_run(Reading, SEEN, steps=4, plugin=plugin, pp_size=2, dp_shard_size=2)
+
+
+def reading(*kinds, **others):
+    return lambda: Reading(kinds=kinds, **others)
+
+
+REFUSED = {
+    "before": (reading("before"), "relative.weight"),
+    "inside": (reading("inside"), "blocks.0.linear.weight"),
+    "tied": (reading("tied"), "embed.weight"),
+    "the cure": (reading("tied"), "This fits: PipelineParallelConfig(example_inputs={...})"),
+    "reentrant": (reading(reentrant=True), "inside of an autograd function (CheckpointFunction"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", REFUSED)
+def test_refusals(what):
+    PartialState(cpu=True)
+    make, named = REFUSED[what]
+    refused(make, HALF, named, lambda model: model(TOKENS))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_weights_of_micro_batches(schedule):
     """Three micro-batches of unequal numbers of labels: the weights of a schedule are not rounded."""
+    PartialState(cpu=True)
     tokens, labels = next(iter(batches(1, True)))
     tokens, labels = tokens[: GLOBAL_BATCH - 2], labels[: GLOBAL_BATCH - 2]
     plain = own()
@@ -107,36 +171,7 @@ def check_weights(schedule):
         optimizer.step()
         optimizer.zero_grad()
         run.backward(model(tokens, labels=labels)[0], num_items=(labels != -100).sum())
-    assert model._pipelined.scheduled._built
+    runs_in_schedule(run, model)
     for name, parameter in model.named_parameters():
         expected = plain.get_parameter(name).grad
-        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def main():
-    ranks = PartialState(cpu=True).num_processes
-    torch.set_default_dtype(torch.float64)
-    tokens, _ = next(iter(batches(1, False)))
-    seen = Options(num_microbatches=2, example_inputs={"tokens": tokens})
-    check_run("reads that were seen", Reading, seen, 4, pp_size=ranks)
-    unseen = lambda seed=0: Reading(seed, ("root", "lists"))  # noqa: E731
-    check_run("parameters of the root, not seen", unseen, Options(num_microbatches=2), 4, pp_size=ranks)
-    if ranks == 4:
-        check_run("reads, copies", Reading, seen, 4, pp_size=2, dp_replicate_size=2)
-        plugin = Plugin(
-            fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Block"]
-        )
-        check_run("reads, shards", Reading, seen, 4, plugin=plugin, pp_size=2, dp_shard_size=2)
-    for what, make in (("DeBERTa", deberta), ("BART", bart)):
-        inside = {"inside": True, "padded": True, "steps": 4}
-        check_run(what, make, Options(schedule="1f1b", num_microbatches=4), pp_size=ranks, **inside)
-    if ranks == 2:
-        check_run("computed again", lambda seed=0: Reading(seed, (), False), Options(num_microbatches=2), 2, pp_size=2)
-        check_refusals()
-        for schedule in ("1f1b", "interleaved"):
-            check_weights(schedule)
-    print("all equal")
-
-
-if __name__ == "__main__":
-    main()
+        torch.testing.assert_close(parameter.grad, expected, rtol=0, atol=1e-13, msg=f"{name}: {{}}".format)
