@@ -189,8 +189,10 @@ def _without_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.
     """The names of an optimizer's parameters that the shards in a folder hold no state of, where they hold others'."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     names = {canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in stepped}
-    prefix = _prefix(folder) if folder.is_dir() else ""
-    saved = [name.removeprefix(prefix) for name in shard_entries(folder)] if folder.is_dir() else []
+    if not any(folder.glob("*.safetensors")) and not (folder / ".metadata").exists():
+        return set()  # as of plain SGD; where tensors are wanted, reading them says what is missing
+    prefix = _prefix(folder)
+    saved = [name.removeprefix(prefix) for name in shard_entries(folder)]
     found = {_owner_of(name, names) for name in saved}
     return {name for name in names if name not in found} if found else set()
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.parallel import PipelineParallelConfig as Options
+from accelerate.core.errors import CheckpointError
 from accelerate.state import PartialState
 
 LAYOUTS = {2: {"pp_size": 2}, 4: {"pp_size": 2, "dp_replicate_size": 2}}
@@ -85,3 +86,32 @@ def go_on(folder):
                 for key, value in entry.items():
                     assert (found["state"][position][key] - value).abs().max() <= 1e-8, (position, key)
     run.wait_for_everyone()
+
+
+def test_optimizers_of_equal_models_keep_their_own_state(ranks):
+    ranks(2).run(two_models)
+
+
+def two_models():
+    """Two models of one class, an optimizer each: the state of each optimizer is that of its model."""
+    run = accelerator(Options(num_microbatches=2), pp_size=2)
+    pairs, plain = [], []
+    for seed in (0, 1):
+        model = tied(seed)
+        pairs.append(run.prepare(model, optimizer_of(model)))
+        model = tied(seed)
+        plain.append((model, optimizer_of(model)))
+    for number, (model, optimizer) in enumerate(pairs):
+        train(model, optimizer, run, run.strategy.data_shard)
+        train(*plain[number], None, (0, 1))
+    for prepared, (_, reference) in zip(run._objects.prepared_optimizers(), plain, strict=True):
+        found, wanted = prepared.state_dict(), reference.state_dict()
+        if dist.get_rank() == 0:
+            for position, entry in wanted["state"].items():
+                for key, value in entry.items():
+                    assert (found["state"][position][key] - value).abs().max() <= 1e-8, (position, key)
+    first, second = tied(0), tied(1)
+    both = torch.optim.AdamW([*first.parameters(), *second.parameters()])
+    run.prepare(first, second, both)
+    with pytest.raises(CheckpointError, match="another pipelined model"):
+        run._objects.prepared_optimizers()[-1].state_dict()

@@ -145,7 +145,8 @@ class Fsdp1Model(PreparedModel):
     # -- the report
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
-        rest = [] if self.unsharded is None else self.unsharded.communication_volume()
+        beside = [kept for kept in (self.unsharded, self.usage) if kept is not None]
+        rest = [volume for kept in beside for volume in kept.communication_volume()]
         return [*fsdp1_communication.flat_volume(self.inner, backwards), *rest]
 
     def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:

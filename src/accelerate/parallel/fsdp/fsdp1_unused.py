@@ -19,6 +19,10 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState
 
 from ...core.errors import PrepareError
 from ..materialize import canonical_name
+from ..prepared import CommunicationVolume
+
+# What says of one parameter whether a rank has used it.
+FLAG = torch.int32
 
 
 class _Unit:
@@ -134,6 +138,13 @@ class ParameterUsage:
             self.units.append(unit)
             _watch_views(handle, unit, compiled)
 
+    def communication_volume(self) -> list[CommunicationVolume]:
+        """What finding unused parameters sends in an optimizer step, in one message for all models."""
+        flags = sum(len(unit.fresh) for unit in self.units)
+        if not flags or not dist.is_initialized() or dist.get_world_size() == 1:
+            return []
+        return [CommunicationVolume("all-reduce of flags of used parameters", 1, flags * FLAG.itemsize)]
+
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """A block whose backwards belong to an accumulation window that continues."""
@@ -160,7 +171,7 @@ class UsageAgreement:
         flat = [flag for flags in received for flag in flags]
         if dist.is_initialized() and dist.get_world_size() > 1:
             # Always sent, and waited for only where this rank has something to learn from it.
-            everyone = torch.tensor(flat, dtype=torch.int32).to(self.device, non_blocking=True)
+            everyone = torch.tensor(flat, dtype=FLAG).to(self.device, non_blocking=True)
             if self._pending is not None:
                 self._pending[0].wait()
             work = dist.all_reduce(everyone, op=dist.ReduceOp.MAX, async_op=True)

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...config.parallel import PipelineParallelConfig
-from ...core.errors import PrepareError
+from ...core.errors import CheckpointError, PrepareError
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
@@ -68,7 +68,9 @@ class Stages:
         unsharded: trainable parameters whose gradients nobody but this strategy averages.
         shapes: the parameters of the entire model in its order, name -> shape; template: a module with its state's
             names and shapes.
-        groups: by optimizer, the names in each of its groups as it was made, of all stages.
+        names: by parameter as the user had it, its name.
+        groups: by optimizer of this model, the names in each of its groups as it was made, of all stages.
+        shared: optimizers that step parameters of other models too.
         wire: the messages between stages. replica_group: the ranks that hold the same stages, None where this one does
             alone. is_sharded: whether FSDP2 shards the stages.
     """
@@ -78,12 +80,14 @@ class Stages:
     random: StageRandom
     shapes: dict[str, list[int]]
     template: nn.Module
-    groups: weakref.WeakKeyDictionary[Any, list[list[str]]]
     wire: Wire
     replica_group: Any
     is_sharded: bool
     unsharded: list[nn.Parameter] = field(default_factory=list)
     is_deferred: bool = False
+    names: Any = field(default_factory=WeakTensorKeyDictionary)
+    groups: weakref.WeakKeyDictionary[Any, list[list[str]]] = field(default_factory=weakref.WeakKeyDictionary)
+    shared: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
     @property
     def modules(self) -> dict[int, Stage]:
@@ -115,6 +119,11 @@ class PipelinedModel(ShardedModel):
         return self._stages
 
     @property
+    def is_pipelined(self) -> bool:
+        """Whether it was prepared for training."""
+        return self._stages is not None
+
+    @property
     def saves_shards(self) -> bool:
         return self._saves_shards
 
@@ -133,11 +142,11 @@ class PipelinedModel(ShardedModel):
         if stages is None:
             yield
             return
-        stages.is_deferred = True
+        before, stages.is_deferred = stages.is_deferred, True
         try:
             yield
         finally:
-            stages.is_deferred = False
+            stages.is_deferred = before
 
     # -- state
 
@@ -149,14 +158,16 @@ class PipelinedModel(ShardedModel):
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """Also where this rank's stages hold none of the optimizer's parameters."""
-        if self._stages is None:
-            return super().trains_with(optimizer)
-        names = {name for group in self._stages.groups.get(optimizer) or () for name in group}
-        return names <= set(self._stages.shapes) if names else super().trains_with(optimizer)
+        return (self._stages is not None and optimizer in self._stages.groups) or super().trains_with(optimizer)
 
     def _names_of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The user's names in each group of an optimizer, of all stages."""
         stages = self.stages
+        if optimizer in stages.shared:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} steps parameters of {type(self.inner).__name__} and of another pipelined "
+                "model: its state cannot be collected from their stages. Make an optimizer for each model"
+            )
         if optimizer in stages.groups:
             return stages.groups[optimizer]
         return state.gathered_groups(self.inner, optimizer, list(stages.shapes), stages.wire)
@@ -229,11 +240,8 @@ class PipelineParallel(ShardedStrategy):
         self._stage_mates: Any = None
         self.ranks = _ranks_of_stages(self.options, self.wire.size)
         self._numbers = itertools.count()
-        # By parameter as the user had it: its plain name, and whether another rank holds it now.
-        self._name_of: Any = WeakTensorKeyDictionary()
+        # By parameter as the user had it: whether another rank holds it now.
         self._foreign: Any = WeakTensorKeyDictionary()
-        # By optimizer: the plain names in each of its groups, as it was made.
-        self._groups: weakref.WeakKeyDictionary[Any, list[list[str]]] = weakref.WeakKeyDictionary()
 
     # -- prepare
 
@@ -248,12 +256,14 @@ class PipelineParallel(ShardedStrategy):
     def _prepare_training(self, bundle: Bundle) -> list[PreparedModel]:
         found: list[PreparedModel] = []
         for model in bundle.models:
-            for name, parameter in model.named_parameters():
-                self._name_of[parameter] = materialize.canonical_name(name)
+            names = WeakTensorKeyDictionary(
+                {parameter: materialize.canonical_name(name) for name, parameter in model.named_parameters()}
+            )
             model = self.precision.wrap_forward(model)
             places = ParameterPlaces(model)
             before = list(model.parameters())
             prepared = self.lay_out(self.transformed(model, before=True))
+            prepared.stages.names = names
             model = prepared.module
             self.replacements.add((former, present) for former, present in places.replaced() if not present.is_meta)
             held = {id(parameter) for parameter in model.parameters()}
@@ -285,8 +295,9 @@ class PipelineParallel(ShardedStrategy):
     def _repoint(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer train what this rank holds of its parameters; the others are other ranks' work."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        known = [parameter for parameter in parameters if parameter in self._name_of]
-        if not known:
+        trained = [one.stages for one in self.prepared if isinstance(one, PipelinedModel) and one.is_pipelined]
+        trained = [one for one in trained if any(parameter in one.names for parameter in parameters)]
+        if not trained:
             if self.prepared and parameters:
                 raise PrepareError(
                     f"none of the {len(parameters)} parameters of {type(optimizer).__name__} belongs to a model of "
@@ -294,10 +305,13 @@ class PipelineParallel(ShardedStrategy):
                     "prepare both together."
                 )
             return
-        self._groups[optimizer] = [
-            [self._name_of[parameter] for parameter in group["params"] if parameter in self._name_of]
-            for group in optimizer.param_groups
-        ]
+        for stages in trained:
+            stages.groups[optimizer] = [
+                [stages.names[parameter] for parameter in group["params"] if parameter in stages.names]
+                for group in optimizer.param_groups
+            ]
+            if len(trained) > 1:
+                stages.shared.add(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter in self._foreign:
@@ -344,7 +358,7 @@ class PipelineParallel(ShardedStrategy):
             for shard in group.fsdp_params
         }
         piped = Stages(
-            scheduled, ties, random, shapes, template, self._groups, self.wire, self.replica_group,
+            scheduled, ties, random, shapes, template, self.wire, self.replica_group,
             is_sharded=self.plugin is not None,
             unsharded=[p for p in model.parameters() if id(p) not in sharded and p.requires_grad],
         )  # fmt: skip
@@ -505,8 +519,8 @@ class PipelineParallel(ShardedStrategy):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        trained = [one._stages for one in self.prepared if isinstance(one, PipelinedModel)]
-        twins = {twin for stages in trained if stages is not None for twin in stages.ties.twins()}
+        trained = [one.stages for one in self.prepared if isinstance(one, PipelinedModel) and one.is_pipelined]
+        twins = {twin for stages in trained for twin in stages.ties.twins()}
         return norms.clip_grad_norm(parameters, max_norm, norm_type, (self.wire.group,), self.device, twins)
 
 
