@@ -150,7 +150,7 @@ def test_a_script_that_saves_once_leaves_nothing(tmp_path, process):
     assert names(tmp_path) == [".two.lock", "one", "two"]
     again = Accelerator()  # another run of this process shares the lock
     again.save_state(tmp_path / "two", blocking=False)
-    again._writer.wait()
+    again._checkpoints._writer.wait()
     accelerator.end_training()
     assert names(tmp_path) == [".two.lock", "one", "two"]
     again.end_training()

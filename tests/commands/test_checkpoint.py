@@ -12,6 +12,8 @@ from accelerate.utils import ProjectConfiguration
 
 @pytest.fixture
 def project(tmp_path):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     accelerator = Accelerator(
         cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     )
