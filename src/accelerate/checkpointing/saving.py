@@ -329,7 +329,14 @@ def _open(given: Path, process: Process, options: Options) -> Draft:
         try:
             _find_home(draft, process, options)
         except Exception as caught:
-            draft.error = caught
+            error = caught
+    try:
+        # A hook may do anything to the folder, and a rank that fails in one removes it: all have found theirs before.
+        told = council.exchange("save_state: folder", None if error is None else _tell(error), options.timeout)
+        _raise_told(told, error, process, folder)
+    except BaseException:
+        _discard(draft, process)
+        raise
     return draft
 
 
@@ -417,8 +424,6 @@ def _collect(
     # A hook may communicate: a rank that does not come to it says so at once.
     with _reported_at_once(draft, process) if run.save_hooks else contextlib.nullcontext():
         weights, states = whole_states()
-        if draft.error is not None:
-            raise draft.error
         for hook in run.save_hooks:
             # As in the API, a hook may write into the folder and take weights away from what is saved here.
             hook(modules, weights, str(draft.temporary))
