@@ -26,8 +26,8 @@ from .logging import get_logger
 from .optimizer import AcceleratedOptimizer
 from .parallel.base import Bundle
 from .parallel.ddp.strategy import sync_in_backward
+from .parallel.elementwise import is_elementwise
 from .parallel.items import ItemWindow
-from .parallel.local_step import is_elementwise
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .process_control import ProcessControl

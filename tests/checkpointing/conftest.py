@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,14 @@ import pytest
 import torch
 
 from accelerate.checkpointing import PreparedModel, PreparedOptimizer, RunState
+from accelerate.state import AcceleratorState, GradientState
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @dataclass(frozen=True)

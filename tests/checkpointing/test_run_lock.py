@@ -93,28 +93,25 @@ def save(process, folder, step=0):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("mode", ["named", "numbered"])
+@pytest.mark.parametrize("mode", [pytest.param("named", marks=pytest.mark.thorough), "numbered"])
 def test_the_second_of_two_live_runs_is_refused(tmp_path, other, mode):
     root = tmp_path / "root"
-    first, second = other(root, mode), other(root, mode)
+    # All start at once: importing torch is what takes time.
+    first, second, third = (other(root, mode) for _ in range(3))
     assert first.save().startswith("saved")
-    for _ in range(4):
+    for _ in range(2):
         told = second.save()
         assert "is in use: another run" in told and f"pid {first.process.pid}" in told and "other.py" in told
         assert first.save().startswith("saved")
     first.kill()
     place = root if mode == "named" else root / "checkpoints"
     assert any(name.endswith(".lock") for name in names(place))
-    third = other(root, mode)
     assert third.save().startswith("saved")  # at once, although the dead run has left its lock
     third.end()
     kept = ["same"] if mode == "named" else [folder.name for _, folder in list_checkpoints(place)]
     assert names(place) == kept
     for name in kept:
         verify(place / name)
-    fourth = other(root, mode)
-    assert fourth.save().startswith("saved")
-    fourth.end()
 
 
 @pytest.mark.timeout(120)
@@ -150,7 +147,7 @@ def test_a_script_that_saves_once_leaves_nothing(tmp_path, process):
     assert names(tmp_path) == [".two.lock", "one", "two"]
     again = Accelerator()  # another run of this process shares the lock
     again.save_state(tmp_path / "two", blocking=False)
-    again._writer.wait()
+    again._checkpoints._writer.wait()
     accelerator.end_training()
     assert names(tmp_path) == [".two.lock", "one", "two"]
     again.end_training()

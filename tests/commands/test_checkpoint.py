@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.checkpointing.layout import set_aside
 from accelerate.commands.checkpoint import main
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
@@ -12,6 +13,8 @@ from accelerate.utils import ProjectConfiguration
 
 @pytest.fixture
 def project(tmp_path):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     accelerator = Accelerator(
         cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     )
@@ -43,6 +46,18 @@ def test_whole_and_damaged(project, capsys):
     assert told.count("ok ") == 1
     assert "model.safetensors" in told.split("BAD", 1)[1]
     assert run("verify", project / "checkpoints" / "checkpoint_0") == 0
+
+
+def test_checkpoints_that_were_set_aside_are_listed(project, capsys):
+    folder = project / "checkpoints"
+    moved = [set_aside(folder / "checkpoint_1"), set_aside(folder / "checkpoint_0")]
+    assert run("list", project) == 0
+    told = capsys.readouterr().out
+    assert told.index("checkpoint_0.damaged") < told.index("checkpoint_1.damaged") and "ok" not in told.split()
+    moved[0].rename(folder / "checkpoint_1")
+    assert run("list", folder) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("ok ") and told[1].startswith(f"set aside {moved[1]}:")
 
 
 def test_nothing_there(tmp_path, capsys):

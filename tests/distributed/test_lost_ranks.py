@@ -22,7 +22,7 @@ def test_an_error_on_one_rank_is_heard_by_all(tmp_path):
     ("how", "layout", "world", "needles"),
     [
         ("uneven", "ddp", 2, ("has finished", ENDED, "batch 4 of epoch 0", *UNEVEN)),
-        ("state", "fsdp", 2, ("failed: ValueError: bad state",)),
+        ("state", "fsdp", 2, ("rank 1: ValueError: bad state",)),
         pytest.param("raise", "ddp", 2, ("failed: ValueError: bad sample", "lost_rank.py:"), marks=thorough),
         pytest.param("uneven", "fsdp", 2, (ENDED, *UNEVEN), marks=thorough),
         pytest.param("uneven", "ddp", 4, (ENDED, *UNEVEN), marks=thorough),

@@ -33,7 +33,9 @@ def save_target(folder: Path) -> Path:
     reasons = {
         "the root of the file system": target == target.parent,
         "the home folder": _same(target, Path.home),
-        "the current folder": _same(target, Path.cwd),
+        "the current folder, and a checkpoint is replaced in one step together with its folder": _same(
+            target, Path.cwd
+        ),
         "a mount point, which cannot be replaced in one step": os.path.ismount(target),
     }
     for reason, applies in reasons.items():

@@ -20,6 +20,7 @@ import torch
 from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME
 from ..core.errors import CheckpointError
 from ..core.torch_files import READ_ERRORS, check_archive
+from ..data_loader.position import Position
 from .layout import numbered
 from .session import RunState, rng_state
 
@@ -149,7 +150,7 @@ def _read_sampler(path: Path, notes: list[str]) -> dict[str, Any] | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, StopIteration, *_BROKEN) as error:
         notes.append(f"{path.name} holds no seedable sampler ({error!r}) and was not used")
         return None
-    return {"format": 1, "epoch": epoch, "unit": "samples", "total": None, "consumed": 0, "own": {"seed": seed}}
+    return Position(epoch, "samples", None, own={"seed": seed}).to_dict()
 
 
 class _Inert:

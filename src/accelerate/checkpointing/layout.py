@@ -16,6 +16,7 @@ from ..core.errors import CheckpointError
 from .manifest import MANIFEST, check_sizes, is_api_file, read_manifest
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+_SET_ASIDE = re.compile(_NUMBERED.pattern + r"\.damaged(-\d+)?")
 
 SESSION_NAME = "session.json"
 
@@ -59,6 +60,12 @@ def list_checkpoints(directory: str | Path) -> list[tuple[int, Path]]:
         if match and entry.is_dir():
             found.append((int(match[1]), entry))
     return sorted(found)
+
+
+def list_damaged(directory: str | Path) -> list[Path]:
+    """The folders of a directory that `set_aside` has renamed, by number."""
+    found = [(match, entry) for entry in Path(directory).iterdir() if (match := _SET_ASIDE.fullmatch(entry.name))]
+    return [entry for _, entry in sorted((int(match[1]), entry) for match, entry in found if entry.is_dir())]
 
 
 @dataclass

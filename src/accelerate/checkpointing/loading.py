@@ -118,7 +118,8 @@ def load_run(
             _apply(run, source, plan, strict, models_only)
         except Exception as caught:
             # Others may wait for this rank in a collective of their part: it does not wait for them.
-            council.refuse("load_state", f"{type(caught).__name__}: {caught}")
+            text = f"load_state: rank {process.process_index} failed: {type(caught).__name__}: {caught}"
+            council.refuse(text)
             raise
         council.exchange("load_state: apply", None, timeout)
         for note in plan.notes if process.process_index == 0 else ():

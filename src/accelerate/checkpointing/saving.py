@@ -102,7 +102,6 @@ class Draft:
     extras: bool = False  # others than this room have written into the folder
     lock: SaveLock | None = None  # on the rank that commits the folder
     error: BaseException | None = None
-    told: str | None = None  # the error as the other ranks are told it
     about: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] | None = None  # what the shared document of this rank holds, where it writes one
 
@@ -130,55 +129,55 @@ def save_run(
     draft = _open(given, process, options)
     council = Council(process)
     try:
-        _take_states(draft, run, process, options, council, blocking=writer is None)
+        _take_states(draft, run, process, options, council, writer)
+        if writer is not None:
+            writer.submit(draft, process, options)
     except BaseException:
-        _close(draft)
+        _discard(draft, process)
         raise
-    if writer is not None:
-        try:
-            failure = writer.submit(draft, process, options)
-        except BaseException:
-            _close(draft)
-            raise
-        if failure is not None:
-            # The others learn of it through the background's agreement, which the writer of this rank takes part in.
-            writer.drop_error()
-            raise _own(failure, process)
-        return given
-    complete(draft, process, options, council)
+    if writer is None:
+        complete(draft, process, options, council)
     return given
 
 
 def _take_states(
-    draft: Draft, run: RunState, process: Process, options: Options, council: Council, blocking: bool
+    draft: Draft, run: RunState, process: Process, options: Options, council: Council, writer: Writer | None
 ) -> None:
-    """Fill the draft: first the states, then what ranks have different from each other, then shards.
+    """Fill the draft: first the states, then what ranks have different from each other, then shards and copies.
 
-    A failure of one rank is raised on every rank before shards are taken, which is all ranks' work.
+    A failure of one rank is raised on every rank, in this call also where the writing goes on in the background. Only
+    where nothing but writing without collectives is left, the ranks compare their errors when that is done.
     """
     try:
         try:
             _collect(draft, run, process, options, functools.partial(_whole_states, run, draft, process))
-        except _Alone:
+        except _ReportedError:
             raise
         except BaseException as error:
             draft.error = error
         own = _compare_ranks(draft, run, process, options, council)
-        if run.sharded is None:
+        if draft.error is None:
             try:
+                _take_shards(draft, run, process, options, blocking=writer is None)
                 draft.files.update(own())
+                if writer is not None:
+                    writer.copy(draft)
+            except _ReportedError:
+                raise
             except BaseException as error:
                 draft.error = error
-            return
-        with _reported_at_once(draft, process, blocking):
-            draft.files.update(own())
-            draft.sharded = run.sharded.stage(blocking, options.layout == "compat")
-    except _Alone as alone:
-        raise _own(alone.error, process) from alone.error
+    except _ReportedError as reported:
+        raise _own(reported.error, process, draft.folder) from reported.error
+    if run.sharded is not None or writer is not None:
+        # Shards are written with collectives, and the next call that could raise an error of the background is the
+        # next save: no rank may begin either alone.
+        failed = None if draft.error is None else _tell(draft.error)
+        told = council.exchange("save_state: states", failed, options.timeout)
+        _raise_told(told, draft.error, process, draft.folder)
 
 
-class _Alone(Exception):
-    """An error of this rank where the others may wait for it in a collective. They have been told; it goes its way."""
+class _ReportedError(Exception):
+    """An error of this rank where the others may wait for it in a collective; they find it where the ranks agree."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -189,31 +188,38 @@ def _whole_states(run: RunState, draft: Draft, process: Process) -> tuple[list[A
     """The states of models and optimizers that do not save shards. Where ranks hold parts of them, all work on it."""
     models = [part for part in run.models if not part.saves_shards]
     optimizers = [part for part in run.optimizers if not part.saves_shards]
-    together = any(part.is_partial for part in models) or any(part.is_partial for part in optimizers)
-    # What follows is the comparison of the ranks, in the foreground.
-    with _reported_at_once(draft, process, blocking=True) if together else contextlib.nullcontext():
+    is_collective = any(part.is_partial for part in models) or any(part.is_partial for part in optimizers)
+    with _reported_at_once(draft, process) if is_collective else contextlib.nullcontext():
         weights = [dict(part.checkpoint_state_dict()) for part in models]
         return weights, [part.state_dict() for part in optimizers]
 
 
+def _take_shards(draft: Draft, run: RunState, process: Process, options: Options, blocking: bool) -> None:
+    if run.sharded is None:
+        return
+    if not blocking:
+        run.sharded.prepare_background()
+    with _reported_at_once(draft, process) if run.sharded.is_collective else contextlib.nullcontext():
+        draft.sharded = run.sharded.stage(blocking, options.layout == "compat")
+
+
 @contextlib.contextmanager
-def _reported_at_once(draft: Draft, process: Process, blocking: bool) -> Iterator[None]:
-    """A block of collectives: an error of this rank alone is left for the others to find, and raised as `_Alone`."""
+def _reported_at_once(draft: Draft, process: Process) -> Iterator[None]:
+    """A block that may use collectives: an error of this rank alone is left for the others, and raised at once.
+
+    To compare errors first could take for ever: the others may wait in a collective until this process has ended.
+    What follows the block must be a round of the foreground.
+    """
     try:
         yield
-    except CommunicationError:
-        # Another rank's error has broken the collective; what it was is found where the ranks agree.
+    except (_ReportedError, CommunicationError):
+        # Reported already; or another rank's error has broken the collective, which is found where the ranks agree.
         raise
     except Exception as error:
-        if is_lost(error):
+        if is_lost(error) or process.num_processes == 1:
             raise
-        if draft.home == process.process_index:
-            drop_temporary(draft.temporary)
-        # The next round is the background's, where one writes there.
-        Council(process, "checkpoint" if blocking else "checkpoint-writer").refuse("save_state", _tell(error))
-        if process.num_processes == 1:
-            raise
-        raise _Alone(error) from error
+        Council(process).refuse(_message([(process.process_index, _tell(error))], draft.folder))
+        raise _ReportedError(error) from error
 
 
 def complete(draft: Draft, process: Process, options: Options, council: Council) -> None:
@@ -227,6 +233,15 @@ def complete(draft: Draft, process: Process, options: Options, council: Council)
 def _close(draft: Draft) -> None:
     if draft.lock is not None:
         draft.lock.close()
+
+
+def _discard(draft: Draft, process: Process) -> None:
+    """Leave nothing of a save that has failed: its temporary folder goes before the lock."""
+    try:
+        if draft.home == process.process_index:
+            drop_temporary(draft.temporary)
+    finally:
+        _close(draft)
 
 
 def _complete(draft: Draft, process: Process, options: Options, council: Council) -> None:
@@ -314,7 +329,14 @@ def _open(given: Path, process: Process, options: Options) -> Draft:
         try:
             _find_home(draft, process, options)
         except Exception as caught:
-            draft.error = caught
+            error = caught
+    try:
+        # A hook may do anything to the folder, and a rank that fails in one removes it: all have found theirs before.
+        told = council.exchange("save_state: folder", None if error is None else _tell(error), options.timeout)
+        _raise_told(told, error, process, folder)
+    except BaseException:
+        _discard(draft, process)
+        raise
     return draft
 
 
@@ -366,7 +388,11 @@ def _find_home(draft: Draft, process: Process, options: Options) -> None:
     if process.local_process_index == 0:
         own = _start(draft.folder, options)
         draft.lock = own.lock
-        own.temporary.rename(draft.temporary)
+        try:
+            own.temporary.rename(draft.temporary)
+        except OSError:
+            drop_temporary(own.temporary)
+            raise
     elif not _appears(draft.temporary, _VISIBLE):
         raise CheckpointError(f"the folder {draft.temporary.parent} is not shared by the ranks of this machine")
 
@@ -394,13 +420,13 @@ def _collect(
     if len({part.saves_shards for part in run.models} | {part.saves_shards for part in run.optimizers}) > 1:
         raise CheckpointError("a run whose models and optimizers are partly sharded and partly not cannot be saved")
     whole = draft.home == process.process_index
-    weights, states = whole_states()
-    if draft.error is not None:
-        return
     modules = [part.module for part in run.models]
-    for hook in run.save_hooks:
-        # As in the API, a hook may write into the folder and take weights away from what is saved here.
-        hook(modules, weights, str(draft.temporary))
+    # A hook may communicate: a rank that does not come to it says so at once.
+    with _reported_at_once(draft, process) if run.save_hooks else contextlib.nullcontext():
+        weights, states = whole_states()
+        for hook in run.save_hooks:
+            # As in the API, a hook may write into the folder and take weights away from what is saved here.
+            hook(modules, weights, str(draft.temporary))
     draft.about = {
         "progress": _plain(run.progress),
         "mesh": dict(run.mesh),
@@ -446,13 +472,8 @@ def _compare_ranks(
     failed = None if draft.error is None else _tell(draft.error)
     found = council.exchange("save_state: compare", {"error": failed, "digests": mine}, options.timeout)
     digests = [row["digests"] for row in found]
-    try:
-        _raise_told([row["error"] for row in found], draft.error, process, draft.folder)
-        per_rank.check_alike(digests)
-    except BaseException:
-        if draft.home == process.process_index:
-            drop_temporary(draft.temporary)
-        raise
+    _raise_told([row["error"] for row in found], draft.error, process, draft.folder)
+    per_rank.check_alike(digests)
     keys = per_rank.differing(mine or {}, digests[draft.home])
     if not keys:
         return dict
@@ -532,13 +553,13 @@ def _agree(
     peers = [rank for rank, row in enumerate(rows) if row["home"] == draft.home]
     files = _merge(rows[rank]["files"] for rank in peers)
     if any(row["extras"] for row in rows):
-        # What hooks and sharded writers have left is hashed by the ranks of the folder, each its share.
-        share = sorted(_relative(draft.temporary) - set(files))[peers.index(process.process_index) :: len(peers)]
         failure: BaseException | None = None
         found: dict[str, FileRecord] = {}
         try:
+            # What hooks and sharded writers have left is hashed by the ranks of the folder, each its share.
+            share = sorted(_relative(draft.temporary) - set(files))[peers.index(process.process_index) :: len(peers)]
             found = {name: io.record(draft.temporary / name) for name in share}
-        except OSError as error:
+        except BaseException as error:
             failure = error
         mine = {"error": None if failure is None else _tell(failure), "files": _to_json(found)}
         rows = council.exchange("save_state: checksums", mine, timeout)
@@ -564,13 +585,11 @@ def _tell(error: BaseException) -> str:
     return text if isinstance(error, (CheckpointError, ConfigurationError)) else f"{type(error).__name__}: {text}"
 
 
-def _own(error: BaseException, process: Process) -> BaseException:
-    """The error to raise on the rank where it happened: interrupts as they are, all else as a CheckpointError."""
-    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+def _own(error: BaseException, process: Process, folder: Path) -> BaseException:
+    """The error to raise on the rank where it happened: interrupts as they are, all else as on the other ranks."""
+    if not isinstance(error, Exception):
         return error
-    wrapped = CheckpointError(f"rank {process.process_index}: the checkpoint was not saved: {_tell(error)}")
-    wrapped.__cause__ = error
-    return wrapped
+    return CheckpointError(_message([(process.process_index, _tell(error))], folder))
 
 
 def _raise_told(told: list[str | None], own: BaseException | None, process: Process, folder: Path) -> None:
@@ -579,9 +598,14 @@ def _raise_told(told: list[str | None], own: BaseException | None, process: Proc
         return
     if own is not None and not isinstance(own, Exception):
         raise own
-    lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+    raise CheckpointError(_message([(rank, text) for rank, text in enumerate(told) if text], folder)) from own
+
+
+def _message(errors: Sequence[tuple[int, str]], folder: Path) -> str:
+    """What is raised on every rank: each rank that failed, and why."""
+    lines = "; ".join(f"rank {rank}: {text}" for rank, text in errors)
     kept = "What it held before is unchanged." if _exists(folder) else "Earlier checkpoints are unchanged."
-    raise CheckpointError(f"{folder} was not saved: {lines}. {kept}") from own
+    return f"{folder} was not saved: {lines}. {kept}"
 
 
 def _exists(folder: Path) -> bool:

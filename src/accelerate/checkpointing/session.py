@@ -40,6 +40,15 @@ class HasState(Protocol):
 class ShardedPart(Protocol):
     """How a strategy saves models and optimizers that no rank holds whole. Every rank calls every method."""
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether `stage` communicates: a rank that fails in it may leave others waiting."""
+        ...
+
+    def prepare_background(self) -> None:
+        """Make what `stage(blocking=False)` needs of all ranks; nothing in it depends on the run's state."""
+        ...
+
     def stage(self, blocking: bool, compat: bool = False) -> Callable[[Path], None]:
         """Take what this rank must write now; the callable writes it below a folder.
 

@@ -70,6 +70,16 @@ class FullyShardedState:
         templates = ((index, prepared.template) for index, prepared in enumerate(models))
         self.templates = {index: template for index, template in templates if template is not None}
 
+    @property
+    def is_collective(self) -> bool:
+        """Whether `stage` communicates: FSDP1 gathers what a rank's slices belong to, pipelines the options."""
+        return bool(self.templates) or any(is_fsdp1(model) for _, model in self.models)
+
+    def prepare_background(self) -> None:
+        """Make the process group on which shards are written in the background."""
+        if self._group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+
     def stage(self, blocking: bool = True, compat: bool = False) -> Callable[[Path], None]:
         """The shards of this rank as they are now. With `blocking=False` they are copied to host memory, and written
         with messages on a group of their own. `compat` writes them as the API does."""
@@ -86,8 +96,7 @@ class FullyShardedState:
             jobs.append((optimizer_shards(Path(), index), tensors, rest))
         group = None
         if not blocking:
-            if self._group is None and dist.is_initialized():
-                self._group = dist.new_group(backend="gloo")
+            self.prepare_background()
             group = self._group
             jobs = [
                 (path, {name: self._copy((path, name), value) for name, value in state.items()}, rest)
@@ -99,6 +108,9 @@ class FullyShardedState:
         def write(folder: Path) -> None:
             for path, tensors, rest in jobs:
                 write_shards(folder / path, tensors, rest, group, compat)
+            # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
+            for path, _, rest in jobs:
+                write_options(folder / path, rest)
 
         return write
 
@@ -245,8 +257,8 @@ def write_shards(
     """Write this rank's shards of `tensors` (DTensors, or plain tensors that all ranks have) below `folder`.
 
     `compat`: in torch's own format and under the API's names, `rest` beside the tensors too.
+    torch's writer makes the folder, and raises an error of one rank on all of them.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     state: dict[str, Any] = _each_its_own(tensors)
     if compat:
         state = {_api_prefix(folder).rstrip("."): {**state, **rest}}
@@ -259,6 +271,10 @@ def write_shards(
         process_group=group,
         no_dist=not dist.is_initialized(),
     )
+
+
+def write_options(folder: Path, rest: Mapping[str, Any]) -> None:
+    """Write what is no tensor beside the shards, on the first rank. No other rank waits for it here."""
     if rest and (not dist.is_initialized() or dist.get_rank() == 0):
         text = json.dumps(encode(dict(rest), TensorSink(inline=1 << 30), "options"), allow_nan=False)
         (folder / _OPTIONS).write_text(text)
@@ -315,11 +331,19 @@ def _reader(folder: Path) -> Any:
 
 def shard_entries(folder: Path) -> dict[str, TensorStorageMetadata]:
     """{name: what is known of it} of all tensors whose shards lie in a folder, with the names that the folder uses."""
+    if (folder / _OPTIONS).exists() and not any(_shard_files(folder)):
+        return {}  # of an optimizer without tensors, plain SGD's say, torch's writer leaves no file
     with shards_damage(folder):
         entries = _reader(folder).read_metadata().state_dict_metadata
         found = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         _check_extents(folder, found)
     return found
+
+
+def _shard_files(folder: Path) -> Iterator[Path]:
+    return (
+        path for path in folder.iterdir() if path.name == ".metadata" or path.suffix in (".safetensors", ".distcp")
+    )
 
 
 def _check_extents(folder: Path, entries: Mapping[str, TensorStorageMetadata]) -> None:

@@ -66,21 +66,8 @@ class Writer:
         if job.error is not None:
             raise CheckpointError(f"the background save of {job.folder} failed: {job.error}") from job.error
 
-    def drop_error(self) -> None:
-        """Forget the error of the save that was just handed in: its caller raises it itself."""
-        job, self._job = self._job, None
-        if job is not None:
-            job.thread.join()
-            _Waiting.writers.discard(self)
-
-    def submit(self, draft: Draft, process: Process, options: Options) -> BaseException | None:
-        """Copy a draft to host memory and write it in the background; what has failed before that, if any."""
-        started = time.perf_counter()
-        try:
-            self._copy(draft)
-        except Exception as error:
-            draft.error = draft.error or error
-        self.copy_seconds = time.perf_counter() - started
+    def submit(self, draft: Draft, process: Process, options: Options) -> None:
+        """Write a draft whose state was copied, in the background."""
         # Its own connection and its own rounds: the training's messages and other saves never wait for it.
         council = Council(process, "checkpoint-writer")
         job = _Job(threading.Thread(name="checkpoint-writer", target=lambda: _run(job)), str(draft.folder))
@@ -93,11 +80,15 @@ class Writer:
             finally:
                 draft.files.clear()
 
-        failure = draft.error
+        job.thread.start()
         self._job = job
         _Waiting.writers.add(self)
-        job.thread.start()
-        return failure
+
+    def copy(self, draft: Draft) -> None:
+        """Copy a draft to host memory, so that the run may go on."""
+        started = time.perf_counter()
+        self._copy(draft)
+        self.copy_seconds = time.perf_counter() - started
 
     def _copy(self, draft: Draft) -> None:
         tensors = [piece for pieces in draft.files.values() for piece in pieces if isinstance(piece, torch.Tensor)]

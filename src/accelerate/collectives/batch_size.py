@@ -6,9 +6,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +28,8 @@ WATCH = 0.25
 FITS, MEMORY, BROKEN, FAILED = "fits", "memory", "broken", "failed"
 RESTART, GO_ON = "restart", "go on"
 
-_turns = itertools.count(1)
+# Attempts made with each default process group, by its store: ranks may have been in different groups before.
+_attempts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def find_executable_batch_size(
@@ -71,13 +72,15 @@ def find_executable_batch_size(
         _check_arguments(function, args)
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:
-            turn = next(_turns)
-            outcome, result = _attempt(function, batch_size, args, kwargs, turn)
-            if outcome != FITS:
-                # The failed attempt's frames are gone here; so is what they held.
-                clear_device_cache(garbage_collection=True)
-            if group.is_running() and dist.get_world_size() > 1:
-                outcome = _Agreement(turn).settle(outcome, batch_size)
+            try:
+                outcome, result = _attempt(function, batch_size, args, kwargs)
+                if outcome != FITS:
+                    # The failed attempt's frames are gone here; so is what they held.
+                    clear_device_cache(garbage_collection=True)
+                if group.is_running() and dist.get_world_size() > 1:
+                    outcome = _Agreement().settle(outcome, batch_size)
+            finally:
+                _count_attempt()
             if outcome == FITS:
                 return result
             batch_size = smaller()
@@ -101,17 +104,17 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> Non
 
 
 def _attempt(
-    function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any], turn: int
+    function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, Any]:
     """What became of one call, and its result. An error that has nothing to do with memory is raised on."""
     try:
-        with _woken(turn):
+        with _woken():
             return FITS, function(batch_size, *args, **kwargs)
     except Exception as error:
         if should_reduce_batch_size(error):
             return MEMORY, None
         if group.is_running() and dist.get_world_size() > 1:
-            agreement = _Agreement(turn)
+            agreement = _Agreement()
             if agreement.breaks_off():
                 return BROKEN, None
             agreement.tell(FAILED, f"{type(error).__name__}: {error}")
@@ -119,7 +122,7 @@ def _attempt(
 
 
 @contextlib.contextmanager
-def _woken(turn: int) -> Iterator[None]:
+def _woken() -> Iterator[None]:
     """Meanwhile, abort this rank's collectives when another rank has left them.
 
     gloo needs no help: its connections close. A kernel that waits for another device notices nothing by itself.
@@ -129,7 +132,7 @@ def _woken(turn: int) -> Iterator[None]:
         return
     run: Any = _get_default_store()
     # The watcher has a connection of its own: a store's calls wait for each other.
-    store = dist.PrefixStore(f"accelerate/batch_size/{turn}", run.clone())
+    store = dist.PrefixStore(_prefix(run), run.clone())
     default, ended = transport.group_of(None), threading.Event()
 
     def watch() -> None:
@@ -147,12 +150,23 @@ def _woken(turn: int) -> Iterator[None]:
         watcher.join()
 
 
+def _prefix(store: Any) -> str:
+    """Where the ranks of a default group write about the attempt under way."""
+    return f"accelerate/batch_size/{_attempts.get(store, 0)}"
+
+
+def _count_attempt() -> None:
+    if group.is_running():
+        store = _get_default_store()
+        _attempts[store] = _attempts.get(store, 0) + 1
+
+
 class _Agreement:
     """What an attempt came to on each rank, told through the run's store: ranks may be stuck in a collective."""
 
-    def __init__(self, turn: int) -> None:
+    def __init__(self) -> None:
         self.run = _get_default_store()
-        self.store = dist.PrefixStore(f"accelerate/batch_size/{turn}", self.run)
+        self.store = dist.PrefixStore(_prefix(self.run), self.run)
         self.me, self.ranks = dist.get_rank(), range(dist.get_world_size())
         self.rejoin: Callable[[], None] | None = None
 
@@ -185,7 +199,6 @@ class _Agreement:
         uneven = BROKEN in outcomes or len({record["done"] for record in records.values()}) > 1
         if self._plan(RESTART if uneven else GO_ON) == RESTART:
             (self.rejoin or group.interrupt())()
-            verify.forget()
         return MEMORY
 
     def _plan(self, proposal: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from types import EllipsisType
 from typing import Any
@@ -28,7 +29,8 @@ TIMEOUT = 20.0
 COMPLETE = 0.5
 PASSED = "ok"
 
-_turns: dict[str, int] = {}
+# By the store of the default group, then by group name: each new default group counts from the beginning.
+_turns: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 def agree(
@@ -45,11 +47,13 @@ def agree(
     """
     group = transport.group_of(group)
     name = group.group_name
-    turn = _turns[name] = _turns.get(name, 0) + 1
+    run = _get_default_store()
+    turns = _turns.setdefault(run, {})
+    turn = turns[name] = turns.get(name, 0) + 1
     ranks = dist.get_process_group_ranks(group)
     mine = record(Call(operation, data, options, free_dim))
     try:
-        verdict = _settle(dist.PrefixStore(f"accelerate/verify/{name}", _get_default_store()), turn, ranks, mine)
+        verdict = _settle(dist.PrefixStore(f"accelerate/verify/{name}", run), turn, ranks, mine)
     except (dist.DistNetworkError, ConnectionError) as error:
         raise DistributedOperationException(
             f"Operation: `accelerate.{operation}` at {mine['at']}: the store of the run is gone, so the process "
@@ -112,11 +116,6 @@ def _forget(store: dist.Store, turn: int, me: int, first: bool) -> None:
         store.delete_key(f"{turn}/{me}")
         if first:
             store.delete_key(f"{turn}/verdict")
-
-
-def forget() -> None:
-    """Count from the beginning: the process group is a new one."""
-    _turns.clear()
 
 
 def departed(store: dist.Store, ranks: Iterable[int]) -> list[int]:

@@ -28,26 +28,31 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 1 where a checkpoint is not whole, with 2 where there is none."""
     options = parser().parse_args(arguments)
     path = Path(options.path).expanduser()
-    folders = _folders(path)
-    if not folders:
+    folders, damaged = _folders(path)
+    if not folders and not (damaged and options.action == "list"):
         print(f"accelerate checkpoint: error: there is no checkpoint in {path}", file=sys.stderr)
         sys.exit(2)
     check = _verified if options.action == "verify" else _listed
     sound = [check(folder) for folder in folders]
+    if options.action == "list":
+        for folder in damaged:
+            print(f"set aside {folder}: a run has renamed it when it could not be loaded; no run reads or removes it")
     sys.exit(0 if all(sound) else 1)
 
 
-def _folders(path: Path) -> list[Path]:
-    """The checkpoint itself, or those below a project's or a checkpoints' folder, oldest first."""
-    from ..checkpointing.layout import checkpoints_dir, list_checkpoints
+def _folders(path: Path) -> tuple[list[Path], list[Path]]:
+    """The checkpoint itself, or those below a project's or a checkpoints' folder, oldest first; and the damaged ones
+    that runs have renamed there."""
+    from ..checkpointing.layout import checkpoints_dir, list_checkpoints, list_damaged
 
     if not path.is_dir():
-        return []
+        return [], []
     for directory in (path, checkpoints_dir(path)):
-        found = [folder for _, folder in list_checkpoints(directory)] if directory.is_dir() else []
-        if found:
-            return found
-    return [path]
+        if directory.is_dir():
+            found, damaged = [folder for _, folder in list_checkpoints(directory)], list_damaged(directory)
+            if found or damaged:
+                return found, damaged
+    return [path], []
 
 
 def _verified(folder: Path) -> bool:

@@ -19,21 +19,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as base
 
-# By their exact class, since a subclass may do anything. Adafactor, Muon and LBFGS look at whole tensors.
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-)
+from .elementwise import is_elementwise
 
 # State that is about a parameter, and not of its shape.
 _NUMBERS = frozenset({"eta", "mu", "mu_product", "step"})
 
 _MARK = "_steps_locally"
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is an optimizer of torch's own whose step of an element needs no other element."""
-    return type(optimizer) in ELEMENTWISE
 
 
 def step_locally(optimizer: torch.optim.Optimizer) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..core.errors import PrepareError
-from .local_step import is_elementwise
+from .elementwise import is_elementwise
 
 # An optimizer that works on shards by itself says so with this attribute, on its class or on the object.
 OPT_OUT = "supports_sharded_parameters"

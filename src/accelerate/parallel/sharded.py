@@ -26,8 +26,9 @@ from .accumulated import HeldGradients
 from .base import Bundle, Strategy
 from .context.loader import SequenceLoader
 from .context.region import ContextParallel
+from .elementwise import is_elementwise
 from .fsdp import state as fsdp_state
-from .local_step import is_elementwise, step_locally
+from .local_step import step_locally
 from .optimizer_scope import OPT_OUT, Scope, find_scope
 from .prepared import CommunicationVolume, GroupShapes, PreparedModel
 from .pretrained import ask_for_state

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+import weakref
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -19,7 +21,6 @@ from ..core.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 5.0  # seconds until a wait is worth a line
-_ROUNDS: dict[str, int] = {}  # rounds held under each name; all ranks count alike, also past a new process group
 
 
 class Process(Protocol):
@@ -43,7 +44,8 @@ class Council:
         self.rank = process.process_index
         self.world = process.num_processes
         self.name = name
-        self.store: Any = _connection() if self.world > 1 else None
+        self._link: _Link | None = _link() if self.world > 1 else None
+        self.store: Any = None if self._link is None else self._link.store
 
     def exchange(self, subject: str, value: Any, timeout: float, absent: str = "") -> list[Any]:
         """Every rank's `value` (plain JSON data), in rank order, once all have come.
@@ -53,7 +55,7 @@ class Council:
         """
         if self.store is None:
             return [value]
-        number = _ROUNDS[self.name] = _ROUNDS.get(self.name, -1) + 1
+        number = self._next_round()
         try:
             verdict = self._hold(f"accelerate/{self.name}/{number}", subject, value, timeout)
         except CheckpointError:
@@ -64,8 +66,7 @@ class Council:
                 "The process that keeps the store (rank 0, or the launcher) may have ended."
             ) from error
         if "refused" in verdict:
-            refused = verdict["refused"]
-            raise CheckpointError(f"{refused['subject']}: rank {refused['rank']} failed: {refused['text']}")
+            raise CheckpointError(verdict["refused"])
         if "missing" in verdict:
             raise CheckpointError(
                 f"rank {self.rank}: {_ranks(verdict['missing'])} did not come to `{subject}` within "
@@ -77,19 +78,24 @@ class Council:
             raise CheckpointError(f"the ranks do different things at the same time: {told}")
         return [row["value"] for row in verdict["rows"]]
 
-    def refuse(self, subject: str, text: str) -> None:
-        """Leave `text` as the outcome of the next round, which this rank does not hold: the others raise it.
+    def refuse(self, text: str) -> None:
+        """Leave an error as the outcome of the next round, in which this rank takes no part: the others raise it.
 
         For a rank that has failed where others may wait for it in a collective: it must not wait for them in turn.
         """
         if self.store is None:
             return
-        number = _ROUNDS[self.name] = _ROUNDS.get(self.name, -1) + 1
-        refused = {"refused": {"subject": subject, "rank": self.rank, "text": text}}
+        refused = {"refused": text}
         try:
-            self.store.compare_set(f"accelerate/{self.name}/{number}/verdict", "", json.dumps(refused))
+            self.store.compare_set(f"accelerate/{self.name}/{self._next_round()}/verdict", "", json.dumps(refused))
         except (dist.DistError, RuntimeError) as error:
             logger.warning("rank %d: the other ranks cannot be told of an error: %s", self.rank, error)
+
+    def _next_round(self) -> int:
+        assert self._link is not None
+        number = self._link.rounds.get(self.name, 0)
+        self._link.rounds[self.name] = number + 1
+        return number
 
     def _hold(self, base: str, subject: str, value: Any, timeout: float) -> Any:
         assert self.store is not None
@@ -149,20 +155,31 @@ class Council:
                 self.store.delete_key(f"{old}/{key}")
 
 
-# The default store of the group that is up, and our own connection to it.
-_LINK: dict[str, Any] = {}
+@dataclass
+class _Link:
+    """What this process has of one default process group: a connection to its store, and the rounds held by name.
+
+    The rounds start anew with each group: two of its ranks may not have been in the same groups before.
+    """
+
+    store: Any
+    rounds: dict[str, int] = field(default_factory=dict)
 
 
-def _connection() -> Any:
+# By the group's own store, which must not be kept: rank 0's hosts the server, and the next group needs a new one.
+_LINKS: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()
+
+
+def _link() -> _Link:
     """A connection to the store that is nobody else's, so that no wait of torch's own holds a round up.
 
-    Made once a process: connecting takes milliseconds, and every now and then five seconds (torch 2.13 tries again
+    Made once a group: connecting takes milliseconds, and every now and then five seconds (torch 2.13 tries again
     after that time where the first try met a busy server). Threads share it: each of our operations is short.
     """
     default: Any = dist.distributed_c10d._get_default_store()
-    if _LINK.get("default") is not default:
-        _LINK.update(default=default, own=default.clone())
-    return _LINK["own"]
+    if default not in _LINKS:
+        _LINKS[default] = _Link(default.clone())
+    return _LINKS[default]
 
 
 def _arrived(store: Any, keys: list[str], seconds: float, instead: str | None) -> bool:
