@@ -51,3 +51,28 @@ def test_every_exit_is_clean():
                 assert "terminate called" not in result.stderr
                 assert (way in ("raise", "lone")) == ("Traceback" in result.stderr)
     assert codes == {True: 50 if whole else 14}
+
+
+PENDING = """
+import sys
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(4, 4))
+if accelerator.process_index == int(sys.argv[1]):
+    dist.all_reduce(torch.ones(4), async_op=True)
+    sys.exit(3)
+dist.distributed_c10d._get_default_store().wait([f"accelerate/left/{sys.argv[1]}"])
+accelerator.wait_for_everyone()
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_collective_under_way_does_not_hold_the_process(who):
+    """The other rank never joins it: the process would wait until the group's timeout, half an hour."""
+    results = run_ranks(PENDING, 2, who, check=False, timeout=90)
+    assert results[who].returncode == 3, results[who].stderr
+    assert results[1 - who].returncode != 0
