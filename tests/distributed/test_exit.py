@@ -51,3 +51,33 @@ def test_every_exit_is_clean():
                 assert "terminate called" not in result.stderr
                 assert (way in ("raise", "lone")) == ("Traceback" in result.stderr)
     assert codes == {True: 50 if whole else 14}
+
+
+PENDING = """
+import os
+import select
+import sys
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(4, 4))
+store = dist.distributed_c10d._get_default_store()
+if accelerator.process_index == int(sys.argv[1]):
+    dist.all_reduce(torch.ones(4), async_op=True)
+    store.set("pid", str(os.getpid()))
+    sys.exit(3)
+ended = os.pidfd_open(int(store.get("pid")))
+assert select.select([ended], [], [], 60)[0]
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs to see another process end")
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_collective_under_way_does_not_hold_the_process(who):
+    """The other rank never joins it: the process would wait until the group's timeout, half an hour."""
+    results = run_ranks(PENDING, 2, who, check=False, timeout=90)
+    assert results[who].returncode == 3, results[who].stderr
+    assert results[1 - who].returncode == 0, results[1 - who].stderr

@@ -204,4 +204,6 @@ def test_a_failed_run_ends_although_others_wait(launch, way, told):
     done = launch(HANG, way, load=0 if way == "backward" else 2, timeout=150)
     assert done.returncode == 1, done.stderr
     assert any(text in done.report["cause"] for text in told.split("|")), done.stderr
-    assert done.stderr.count("Traceback (most recent call last):\n") - done.stderr.count("Original Traceback") == 1
+    tracebacks = done.stderr.count("Traceback (most recent call last):\n") - done.stderr.count("Original Traceback")
+    # torch raises the error about a killed worker from another one, at times.
+    assert tracebacks - done.stderr.count("was the direct cause of the following") == 1, done.stderr

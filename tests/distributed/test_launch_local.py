@@ -103,18 +103,28 @@ def test_processes_cooperate_and_share_the_threads(launch):
 def test_the_first_failing_rank_is_shown_once(launch, tmp_path):
     done = launch(
         """
-        import os, sys, time
-        rank = int(os.environ["RANK"])
+        import atexit, os, sys, time
+        from pathlib import Path
+        rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
+
+        def wait_for(name):
+            while not (folder / name).exists():
+                time.sleep(0.01)
+
         print("hello from", rank)
         if rank == 1:
+            # Its traceback is the first one, its end the last.
+            atexit.register(wait_for, "victim")
+            atexit.register((folder / "cause").touch)
             raise KeyError("the cause")
-        time.sleep(0.1)
+        wait_for("cause")
         if rank == 0:
+            atexit.register((folder / "victim").touch)
             raise RuntimeError("[gloo] Connection closed by peer")
         time.sleep(60)
         """,
         "--cpu", "--num_processes", "3", "--log_dir", str(tmp_path / "logs"), "--tee", "1",
-        "--error_file", str(tmp_path / "error.json"),
+        "--error_file", str(tmp_path / "error.json"), args=(str(tmp_path),),
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1

@@ -12,7 +12,9 @@ from .spec import LaunchSpec
 # Bytes that each process takes for itself before the script does anything: USS of a process that has imported torch
 # 2.13 for the CPU and joined a gloo group, 149 MiB on Linux (builds for CUDA take more). A model comes on top.
 PROCESS = 150 * 2**20
-# The same for a process that is forked from one that has imported torch: what it no longer shares (an estimate).
+# For a process that is forked from one that has imported torch: USS was 9 MiB after it had joined a gloo group, and
+# 106 MiB after one step of DDP, which imports more (torch 2.13 for the CPU). The check refuses only what cannot fit,
+# and counts between the two.
 FORKED_PROCESS = 40 * 2**20
 # Engines whose processes do not run here, or that count them themselves.
 ELSEWHERE = frozenset({"slurm", "ray", "kubernetes", "tpu", "deepspeed"})

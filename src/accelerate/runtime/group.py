@@ -9,7 +9,9 @@ import ctypes
 import gc
 import importlib
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -29,6 +31,9 @@ FAREWELL = timedelta(seconds=30)
 LOCK_HANDOVER = 0.02
 # Seconds for which a failed process that hosts the run's store keeps it for the others.
 LINGER = 2.0
+# Seconds in which a group closes whose collectives are through; less where the process has failed.
+CLOSE = 2.0
+CLOSE_FAILED = 0.5
 
 # Called when this process leaves the run, before its group closes.
 before_leaving: list[Callable[[], None]] = []
@@ -262,30 +267,59 @@ def _part(failed: bool) -> None:
     """Say farewell and close the group. The store of rank 0 stays until the others have left."""
     store = dist.distributed_c10d._get_default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
-    with contextlib.suppress(RuntimeError, ValueError):
-        # An error means that somebody is gone already: the group closes all the same.
-        store.set(f"accelerate/left/{rank}", "null")
-    if failed:
-        # The process that hosts the store keeps it for the others while they read why their collectives fail.
-        hosted = _hosted_store()
-        _abandon()
-        if hosted is not None:
-            _linger(hosted, [other for other in range(world) if other != rank])
-        return
+    marks.publish(marks.LEFT, None)
+    others = [other for other in range(world) if other != rank]
+    hosted = _hosted_store()
     # Before the wait: a rank that still waits for this one in a collective learns at once that it will not come.
-    stop()
-    if rank == 0:
+    closed = _close(failed)
+    if failed or not closed:
+        # The process that hosts the store keeps it for the others while they read why their collectives fail.
+        if hosted is not None:
+            _linger(hosted, others)
+    elif rank == 0:
         with contextlib.suppress(RuntimeError, ValueError):
-            store.wait([f"accelerate/left/{other}" for other in range(1, world)], FAREWELL)
+            store.wait([f"accelerate/left/{other}" for other in others], FAREWELL)
+
+
+def _close(failed: bool) -> bool:
+    """Close the group, and its connections where nothing else keeps them; whether that was done in time.
+
+    The destructor of gloo's group waits until its collectives are through, and the others may never join in: it gets
+    a thread and a time limit, since the process, and the launcher with it, would live on until the group's timeout.
+    """
+    if dist.get_backend() != "gloo":
+        if failed:
+            _abandon()
+        else:
+            stop()
+        return True
+    _disarm_modules()
+    groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
+    closer = threading.Thread(target=stop, name="accelerate-close", daemon=True)
+    try:
+        closer.start()
+    except RuntimeError:
+        # Some versions of Python start no thread at the exit.
+        _abandon()
+        return False
+    closer.join(CLOSE_FAILED if failed else CLOSE)
+    for group in groups:
+        # What a sharded model still holds would wait for its collectives in the end of the interpreter.
+        _never_free(group())
+    return not closer.is_alive()
+
+
+def _never_free(group: Any) -> None:
+    if group is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _abandon() -> None:
     """Give the group up without its end: a failed rank must not wait for collectives that it has begun.
 
-    The destructor of gloo's group waits until they are through, and the others may never join in: this process would
-    live on until the group's timeout, and the launcher with it. So the groups are never freed (DDP's reducer, if there
-    is one, keeps them as long as the process lives anyway); the connections close with the process.
+    So the groups are never freed (what was made with them keeps them as long as the process lives anyway); the
+    connections close with the process.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        _never_free(group)
     stop()

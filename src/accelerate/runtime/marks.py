@@ -20,6 +20,25 @@ READY = "ready"  # this rank has read the marks that it needs: whoever hosts the
 WAITING = "waiting"  # in a collective that does not end: {"operation", "at", "total"}
 
 
+class _Store:
+    """The store whose connection is lost, if any: torch logs the frames of each further call that fails."""
+
+    lost: Any = None
+
+
+def _store() -> Any:
+    """The run's store. Raises RuntimeError where it is gone, ValueError where there is no group."""
+    store = dist.distributed_c10d._get_default_store()
+    if store is _Store.lost:
+        raise RuntimeError("the store of the run is gone")
+    return store
+
+
+def _note_loss(error: Exception) -> None:
+    if isinstance(error, dist.DistNetworkError):
+        _Store.lost = dist.distributed_c10d._get_default_store()
+
+
 class _Reading:
     """What this process has read from prepared loaders. `open`: those whose pass is under way, the innermost last."""
 
@@ -32,30 +51,30 @@ class _Reading:
 def publish(kind: str, value: Any) -> None:
     """Leave this rank's mark of a kind. Nothing happens where there is no group, or its store is gone."""
     try:
-        store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-        store.set(f"accelerate/{kind}/{rank}", json.dumps(value))
-    except (RuntimeError, ValueError):
-        return
+        _store().set(f"accelerate/{kind}/{dist.get_rank()}", json.dumps(value))
+    except (RuntimeError, ValueError) as error:
+        _note_loss(error)
 
 
 def withdraw(kind: str) -> None:
     """Remove this rank's mark."""
     try:
-        dist.distributed_c10d._get_default_store().delete_key(f"accelerate/{kind}/{dist.get_rank()}")
-    except (RuntimeError, ValueError):
-        return
+        _store().delete_key(f"accelerate/{kind}/{dist.get_rank()}")
+    except (RuntimeError, ValueError) as error:
+        _note_loss(error)
 
 
 def read(kind: str, ranks: Iterable[int]) -> dict[int, Any] | None:
     """The marks of a kind that `ranks` have left; None where the store is gone."""
     found = {}
     try:
-        store = dist.distributed_c10d._get_default_store()
+        store = _store()
         for rank in ranks:
             key = f"accelerate/{kind}/{rank}"
             if store.check([key]):
                 found[rank] = json.loads(store.get(key) or "null")
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError) as error:
+        _note_loss(error)
         return None
     return found
 
