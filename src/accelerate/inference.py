@@ -20,9 +20,18 @@ from .parallel.pipeline.batch import Stage
 from .parallel.pipeline.flow import observe
 from .parallel.pipeline.inputs import Divider, keep_to_tensors
 from .parallel.pipeline.order import conflict
-from .parallel.pipeline.p2p import Wire
+from .parallel.pipeline.p2p import P2PChannel
 from .parallel.pipeline.run import Runner
-from .parallel.pipeline.split import Cut, Unit, balance, check_names, find_units, is_inside, last_units, module_bytes
+from .parallel.pipeline.split import (
+    StageSplit,
+    Unit,
+    balance,
+    check_names,
+    find_units,
+    is_inside,
+    last_units,
+    module_bytes,
+)
 from .parallel.pipeline.stage import StagedModel
 from .state import PartialState
 
@@ -72,7 +81,7 @@ def prepare_pippy(
     stages = {state.process_index: Stage(state.process_index, modules[start:stop])}
     group = dist.group.WORLD
     assert group is not None
-    wire, divider = Wire(group, state.device), Divider(model.forward, (), chunks)
+    wire, divider = P2PChannel(group, state.device), Divider(model.forward, (), chunks)
     runner = Runner(staged, cut, stages, range(state.num_processes), wire, divider)
     whole = model.forward
 
@@ -95,7 +104,7 @@ def _cut(
     whole: Sequence[str],
     example: tuple[tuple[Any, ...], dict[str, Any]],
     stages: int,
-) -> tuple[list[str], Cut, dict[str, int], set[str]]:
+) -> tuple[list[str], StageSplit, dict[str, int], set[str]]:
     """The split points, the cut, the units whose output travels on beside, and tensors used outside of their unit."""
     points = [] if asked == "auto" else [asked] if isinstance(asked, str) else list(asked)
     check_names(model, points)
@@ -120,7 +129,7 @@ def _cut(
             "leave a stage empty"
         )
     carried = flow.carried(order, [*bounds[1:-1], len(order)])
-    cut = Cut(order, bounds, len(order))
+    cut = StageSplit(order, bounds, len(order))
     if problem := conflict(cut, flow.calls):
         raise PrepareError(f"{type(model).__name__} cannot be cut at {', '.join(points)}: {problem}")
     return points, cut, last_units(model, order, carried), set(flow.reads)

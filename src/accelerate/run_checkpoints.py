@@ -37,7 +37,7 @@ from .state import AcceleratorState, PartialState
 from .tracking.group import TrackerGroup
 
 if TYPE_CHECKING:
-    from .checkpointing.sharded import FullyShardedState
+    from .checkpointing.sharded import ShardedState
 
 logger = get_logger(__name__)
 
@@ -88,7 +88,7 @@ class RunCheckpoints:
         self._locks = RunLocks()
         self._damaged: list[DamagedCheckpoint] = []  # skipped by a load: their numbers are the next ones
         self._started_in = _current_folder()
-        self._shards: FullyShardedState | None = None
+        self._shards: ShardedState | None = None
         self._steps_before = 0  # optimizer steps of the run before the checkpoint that was loaded
 
     # -- save and load
@@ -326,16 +326,16 @@ class RunCheckpoints:
         is_open = not self.accumulation.gradient_state.sync_gradients
         return OpenWindow(PendingGradients(holders, lambda: is_open), self.items)
 
-    def _sharded_state(self, optimizers: list[PreparedOptimizer]) -> FullyShardedState | None:
+    def _sharded_state(self, optimizers: list[PreparedOptimizer]) -> ShardedState | None:
         """How shards are saved, each process its own; None where no model saves shards."""
         models = self.objects.models
         if not any(prepared.saves_shards for prepared in models):
             return None
         # torch.distributed.checkpoint takes longer to import than all the rest; full states do without it.
-        from .checkpointing.sharded import FullyShardedState
+        from .checkpointing.sharded import ShardedState
 
         if self._shards is None:
-            self._shards = FullyShardedState(models, optimizers)
+            self._shards = ShardedState(models, optimizers)
         # One object for the run: it owns the group on which it writes in the background.
         self._shards.update(models, optimizers)
         return self._shards

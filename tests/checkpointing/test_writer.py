@@ -35,12 +35,12 @@ def test_the_state_is_that_of_the_call_whatever_trains_on(
     steps = iter(range(3))
     original = saving._write
 
-    def slow(draft, io):
+    def slow(pending, io):
         # The loop goes on before a byte is written.
         for _ in steps:
             run.step()
             run.registered.state["t"].add_(1)
-        return original(draft, io)
+        return original(pending, io)
 
     monkeypatch.setattr(saving, "_write", slow)
     writer = Writer()

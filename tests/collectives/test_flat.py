@@ -133,7 +133,7 @@ def test_a_lane_gives_fresh_tensors(leaves, world, data, inference):
 
     channel.swap = swap
     with torch.inference_mode(inference):
-        one = lane.Lane(flat.specs_of(leaves), channel, b"8 bytes.")
+        one = lane.GatherBuffer(flat.specs_of(leaves), channel, b"8 bytes.")
     first = one.gather(leaves, None, leaves)
     one.gather([torch.zeros_like(leaf) for leaf in leaves], None, leaves)
     for leaf, found in zip(leaves, first, strict=True):

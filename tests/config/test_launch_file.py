@@ -6,7 +6,7 @@ import json
 import pytest
 
 from accelerate.config import launch_file
-from accelerate.config.launch_settings import resolve
+from accelerate.config.launch_settings import resolve_settings
 from accelerate.core.errors import ConfigurationError
 
 FULL = """\
@@ -58,7 +58,7 @@ def read(tmp_path):
 
 def test_the_api_s_keys_become_options_with_their_line(read, tmp_path):
     found = read(FULL)
-    settings = resolve({"num_processes": 4}, found)
+    settings = resolve_settings({"num_processes": 4}, found)
     assert settings["use_fsdp"] is True and settings.origin("use_fsdp") == f"{tmp_path}/config.yaml:3"
     assert settings["fsdp_version"] == "2"
     assert settings["fsdp_transformer_layer_cls_to_wrap"] == "Block"

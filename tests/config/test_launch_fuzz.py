@@ -19,7 +19,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.config.explain import explain
 from accelerate.commands.launch import prepared
 from accelerate.config import launch_file
-from accelerate.config.launch_settings import resolve
+from accelerate.config.launch_settings import resolve_settings
 from accelerate.core import system
 from accelerate.core.errors import ConfigurationError
 from accelerate.launchers.spec import Program
@@ -219,7 +219,7 @@ def says_where(message, path, data):
 def use(path):
     """What the commands do with a file, up to the moment at which processes would be started."""
     found = launch_file.read(path)
-    settings = resolve({}, found)
+    settings = resolve_settings({}, found)
     explain(settings, everything=True)
     loaded = load_config_from_file(path)
     loaded.to_dict()

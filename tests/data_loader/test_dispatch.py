@@ -13,21 +13,23 @@ from torch.utils.data import DataLoader
 
 from accelerate.core import trees
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
-from accelerate.data_loader.assign import Dealer
-from accelerate.data_loader.batch_source import Source, plan_for
-from accelerate.data_loader.channel import Parcel, pack, padded_row, unpack
+from accelerate.data_loader.assign import BatchAssigner
+from accelerate.data_loader.batch_source import BatchSource, plan_for
+from accelerate.data_loader.channel import BatchMessage, pack, padded_row, unpack
 from accelerate.data_loader.generators import Generators
 from accelerate.data_loader.order import Order
-from accelerate.data_loader.position import Place
+from accelerate.data_loader.position import StreamPosition
 from accelerate.data_loader.rows import count_rows, join_rows, repeat_rows, take_rows
-from accelerate.data_loader.steps import Cut
+from accelerate.data_loader.steps import ShardSplit
 
 
 def dealt(loader, cut, slice_fn=None):
     """What a dispatcher's reader hands out: for each shard its steps, as (samples, counts, last)."""
     plan = plan_for(loader)
     plan.cut = cut
-    rounds = Dealer(plan, slice_fn).rounds(Source(loader).open(plan_for(loader), Order(None, Generators()), Place()))
+    rounds = BatchAssigner(plan, slice_fn).rounds(
+        BatchSource(loader).open(plan_for(loader), Order(None, Generators()), StreamPosition())
+    )
     found = [[] for _ in range(cut.shards)]
     for step in rounds:
         for shard, part in enumerate(step.parts):
@@ -38,25 +40,25 @@ def dealt(loader, cut, slice_fn=None):
 
 @pytest.mark.parametrize("data", [Ids, Numbers])
 def test_batches_go_round_and_the_rest_is_cut_evenly(data):
-    assert dealt(DataLoader(data(10), batch_size=4), Cut(2, even=True)) == [
+    assert dealt(DataLoader(data(10), batch_size=4), ShardSplit(2, even=True)) == [
         [([0, 1, 2, 3], (4, 4), False), ([8], (1, 1), True)],
         [([4, 5, 6, 7], (4, 4), False), ([9], (1, 1), True)],
     ]
-    assert dealt(DataLoader(data(9), batch_size=4), Cut(2, even=True)) == [
+    assert dealt(DataLoader(data(9), batch_size=4), ShardSplit(2, even=True)) == [
         [([0, 1, 2, 3], (4, 4), False), ([8], (1, 0), True)],
         [([4, 5, 6, 7], (4, 4), False), ([0], (1, 0), True)],
     ]
     # The last batch is short: the whole step is cut anew.
-    assert [shard[-1][:2] for shard in dealt(DataLoader(data(15), batch_size=4), Cut(2, even=True))] == [
+    assert [shard[-1][:2] for shard in dealt(DataLoader(data(15), batch_size=4), ShardSplit(2, even=True))] == [
         ([8, 9, 10, 11], (4, 3)),
         ([12, 13, 14, 0], (4, 3)),
     ]
-    assert dealt(DataLoader(data(1), batch_size=4), Cut(3, even=True)) == [[([0], (1, 0, 0), True)]] * 3
+    assert dealt(DataLoader(data(1), batch_size=4), ShardSplit(3, even=True)) == [[([0], (1, 0, 0), True)]] * 3
 
 
 @pytest.mark.parametrize("data", [Ids, Numbers])
 def test_split_batches_are_cut(data):
-    assert dealt(DataLoader(data(9), batch_size=4), Cut(2, split=True, even=True)) == [
+    assert dealt(DataLoader(data(9), batch_size=4), ShardSplit(2, split=True, even=True)) == [
         [([0, 1], (2, 2), False), ([4, 5], (2, 2), False), ([8], (1, 0), True)],
         [([2, 3], (2, 2), False), ([6, 7], (2, 2), False), ([0], (1, 0), True)],
     ]
@@ -67,7 +69,7 @@ def test_exact_falls_as_it_falls(split):
     batch = 4 if split else 2
     for length in range(1, 14):
         for data in (Ids(length), Numbers(length)):
-            shards = dealt(DataLoader(data, batch_size=batch), Cut(2, split=split, exact=True))
+            shards = dealt(DataLoader(data, batch_size=batch), ShardSplit(2, split=split, exact=True))
             assert len(shards[0]) == len(shards[1])
             seen = []
             for left, right in zip(*shards, strict=True):
@@ -78,7 +80,7 @@ def test_exact_falls_as_it_falls(split):
 
 
 def test_uneven_shards_end_on_their_own():
-    assert dealt(DataLoader(Ids(9), batch_size=4), Cut(2, even=False)) == [
+    assert dealt(DataLoader(Ids(9), batch_size=4), ShardSplit(2, even=False)) == [
         [([0, 1, 2, 3], (4, 4), False), ([8], (1, 0), True)],
         [([4, 5, 6, 7], (4, 4), True)],
     ]
@@ -86,9 +88,9 @@ def test_uneven_shards_end_on_their_own():
 
 @pytest.mark.parametrize("data", [Ids, Numbers])
 def test_what_is_left_is_dropped_where_the_loader_drops(data):
-    shards = dealt(DataLoader(data(15), batch_size=4, drop_last=True), Cut(2, even=True))
+    shards = dealt(DataLoader(data(15), batch_size=4, drop_last=True), ShardSplit(2, even=True))
     assert shards == [[([0, 1, 2, 3], (4, 4), True)], [([4, 5, 6, 7], (4, 4), True)]]
-    shards = dealt(DataLoader(data(9), batch_size=4, drop_last=True), Cut(2, split=True, even=True))
+    shards = dealt(DataLoader(data(9), batch_size=4, drop_last=True), ShardSplit(2, split=True, even=True))
     assert shards == [
         [([0, 1], (2, 2), False), ([4, 5], (2, 2), True)],
         [([2, 3], (2, 2), False), ([6, 7], (2, 2), True)],
@@ -101,21 +103,23 @@ def test_batches_of_different_shapes_are_handed_out_as_they_were_collated():
         return {"x": torch.zeros(len(samples), width), "id": torch.tensor(samples)}
 
     loader = DataLoader(list(range(8)), batch_size=2, collate_fn=padded)
-    assert [shard[-1][0] for shard in dealt(loader, Cut(2, even=True))] == [[4, 5], [6, 7]]
+    assert [shard[-1][0] for shard in dealt(loader, ShardSplit(2, even=True))] == [[4, 5], [6, 7]]
     loader = DataLoader(list(range(7)), batch_size=2, collate_fn=padded)
     with pytest.raises(ValueError, match=r"shapes \(2, 6\), \(1, 7\), which cannot be joined"):
-        dealt(loader, Cut(2, even=True))
-    assert [shard[-1][0] for shard in dealt(loader, Cut(2, exact=True))] == [[4, 5], [6]]
+        dealt(loader, ShardSplit(2, even=True))
+    assert [shard[-1][0] for shard in dealt(loader, ShardSplit(2, exact=True))] == [[4, 5], [6]]
 
 
 def test_batches_without_tensors_go_round():
     loader = DataLoader(["a", "b", "c", "d", "e"], batch_size=2, collate_fn=list)
-    shards = dealt(loader, Cut(2, even=True))
+    shards = dealt(loader, ShardSplit(2, even=True))
     assert [[step[0] for step in shard] for shard in shards] == [[["a", "b"], ["e"]], [["c", "d"], ["a"]]]
     singles = DataLoader(Numbers(5), batch_size=None)
     plan = plan_for(singles)
-    plan.cut = Cut(2, even=True)
-    rounds = Dealer(plan).rounds(Source(singles).open(plan_for(singles), Order(None, Generators()), Place()))
+    plan.cut = ShardSplit(2, even=True)
+    rounds = BatchAssigner(plan).rounds(
+        BatchSource(singles).open(plan_for(singles), Order(None, Generators()), StreamPosition())
+    )
     assert [step.parts for step in rounds] == [[0, 1], [2, 3], [4, 0]]
 
 
@@ -126,7 +130,7 @@ def test_a_cut_of_the_users_own():
         calls.append((part, process_index, num_processes))
         return {"id": batch["id"].flip(0)[part]}
 
-    shards = dealt(DataLoader(Ids(6), batch_size=2), Cut(2, even=True), backwards)
+    shards = dealt(DataLoader(Ids(6), batch_size=2), ShardSplit(2, even=True), backwards)
     assert [[step[0] for step in shard] for shard in shards] == [[[3, 2], [5]], [[1, 0], [4]]]
     assert calls[:2] == [(slice(0, 2), 0, 2), (slice(2, 4), 1, 2)]
 
@@ -172,7 +176,7 @@ def test_parcels_come_out_as_they_went_in():
         "record": Record(torch.arange(5, dtype=torch.int16), ["x" * 5000]),
         "sparse": torch.eye(2).to_sparse(),
     }
-    sent = Parcel(batch, (3, 0), 17, True, False)
+    sent = BatchMessage(batch, (3, 0), 17, True, False)
     row = pack(sent)
     found = unpack(padded_row(row, row.numel() + 37))
     assert (found.counts, found.position, found.last, found.final) == ((3, 0), 17, True, False)
@@ -183,7 +187,7 @@ def test_parcels_come_out_as_they_went_in():
     for ours, theirs in zip(trees.leaves(found.batch), trees.leaves(batch), strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
     assert unpack(padded_row(None, 64)) is None
-    nothing = unpack(pack(Parcel(["only", "objects"], None, 0, False, False)))
+    nothing = unpack(pack(BatchMessage(["only", "objects"], None, 0, False, False)))
     assert nothing.batch == ["only", "objects"] and nothing.counts is None
 
 

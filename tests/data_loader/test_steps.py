@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from accelerate.core.errors import PrepareError
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
-from accelerate.data_loader.steps import Cut, Plan
+from accelerate.data_loader.steps import ReadPlan, ShardSplit
 
 
 def expected(length, batch, shards, index, drop_last, even, exact, split):
@@ -104,7 +104,7 @@ def test_going_on_in_the_middle_completes_from_the_start_of_the_epoch():
                 group = rest[begin : begin + step]
                 group = (group + list(range(min(length, step))) * step)[:step]
                 wanted.append(group[batch * index : batch * (index + 1)])
-            plan = Plan(range(length), True, batch, False, Cut(shards, index, even=True))
+            plan = ReadPlan(range(length), True, batch, False, ShardSplit(shards, index, even=True))
             assert [step[0] for step in plan.steps(iter(range(length)), start)] == wanted
 
 

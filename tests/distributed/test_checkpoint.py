@@ -11,7 +11,7 @@ import random, sys, time
 from pathlib import Path
 import torch
 from accelerate.checkpointing import (
-    CheckpointMismatch, CorruptCheckpoint, FullyShardedState, Options, PreparedModel, PreparedOptimizer, RunState,
+    CheckpointMismatch, CorruptCheckpoint, ShardedState, Options, PreparedModel, PreparedOptimizer, RunState,
     Writer, load_newest, load_run, resume, save_run, verify,
 )
 from torch.utils.data import DataLoader
@@ -208,7 +208,7 @@ def build(seed, width=8):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     prepared = Fsdp2Model(model, Precision(), torch.device("cpu"), saves_shards=True)
     models, optimizers = [prepared], [PreparedOptimizer(optimizer, prepared)]
-    part = FullyShardedState(models, optimizers)
+    part = ShardedState(models, optimizers)
     return model, optimizer, RunState(models=models, optimizers=optimizers, sharded=part)
 
 def stream():

@@ -17,7 +17,7 @@ from accelerate.checkpointing import RunState, save_run, verify
 from accelerate.collectives import gather_object
 from accelerate.collectives import verify as debug
 from accelerate.core.errors import CheckpointError
-from accelerate.runtime.agreement import Council
+from accelerate.runtime.agreement import Agreement
 from accelerate.utils import ProjectConfiguration, find_executable_batch_size
 
 PLACES = ["registered", "scheduler", "hook", "model", "optimizer"]
@@ -121,7 +121,7 @@ def test_groups_of_other_sizes_in_one_process(tmp_path):
 
         for again in range(2):
             save_run(RunState(progress={"step": again}), tmp_path / f"c{number}", process=Process())
-        assert Council(Process(), "other").exchange("number", rank, 20) == list(range(size))
+        assert Agreement(Process(), "other").exchange("number", rank, 20) == list(range(size))
         debug.agree("gather", torch.ones(2))
         tried = []
 

@@ -97,7 +97,7 @@ os.chdir(mine)
 
 import torch
 from accelerate.checkpointing import (
-    FullyShardedState, Options, PreemptionWatch, PreparedModel, PreparedOptimizer, RunState, load_fsdp_model,
+    ShardedState, Options, PreemptionWatch, PreparedModel, PreparedOptimizer, RunState, load_fsdp_model,
     load_fsdp_optimizer, load_run, merge_fsdp_weights, save_fsdp_model, save_fsdp_optimizer, save_run, saving, verify,
 )
 from accelerate.core.errors import CheckpointError

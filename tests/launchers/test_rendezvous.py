@@ -8,7 +8,7 @@ import pytest
 
 from accelerate.core.errors import ConfigurationError
 from accelerate.launchers import rendezvous
-from accelerate.launchers.generations import End, Member, Round
+from accelerate.launchers.generations import End, Generation, Member
 from accelerate.launchers.messenger import MISSED, Presence
 from accelerate.launchers.rendezvous import SETTINGS, Rendezvous, settings_of
 from accelerate.launchers.spec import LaunchSpec, Program
@@ -84,7 +84,7 @@ def test_a_machine_is_gone_after_so_many_beats_without_a_sign():
 )
 def test_what_uses_up_a_restart(kind, gone, least, costs):
     members = [Member(number, "host", str(number), 0, 0) for number in (1, 2)]
-    formed = Round(SimpleNamespace(member=1), 1, members, 0, lambda: 0, least, holds=True)
+    formed = Generation(SimpleNamespace(member=1), 1, members, 0, lambda: 0, least, holds=True)
     formed.end = End(kind, "", by=2)
     formed._presence.missed[2] = MISSED * gone
     assert formed.costs is costs

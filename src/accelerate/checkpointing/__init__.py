@@ -35,7 +35,7 @@ EXPORTS = {
         "rng_state",
         "set_rng_state",
     ],
-    "checkpointing.sharded": ["FullyShardedState"],
+    "checkpointing.sharded": ["ShardedState"],
     "checkpointing.sharded_api": [
         "load_fsdp_model",
         "load_fsdp_optimizer",

@@ -11,14 +11,14 @@ from typing import Any
 
 from ..core.errors import CheckpointError
 from ..parallel.prepared import PreparedModel
-from ..runtime.agreement import Council, Process
+from ..runtime.agreement import Agreement, Process
 from .commit import restore
 from .contents import check_loaders, taking
 from .layout import candidates, list_checkpoints
 from .manifest import CorruptCheckpoint, Manifest
 from .matching import CheckpointMismatch, check_counts, check_optimizer
 from .session import RunState, set_rng_state
-from .source import CompatSource, ModelSource, NativeSource, Source, open_source
+from .source import CheckpointReader, CompatReader, NativeReader, WeightsReader, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +61,10 @@ class LoadReport:
 
 
 @dataclass
-class _Plan:
+class _LoadPlan:
     """Everything of a checkpoint but the weights, read and checked; applying it needs no file but theirs."""
 
-    models: list[tuple[PreparedModel, ModelSource]]
+    models: list[tuple[PreparedModel, WeightsReader]]
     optimizers: list[Callable[[], Any]]
     shared: dict[str, Any]
     rank: dict[str, Any]
@@ -93,35 +93,35 @@ def load_run(
     unexpected and differently shaped entries, CheckpointError for anything else.
     """
     folder = Path(folder)
-    council = Council(process)
-    rows = council.exchange("load_state", str(folder), arrival_timeout, _ABSENT)
+    agreement = Agreement(process)
+    rows = agreement.exchange("load_state", str(folder), arrival_timeout, _ABSENT)
     if len(set(rows)) > 1:
         told = "; ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
         raise CheckpointError(f"load_state was called with another folder on other ranks: {told}. Use one on all.")
-    source: Source | None = None
+    source: CheckpointReader | None = None
     try:
         if process.local_process_index == 0 and not folder.exists():
             restore(folder)
-        council.exchange("load_state: open", None, timeout)
-        plan: _Plan | None = None
+        agreement.exchange("load_state: open", None, timeout)
+        plan: _LoadPlan | None = None
         error: Exception | None = None
         try:
-            source = open_source(folder, run, allow_pickle)
+            source = open_checkpoint(folder, run, allow_pickle)
             plan = _read(run, source, process, strict, models_only)
         except FileNotFoundError as caught:
             error = CorruptCheckpoint(f"{folder} has no {Path(caught.filename or '').name}")
         except Exception as caught:
             error = caught
-        _agree(council, error, folder, timeout)
+        _agree(agreement, error, folder, timeout)
         assert source is not None and plan is not None
         try:
             _apply(run, source, plan, strict, models_only)
         except Exception as caught:
             # Others may wait for this rank in a collective of their part: it does not wait for them.
             text = f"load_state: rank {process.process_index} failed: {type(caught).__name__}: {caught}"
-            council.refuse(text)
+            agreement.refuse(text)
             raise
-        council.exchange("load_state: apply", None, timeout)
+        agreement.exchange("load_state: apply", None, timeout)
         for note in plan.notes if process.process_index == 0 else ():
             logger.warning("%s: %s", folder, note)
         progress = plan.shared.get("progress") or plan.rank.get("progress") or {}
@@ -131,10 +131,10 @@ def load_run(
             source.close()
 
 
-def _agree(council: Council, error: Exception | None, folder: Path, timeout: float) -> None:
+def _agree(agreement: Agreement, error: Exception | None, folder: Path, timeout: float) -> None:
     """Raise on every rank when one could not read its part; the kind of the error is that of the first."""
     mine = None if error is None else {"kind": _kind(error), "text": f"{error}" or type(error).__name__}
-    told = council.exchange("load_state: read", mine, timeout)
+    told = agreement.exchange("load_state: read", mine, timeout)
     failed = [(rank, row) for rank, row in enumerate(told) if row is not None]
     if not failed:
         return
@@ -153,13 +153,13 @@ def _kind(error: Exception) -> str:
     return "mismatch" if isinstance(error, CheckpointMismatch) else "error"
 
 
-def _read(run: RunState, source: Source, process: Process, strict: bool, models_only: bool) -> _Plan:
+def _read(run: RunState, source: CheckpointReader, process: Process, strict: bool, models_only: bool) -> _LoadPlan:
     """Read and check everything, changing nothing."""
     notes: list[str] = []
     source.check_sizes()
     if not models_only:
         check_counts(run, source)
-    models: list[tuple[PreparedModel, ModelSource]] = []
+    models: list[tuple[PreparedModel, WeightsReader]] = []
     if not run.load_hooks:
         models = _match(run.models, source, strict, notes)
     if process.local_process_index == 0:
@@ -168,7 +168,7 @@ def _read(run: RunState, source: Source, process: Process, strict: bool, models_
     if run.sharded is not None and not source.is_whole:
         notes.extend(run.sharded.check(source.folder, strict))
     if models_only:
-        return _Plan(models, [], {"progress": source.progress}, {}, notes)
+        return _LoadPlan(models, [], {"progress": source.progress}, {}, notes)
     for index, part in enumerate(run.optimizers if not source.is_whole else ()):
         if part.saves_shards and source.about_optimizer(index) is not None:
             check_optimizer(index, part, dict, source.about_optimizer(index), source.folder)
@@ -180,22 +180,22 @@ def _read(run: RunState, source: Source, process: Process, strict: bool, models_
     rank = source.rank(process.process_index, process.num_processes, notes)
     check_loaders(rank["dataloaders"], run.dataloaders, source.folder)
     shared = source.shared_of(process.process_index, process.num_processes, notes)
-    return _Plan(models, optimizers, shared, rank, notes)
+    return _LoadPlan(models, optimizers, shared, rank, notes)
 
 
-def _match(parts: Sequence[PreparedModel], source: Source, strict: bool, notes: list[str]) -> list[Any]:
+def _match(parts: Sequence[PreparedModel], source: CheckpointReader, strict: bool, notes: list[str]) -> list[Any]:
     matched = [(part, source.model(index, part)) for index, part in enumerate(_held_whole(parts, source))]
     for index, (part, weights) in enumerate(matched):
         notes.extend(weights.compare(index, part, strict))
     return matched
 
 
-def _held_whole(parts: Sequence[Any], source: Source) -> list[Any]:
+def _held_whole(parts: Sequence[Any], source: CheckpointReader) -> list[Any]:
     """The parts that are loaded from their whole state: all of them, but where shards meet a sharded run."""
     return [part for part in parts if not part.saves_shards or source.is_whole]
 
 
-def _apply(run: RunState, source: Source, plan: _Plan, strict: bool, models_only: bool) -> None:
+def _apply(run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: bool, models_only: bool) -> None:
     if run.load_hooks:
         # As in the API: a hook takes the models it has loaded itself out of the list.
         left = [part.module for part in run.models]
@@ -222,7 +222,7 @@ def _apply(run: RunState, source: Source, plan: _Plan, strict: bool, models_only
     _load_ours(run, plan, folder)
 
 
-def _load_ours(run: RunState, plan: _Plan, folder: Path) -> None:
+def _load_ours(run: RunState, plan: _LoadPlan, folder: Path) -> None:
     for index, (loader, state) in enumerate(zip(run.dataloaders, plan.rank["dataloaders"], strict=True)):
         if state is not None and callable(getattr(loader, "load_state_dict", None)):
             with taking(f"data loader {index}", folder):
@@ -257,12 +257,12 @@ def load_newest(
     Raises CheckpointError when none is left.
     """
     directory = Path(directory)
-    council = Council(process)
+    agreement = Agreement(process)
     found = candidates(directory) if process.process_index == 0 else None
     mine = None
     if found is not None:
         mine = [[str(folder) for folder in found.folders], [[str(folder), why] for folder, why in found.skipped]]
-    names, skipped = council.exchange("load_state", mine, arrival_timeout, _ABSENT)[0]
+    names, skipped = agreement.exchange("load_state", mine, arrival_timeout, _ABSENT)[0]
     passed = [(Path(name), why) for name, why in skipped]
     for name in names:
         try:
@@ -300,10 +300,10 @@ def resume(
 
     Raises CheckpointError where there are checkpoints and none is valid: starting anew would hide the loss.
     """
-    council = Council(process)
+    agreement = Agreement(process)
     here = bool(list_checkpoints(directory)) if process.process_index == 0 else None
-    present = council.exchange("resume", here, options.get("arrival_timeout", ARRIVAL), _ABSENT)[0]
+    present = agreement.exchange("resume", here, options.get("arrival_timeout", ARRIVAL), _ABSENT)[0]
     return load(run, directory, process=process, **options) if present else None
 
 
-__all__ = ["CompatSource", "LoadReport", "NativeSource", "load_newest", "load_run", "resume"]
+__all__ = ["CompatReader", "LoadReport", "NativeReader", "load_newest", "load_run", "resume"]

@@ -16,7 +16,7 @@ from .codec import memory_of
 from .session import RunState
 
 if TYPE_CHECKING:
-    from .source import Source
+    from .source import CheckpointReader
 
 _SHOWN = 20  # entries of a list in a message
 
@@ -88,7 +88,7 @@ def compare_model(
     return found
 
 
-def check_counts(run: RunState, source: Source) -> None:
+def check_counts(run: RunState, source: CheckpointReader) -> None:
     """Raise CheckpointMismatch when the run has more or fewer objects of a kind than were saved."""
     saved = source.counts()
     here = {

@@ -33,7 +33,7 @@ def document_names(files: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass
-class Entry:
+class StateEntry:
     """One state: `kind` is "schedulers", "custom" or "scaler"; `label` names the object in messages."""
 
     kind: str
@@ -46,7 +46,7 @@ class Entry:
         return f"{self.kind}[{self.index}]"
 
 
-def entries(run: RunState, shared: Mapping[str, Any]) -> list[Entry]:
+def entries(run: RunState, shared: Mapping[str, Any]) -> list[StateEntry]:
     """The entries of the shared document of this rank that may differ between ranks."""
     found = []
     for kind, objects, name in (
@@ -56,11 +56,11 @@ def entries(run: RunState, shared: Mapping[str, Any]) -> list[Entry]:
     ):
         states = [shared[kind]] if kind == "scaler" else shared[kind]
         for index, (item, state) in enumerate(zip(objects, states, strict=False)):
-            found.append(Entry(kind, index, f"{name} {index} ({type(item).__qualname__})", state))
+            found.append(StateEntry(kind, index, f"{name} {index} ({type(item).__qualname__})", state))
     return found
 
 
-def digests(rows: Sequence[Entry], strict: bool) -> dict[str, str]:
+def digests(rows: Sequence[StateEntry], strict: bool) -> dict[str, str]:
     """{entry: digest of its state}. Raises CheckpointError for a state that cannot be saved, when `strict`."""
     found = {}
     for row in rows:
@@ -120,7 +120,7 @@ def overlay(shared: dict[str, Any], own: Any) -> dict[str, Any]:
     return merged
 
 
-def own_document(rows: Sequence[Entry], keys: Sequence[str]) -> dict[str, dict[int, Any]]:
+def own_document(rows: Sequence[StateEntry], keys: Sequence[str]) -> dict[str, dict[int, Any]]:
     """What a rank writes: {kind: {index: state}} of the entries that differ."""
     document: dict[str, dict[int, Any]] = {}
     for row in rows:

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from ..core.errors import ConfigurationError
-from ..runtime.agreement import Council, Process
+from ..runtime.agreement import Agreement, Process
 
 DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 
@@ -41,7 +41,7 @@ class PreemptionWatch:
         self.received: str | None = None
         self._calls = 0
         self._decided = False
-        self._council: Council | None = None
+        self._council: Agreement | None = None
         self._former: dict[signal.Signals, Any] = {}
         for name in signals:
             number = getattr(signal, name, None)
@@ -60,7 +60,7 @@ class PreemptionWatch:
         if self._decided or self._calls % self.interval:
             return self._decided
         if self._council is None:
-            self._council = Council(self.process, "preemption")
+            self._council = Agreement(self.process, "preemption")
         notes = self._council.exchange("preemption check", self.received, timeout)
         self._decided = any(notes)
         return self._decided

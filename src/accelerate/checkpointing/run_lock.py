@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
-from ..runtime.agreement import Council, Process
+from ..runtime.agreement import Agreement, Process
 from .layout import is_numbered
 
 logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ def claim_directory(directory: Path, locks: RunLocks, process: Process) -> None:
             mine = str(error)
         except OSError as error:
             logger.debug("no lock for %s: %s", directory, error)
-    found = Council(process).exchange("resume: lock", mine, _RESUME_TIMEOUT)[0]
+    found = Agreement(process).exchange("resume: lock", mine, _RESUME_TIMEOUT)[0]
     if found is not None:
         raise FolderInUse(f"nothing was resumed: {found}")
 

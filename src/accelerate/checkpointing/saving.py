@@ -17,7 +17,7 @@ import torch
 
 from ..core.errors import CheckpointError, CommunicationError, ConfigurationError
 from ..core.files import follow_links, user_path
-from ..runtime.agreement import Council, Process
+from ..runtime.agreement import Agreement, Process
 from ..runtime.communication import is_lost
 from . import compat, per_rank
 from .blocks import BlockIO, FileRecord, Segment
@@ -90,7 +90,7 @@ class Options:
 
 
 @dataclass
-class Draft:
+class PendingCheckpoint:
     """One save between its first and its last step: what this rank writes, and where."""
 
     folder: Path
@@ -126,22 +126,27 @@ def save_run(
     given = user_path(folder, "save_state")
     if writer is not None:
         writer.wait()
-    draft = _open(given, process, options)
-    council = Council(process)
+    pending = _open(given, process, options)
+    agreement = Agreement(process)
     try:
-        _take_states(draft, run, process, options, council, writer)
+        _take_states(pending, run, process, options, agreement, writer)
         if writer is not None:
-            writer.submit(draft, process, options)
+            writer.submit(pending, process, options)
     except BaseException:
-        _discard(draft, process)
+        _discard(pending, process)
         raise
     if writer is None:
-        complete(draft, process, options, council)
+        complete(pending, process, options, agreement)
     return given
 
 
 def _take_states(
-    draft: Draft, run: RunState, process: Process, options: Options, council: Council, writer: Writer | None
+    pending: PendingCheckpoint,
+    run: RunState,
+    process: Process,
+    options: Options,
+    agreement: Agreement,
+    writer: Writer | None,
 ) -> None:
     """Fill the draft: first the states, then what ranks have different from each other, then shards and copies.
 
@@ -150,30 +155,30 @@ def _take_states(
     """
     try:
         try:
-            _collect(draft, run, process, options, functools.partial(_whole_states, run, draft, process))
+            _collect(pending, run, process, options, functools.partial(_whole_states, run, pending, process))
         except _ReportedError:
             raise
         except BaseException as error:
-            draft.error = error
-        own = _compare_ranks(draft, run, process, options, council)
-        if draft.error is None:
+            pending.error = error
+        own = _compare_ranks(pending, run, process, options, agreement)
+        if pending.error is None:
             try:
-                _take_shards(draft, run, process, options, blocking=writer is None)
-                draft.files.update(own())
+                _take_shards(pending, run, process, options, blocking=writer is None)
+                pending.files.update(own())
                 if writer is not None:
-                    writer.copy(draft)
+                    writer.copy(pending)
             except _ReportedError:
                 raise
             except BaseException as error:
-                draft.error = error
+                pending.error = error
     except _ReportedError as reported:
-        raise _own(reported.error, process, draft.folder) from reported.error
+        raise _own(reported.error, process, pending.folder) from reported.error
     if run.sharded is not None or writer is not None:
         # Shards are written with collectives, and the next call that could raise an error of the background is the
         # next save: no rank may begin either alone.
-        failed = None if draft.error is None else _tell(draft.error)
-        told = council.exchange("save_state: states", failed, options.timeout)
-        _raise_told(told, draft.error, process, draft.folder)
+        failed = None if pending.error is None else _tell(pending.error)
+        told = agreement.exchange("save_state: states", failed, options.timeout)
+        _raise_reported(told, pending.error, process, pending.folder)
 
 
 class _ReportedError(Exception):
@@ -184,27 +189,29 @@ class _ReportedError(Exception):
         self.error = error
 
 
-def _whole_states(run: RunState, draft: Draft, process: Process) -> tuple[list[Any], list[Any]]:
+def _whole_states(run: RunState, pending: PendingCheckpoint, process: Process) -> tuple[list[Any], list[Any]]:
     """The states of models and optimizers that do not save shards. Where ranks hold parts of them, all work on it."""
     models = [part for part in run.models if not part.saves_shards]
     optimizers = [part for part in run.optimizers if not part.saves_shards]
     is_collective = any(part.is_partial for part in models) or any(part.is_partial for part in optimizers)
-    with _reported_at_once(draft, process) if is_collective else contextlib.nullcontext():
+    with _reported_at_once(pending, process) if is_collective else contextlib.nullcontext():
         weights = [dict(part.checkpoint_state_dict()) for part in models]
         return weights, [part.state_dict() for part in optimizers]
 
 
-def _take_shards(draft: Draft, run: RunState, process: Process, options: Options, blocking: bool) -> None:
+def _take_shards(
+    pending: PendingCheckpoint, run: RunState, process: Process, options: Options, blocking: bool
+) -> None:
     if run.sharded is None:
         return
     if not blocking:
         run.sharded.prepare_background()
-    with _reported_at_once(draft, process) if run.sharded.is_collective else contextlib.nullcontext():
-        draft.sharded = run.sharded.stage(blocking, options.layout == "compat")
+    with _reported_at_once(pending, process) if run.sharded.is_collective else contextlib.nullcontext():
+        pending.sharded = run.sharded.stage(blocking, options.layout == "compat")
 
 
 @contextlib.contextmanager
-def _reported_at_once(draft: Draft, process: Process) -> Iterator[None]:
+def _reported_at_once(pending: PendingCheckpoint, process: Process) -> Iterator[None]:
     """A block that may use collectives: an error of this rank alone is left for the others, and raised at once.
 
     To compare errors first could take for ever: the others may wait in a collective until this process has ended.
@@ -218,64 +225,66 @@ def _reported_at_once(draft: Draft, process: Process) -> Iterator[None]:
     except Exception as error:
         if is_lost(error) or process.num_processes == 1:
             raise
-        Council(process).refuse(_message([(process.process_index, _tell(error))], draft.folder))
+        Agreement(process).refuse(_message([(process.process_index, _tell(error))], pending.folder))
         raise _ReportedError(error) from error
 
 
-def complete(draft: Draft, process: Process, options: Options, council: Council) -> None:
+def complete(pending: PendingCheckpoint, process: Process, options: Options, agreement: Agreement) -> None:
     """Write a draft, agree with the other ranks, commit. Raises CheckpointError on every rank when one fails."""
     try:
-        _complete(draft, process, options, council)
+        _complete(pending, process, options, agreement)
     finally:
-        _close(draft)
+        _close(pending)
 
 
-def _close(draft: Draft) -> None:
-    if draft.lock is not None:
-        draft.lock.close()
+def _close(pending: PendingCheckpoint) -> None:
+    if pending.lock is not None:
+        pending.lock.close()
 
 
-def _discard(draft: Draft, process: Process) -> None:
+def _discard(pending: PendingCheckpoint, process: Process) -> None:
     """Leave nothing of a save that has failed: its temporary folder goes before the lock."""
     try:
-        if draft.home == process.process_index:
-            drop_temporary(draft.temporary)
+        if pending.home == process.process_index:
+            drop_temporary(pending.temporary)
     finally:
-        _close(draft)
+        _close(pending)
 
 
-def _complete(draft: Draft, process: Process, options: Options, council: Council) -> None:
+def _complete(pending: PendingCheckpoint, process: Process, options: Options, agreement: Agreement) -> None:
     records: dict[str, FileRecord] = {}
     with BlockIO() as io:
-        if draft.error is None:
+        if pending.error is None:
             try:
-                records = _write(draft, io)
+                records = _write(pending, io)
             except BaseException as error:
-                draft.error = error
+                pending.error = error
         try:
-            files = _agree(draft, process, council, records, io, options.timeout)
+            files = _agree(pending, process, agreement, records, io, options.timeout)
         except BaseException:
-            if draft.home == process.process_index:
-                drop_temporary(draft.temporary)
+            if pending.home == process.process_index:
+                drop_temporary(pending.temporary)
             raise
     failure: BaseException | None = None
-    if draft.home == process.process_index:
-        failure = _finish(draft, process, options, files)
-    told = council.exchange("save_state: commit", None if failure is None else _tell(failure), options.timeout)
-    _raise_told(told, failure, process, draft.folder)
+    if pending.home == process.process_index:
+        failure = _finish(pending, process, options, files)
+    told = agreement.exchange("save_state: commit", None if failure is None else _tell(failure), options.timeout)
+    _raise_reported(told, failure, process, pending.folder)
 
 
-def _finish(draft: Draft, process: Process, options: Options, files: dict[str, FileRecord]) -> BaseException | None:
+def _finish(
+    pending: PendingCheckpoint, process: Process, options: Options, files: dict[str, FileRecord]
+) -> BaseException | None:
     """Commit and rotate, on the rank whose folder it is; the error instead of raising it."""
     try:
         manifest = Manifest(
-            layout=options.layout, world_size=process.num_processes, files=files, **draft.about, **stamp()
+            layout=options.layout, world_size=process.num_processes, files=files, **pending.about, **stamp()
         )
-        if draft.lock is not None:
-            draft.lock.keep()
-        commit(draft.temporary, draft.folder, manifest)
+        if pending.lock is not None:
+            pending.lock.keep()
+        commit(pending.temporary, pending.folder, manifest)
     except BaseException as error:
-        drop_temporary(draft.temporary)
+        drop_temporary(pending.temporary)
         return error
     if options.checkpoints is not None:
         try:
@@ -292,11 +301,11 @@ def _finish(draft: Draft, process: Process, options: Options, files: dict[str, F
 # --- opening -------------------------------------------------------------------------------------------------------
 
 
-def _open(given: Path, process: Process, options: Options) -> Draft:
+def _open(given: Path, process: Process, options: Options) -> PendingCheckpoint:
     """The temporary folder this rank writes to. Raises CheckpointError on every rank when the ranks disagree."""
-    council = Council(process)
+    agreement = Agreement(process)
     folder = given.absolute()
-    draft: Draft | None = None
+    pending: PendingCheckpoint | None = None
     error: BaseException | None = None
     try:
         if any(folder.name == damaged.name for damaged in options.damaged):
@@ -305,49 +314,49 @@ def _open(given: Path, process: Process, options: Options) -> Draft:
         else:
             folder = follow_links(folder, "save_state")
         if process.process_index == 0:
-            draft = _start(folder, options)
-            folder = draft.folder
+            pending = _start(folder, options)
+            folder = pending.folder
     except Exception as caught:
         error = caught
     mine = {
         "folder": str(given),
         "layout": options.layout,
-        "temporary": None if draft is None else draft.temporary.name,
+        "temporary": None if pending is None else pending.temporary.name,
         "error": None if error is None else _tell(error),
     }
     try:
-        rows = council.exchange("save_state", mine, options.arrival_timeout, _ABSENT)
+        rows = agreement.exchange("save_state", mine, options.arrival_timeout, _ABSENT)
         _check_same(rows)
-        _raise_told([row["error"] for row in rows], error, process, folder)
+        _raise_reported([row["error"] for row in rows], error, process, folder)
     except BaseException:
-        if draft is not None:
-            drop_temporary(draft.temporary)
-            _close(draft)
+        if pending is not None:
+            drop_temporary(pending.temporary)
+            _close(pending)
         raise
-    if draft is None:
-        draft = Draft(folder, folder.with_name(rows[0]["temporary"]), home=0)
+    if pending is None:
+        pending = PendingCheckpoint(folder, folder.with_name(rows[0]["temporary"]), home=0)
         try:
-            _find_home(draft, process, options)
+            _find_home(pending, process, options)
         except Exception as caught:
             error = caught
     try:
         # A hook may do anything to the folder, and a rank that fails in one removes it: all have found theirs before.
-        told = council.exchange("save_state: folder", None if error is None else _tell(error), options.timeout)
-        _raise_told(told, error, process, folder)
+        told = agreement.exchange("save_state: folder", None if error is None else _tell(error), options.timeout)
+        _raise_reported(told, error, process, folder)
     except BaseException:
-        _discard(draft, process)
+        _discard(pending, process)
         raise
-    return draft
+    return pending
 
 
-def _start(folder: Path, options: Options) -> Draft:
+def _start(folder: Path, options: Options) -> PendingCheckpoint:
     """On the rank that commits the folder: take its lock, free its name, make the temporary folder."""
     is_damaged = any(folder.name == damaged.name for damaged in options.damaged)
     lock = SaveLock(folder if is_damaged else save_target(folder), options.locks)
     try:
         _free_numbers(folder, options)
         target = save_target(folder)
-        return Draft(target, open_temporary(target), home=0, lock=lock)
+        return PendingCheckpoint(target, open_temporary(target), home=0, lock=lock)
     except BaseException:
         lock.close()
         raise
@@ -375,26 +384,26 @@ def _check_same(rows: list[dict[str, Any]]) -> None:
             raise CheckpointError(f"save_state was called with another {name} on other ranks: {told}. Use one on all.")
 
 
-def _find_home(draft: Draft, process: Process, options: Options) -> None:
+def _find_home(pending: PendingCheckpoint, process: Process, options: Options) -> None:
     """Find the folder of rank 0, or, on a machine that does not share it, that of this machine's first rank."""
-    if _appears(draft.temporary, 0.5 if options.save_on_each_node else _VISIBLE):
+    if _appears(pending.temporary, 0.5 if options.save_on_each_node else _VISIBLE):
         return
     if not options.save_on_each_node:
         raise CheckpointError(
-            f"the folder {draft.temporary.parent}, where rank 0 writes, is not shared with this rank's machine. Save "
-            "to a shared file system, or set ProjectConfiguration(save_on_each_node=True)"
+            f"the folder {pending.temporary.parent}, where rank 0 writes, is not shared with this rank's machine. "
+            "Save to a shared file system, or set ProjectConfiguration(save_on_each_node=True)"
         )
-    draft.home = process.process_index - process.local_process_index
+    pending.home = process.process_index - process.local_process_index
     if process.local_process_index == 0:
-        own = _start(draft.folder, options)
-        draft.lock = own.lock
+        own = _start(pending.folder, options)
+        pending.lock = own.lock
         try:
-            own.temporary.rename(draft.temporary)
+            own.temporary.rename(pending.temporary)
         except OSError:
             drop_temporary(own.temporary)
             raise
-    elif not _appears(draft.temporary, _VISIBLE):
-        raise CheckpointError(f"the folder {draft.temporary.parent} is not shared by the ranks of this machine")
+    elif not _appears(pending.temporary, _VISIBLE):
+        raise CheckpointError(f"the folder {pending.temporary.parent} is not shared by the ranks of this machine")
 
 
 def _appears(folder: Path, seconds: float) -> bool:
@@ -410,7 +419,7 @@ def _appears(folder: Path, seconds: float) -> bool:
 
 
 def _collect(
-    draft: Draft,
+    pending: PendingCheckpoint,
     run: RunState,
     process: Process,
     options: Options,
@@ -419,15 +428,15 @@ def _collect(
     """Fill the draft with what this rank writes. State that takes the ranks' messages is asked for on every rank."""
     if len({part.saves_shards for part in run.models} | {part.saves_shards for part in run.optimizers}) > 1:
         raise CheckpointError("a run whose models and optimizers are partly sharded and partly not cannot be saved")
-    whole = draft.home == process.process_index
+    whole = pending.home == process.process_index
     modules = [part.module for part in run.models]
     # A hook may communicate: a rank that does not come to it says so at once.
-    with _reported_at_once(draft, process) if run.save_hooks else contextlib.nullcontext():
+    with _reported_at_once(pending, process) if run.save_hooks else contextlib.nullcontext():
         weights, states = whole_states()
         for hook in run.save_hooks:
             # As in the API, a hook may write into the folder and take weights away from what is saved here.
-            hook(modules, weights, str(draft.temporary))
-    draft.about = {
+            hook(modules, weights, str(pending.temporary))
+    pending.about = {
         "progress": _plain(run.progress),
         "mesh": dict(run.mesh),
         "models": [
@@ -435,25 +444,25 @@ def _collect(
         ],
         "optimizers": [{**part.describe(), "sharded": part.saves_shards} for part in run.optimizers],
     }
-    draft.extras = bool(run.save_hooks) or run.sharded is not None
+    pending.extras = bool(run.save_hooks) or run.sharded is not None
     if options.layout == "compat":
-        draft.pickled.update(compat.rank_files(run, process.process_index))
+        pending.pickled.update(compat.rank_files(run, process.process_index))
         if whole:
-            draft.pickled.update(compat.shared_files(run, states))
+            pending.pickled.update(compat.shared_files(run, states))
     else:
-        draft.files.update(rank_documents(run, process.process_index))
+        pending.files.update(rank_documents(run, process.process_index))
         if whole:
             for index, state in enumerate(states):
-                draft.files.update(documents(numbered("optimizer", index, ""), state, f"optimizer {index}"))
-            draft.shared = shared_state(run)
-            draft.files.update(documents(SESSION_NAME.removesuffix(".json"), draft.shared, "session"))
+                pending.files.update(documents(numbered("optimizer", index, ""), state, f"optimizer {index}"))
+            pending.shared = shared_state(run)
+            pending.files.update(documents(SESSION_NAME.removesuffix(".json"), pending.shared, "session"))
     if whole:
         for index, state in enumerate(weights):
-            _collect_weights(draft, index, state, options.safe_serialization)
+            _collect_weights(pending, index, state, options.safe_serialization)
 
 
 def _compare_ranks(
-    draft: Draft, run: RunState, process: Process, options: Options, council: Council
+    pending: PendingCheckpoint, run: RunState, process: Process, options: Options, agreement: Agreement
 ) -> Callable[[], dict[str, list[Segment]]]:
     """Find what this rank has different from the rank whose state is the shared one; the callable encodes it.
 
@@ -461,20 +470,20 @@ def _compare_ranks(
     """
     if process.num_processes == 1:
         return dict
-    rows: list[per_rank.Entry] = []
+    rows: list[per_rank.StateEntry] = []
     mine: dict[str, str] | None = None
-    if draft.error is None:
+    if pending.error is None:
         try:
-            rows = per_rank.entries(run, draft.shared if draft.shared is not None else shared_state(run))
+            rows = per_rank.entries(run, pending.shared if pending.shared is not None else shared_state(run))
             mine = per_rank.digests(rows, strict=options.layout == "native")
         except BaseException as error:
-            draft.error = error
-    failed = None if draft.error is None else _tell(draft.error)
-    found = council.exchange("save_state: compare", {"error": failed, "digests": mine}, options.timeout)
+            pending.error = error
+    failed = None if pending.error is None else _tell(pending.error)
+    found = agreement.exchange("save_state: compare", {"error": failed, "digests": mine}, options.timeout)
     digests = [row["digests"] for row in found]
-    _raise_told([row["error"] for row in found], draft.error, process, draft.folder)
+    _raise_reported([row["error"] for row in found], pending.error, process, pending.folder)
     per_rank.check_alike(digests)
-    keys = per_rank.differing(mine or {}, digests[draft.home])
+    keys = per_rank.differing(mine or {}, digests[pending.home])
     if not keys:
         return dict
     if options.layout == "native":
@@ -484,15 +493,15 @@ def _compare_ranks(
         "rank %d: layout='compat' has no place for the state of one rank: that of rank %d is saved for %s. "
         "layout='native' saves each rank's own.",
         process.process_index,
-        draft.home,
+        pending.home,
         ", ".join(row.label for row in rows if row.key in keys),
     )
     return dict
 
 
-def _collect_weights(draft: Draft, index: int, state: dict[str, Any], safe: bool) -> None:
+def _collect_weights(pending: PendingCheckpoint, index: int, state: dict[str, Any], safe: bool) -> None:
     if not safe:
-        draft.pickled[numbered("pytorch_model", index, ".bin")] = state
+        pending.pickled[numbered("pytorch_model", index, ".bin")] = state
         return
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     kept, aliases = without_aliases(tensors)
@@ -500,10 +509,10 @@ def _collect_weights(draft: Draft, index: int, state: dict[str, Any], safe: bool
     metadata = dict(aliases)
     if aliases:
         metadata[ALIASES] = _json(aliases)
-    draft.files[numbered("model", index, ".safetensors")] = segments(kept, metadata)
+    pending.files[numbered("model", index, ".safetensors")] = segments(kept, metadata)
     rest = {name: value for name, value in state.items() if name not in tensors}
     if rest:
-        draft.files.update(documents(numbered("model_extra", index, ""), rest, f"model {index}"))
+        pending.files.update(documents(numbered("model_extra", index, ""), rest, f"model {index}"))
 
 
 def _json(value: Any) -> str:
@@ -524,46 +533,46 @@ def _plain(progress: dict[str, Any]) -> dict[str, Any]:
 # --- writing and agreeing ------------------------------------------------------------------------------------------
 
 
-def _write(draft: Draft, io: BlockIO) -> dict[str, FileRecord]:
+def _write(pending: PendingCheckpoint, io: BlockIO) -> dict[str, FileRecord]:
     records: dict[str, FileRecord] = {}
-    if draft.sharded is not None:
-        draft.sharded(draft.temporary)
-    paths = [(draft.temporary / name, content) for name, content in draft.files.items()]
-    for name, record in zip(draft.files, io.write_all(paths), strict=True):
+    if pending.sharded is not None:
+        pending.sharded(pending.temporary)
+    paths = [(pending.temporary / name, content) for name, content in pending.files.items()]
+    for name, record in zip(pending.files, io.write_all(paths), strict=True):
         records[name] = record
-    for name, value in draft.pickled.items():
-        torch.save(value, draft.temporary / name)
-        records[name] = io.record(draft.temporary / name)
+    for name, value in pending.pickled.items():
+        torch.save(value, pending.temporary / name)
+        records[name] = io.record(pending.temporary / name)
     return records
 
 
 def _agree(
-    draft: Draft,
+    pending: PendingCheckpoint,
     process: Process,
-    council: Council,
+    agreement: Agreement,
     records: dict[str, FileRecord],
     io: BlockIO,
     timeout: float,
 ) -> dict[str, FileRecord]:
     """The records of all files of this rank's folder, once every rank has written. Raises on every rank otherwise."""
-    told = None if draft.error is None else _tell(draft.error)
-    mine = {"error": told, "home": draft.home, "extras": draft.extras, "files": _to_json(records)}
-    rows = council.exchange("save_state: write", mine, timeout)
-    _raise_told([row["error"] for row in rows], draft.error, process, draft.folder)
-    peers = [rank for rank, row in enumerate(rows) if row["home"] == draft.home]
+    told = None if pending.error is None else _tell(pending.error)
+    mine = {"error": told, "home": pending.home, "extras": pending.extras, "files": _to_json(records)}
+    rows = agreement.exchange("save_state: write", mine, timeout)
+    _raise_reported([row["error"] for row in rows], pending.error, process, pending.folder)
+    peers = [rank for rank, row in enumerate(rows) if row["home"] == pending.home]
     files = _merge(rows[rank]["files"] for rank in peers)
     if any(row["extras"] for row in rows):
         failure: BaseException | None = None
         found: dict[str, FileRecord] = {}
         try:
             # What hooks and sharded writers have left is hashed by the ranks of the folder, each its share.
-            share = sorted(_relative(draft.temporary) - set(files))[peers.index(process.process_index) :: len(peers)]
-            found = {name: io.record(draft.temporary / name) for name in share}
+            share = sorted(_relative(pending.temporary) - set(files))[peers.index(process.process_index) :: len(peers)]
+            found = {name: io.record(pending.temporary / name) for name in share}
         except BaseException as error:
             failure = error
         mine = {"error": None if failure is None else _tell(failure), "files": _to_json(found)}
-        rows = council.exchange("save_state: checksums", mine, timeout)
-        _raise_told([row["error"] for row in rows], failure, process, draft.folder)
+        rows = agreement.exchange("save_state: checksums", mine, timeout)
+        _raise_reported([row["error"] for row in rows], failure, process, pending.folder)
         files.update(_merge(rows[rank]["files"] for rank in peers))
     return dict(sorted(files.items()))
 
@@ -592,7 +601,7 @@ def _own(error: BaseException, process: Process, folder: Path) -> BaseException:
     return CheckpointError(_message([(process.process_index, _tell(error))], folder))
 
 
-def _raise_told(told: list[str | None], own: BaseException | None, process: Process, folder: Path) -> None:
+def _raise_reported(told: list[str | None], own: BaseException | None, process: Process, folder: Path) -> None:
     """Raise what any rank has told; on the rank itself its own error is the cause."""
     if not any(told):
         return

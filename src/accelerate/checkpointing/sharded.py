@@ -48,7 +48,7 @@ _OPTIONS = "options.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-class FullyShardedState:
+class ShardedState:
     """The models and optimizers of a run that save shards: the `sharded` part of a `RunState`.
 
     Every rank calls every method.

@@ -30,8 +30,8 @@ def _shards() -> Any:
     return sharded
 
 
-class Source:
-    """What loading asks of a checkpoint. Nothing here changes the run but `ModelSource.load`."""
+class CheckpointReader:
+    """What loading asks of a checkpoint. Nothing here changes the run but `WeightsReader.load`."""
 
     manifest: Manifest | None = None
 
@@ -72,14 +72,14 @@ class Source:
     def read_fresh(self, name: str) -> bool:
         return False
 
-    def model(self, index: int, part: PreparedModel) -> ModelSource:
+    def model(self, index: int, part: PreparedModel) -> WeightsReader:
         for name in (numbered(SAFE_MODEL_NAME, index, ".safetensors"), numbered(MODEL_NAME, index, ".bin")):
             path = self.folder / name
             if path.exists():
-                kind = TensorFile if name.endswith(".safetensors") else PickledFile
+                kind = SafetensorsWeights if name.endswith(".safetensors") else PickledWeights
                 return kind(self, path, index)
         if model_shards(self.folder, index).is_dir():
-            return ShardedFolder(self, model_shards(self.folder, index), index)
+            return ShardedWeights(self, model_shards(self.folder, index), index)
         raise CheckpointError(f"{self.folder} holds no weights of model {index}")
 
     def model_extra(self, index: int) -> dict[str, Any]:
@@ -116,20 +116,20 @@ class Source:
         raise NotImplementedError
 
 
-def open_source(folder: Path, run: RunState, allow_pickle: bool) -> Source:
+def open_checkpoint(folder: Path, run: RunState, allow_pickle: bool) -> CheckpointReader:
     """The checkpoint in a folder, by its manifest or else by the random states that the API's format always has.
 
     Raises CorruptCheckpoint for a folder that has neither.
     """
     if not (folder / MANIFEST).exists() and any(folder.glob(f"{RNG_STATE_NAME}_*.pkl")):
-        return CompatSource(folder, run, allow_pickle)
+        return CompatReader(folder, run, allow_pickle)
     manifest = read_manifest(folder)
-    source = (CompatSource if manifest.layout == "compat" else NativeSource)(folder, run, allow_pickle)
+    source = (CompatReader if manifest.layout == "compat" else NativeReader)(folder, run, allow_pickle)
     source.manifest = manifest
     return source
 
 
-class NativeSource(Source):
+class NativeReader(CheckpointReader):
     """A folder in our own format."""
 
     manifest: Manifest
@@ -233,7 +233,7 @@ class NativeSource(Source):
         return check_rank(read_document(self.io, self.folder, name, self.manifest), self.folder / f"{name}.json")
 
 
-class CompatSource(Source):
+class CompatReader(CheckpointReader):
     """A folder in the API's own format, written by another library (without checksums) or by layout='compat'."""
 
     def counts(self) -> dict[str, int | None]:
@@ -267,10 +267,10 @@ class CompatSource(Source):
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
-class ModelSource:
+class WeightsReader:
     """The saved state of one model."""
 
-    def __init__(self, source: Source, path: Path, index: int) -> None:
+    def __init__(self, source: CheckpointReader, path: Path, index: int) -> None:
         self.source = source
         self.path = path
         self.extra = source.model_extra(index)
@@ -299,10 +299,10 @@ class ModelSource:
         part.load_state_dict(state, strict if part.is_partial else False)
 
 
-class TensorFile(ModelSource):
+class SafetensorsWeights(WeightsReader):
     """A safetensors file."""
 
-    def __init__(self, source: Source, path: Path, index: int) -> None:
+    def __init__(self, source: CheckpointReader, path: Path, index: int) -> None:
         super().__init__(source, path, index)
         try:
             self.header = read_header(path)
@@ -332,10 +332,10 @@ class TensorFile(ModelSource):
             read_into(self.source.io, self.path, targets)
 
 
-class PickledFile(ModelSource):
+class PickledWeights(WeightsReader):
     """A file of torch.save."""
 
-    def __init__(self, source: Source, path: Path, index: int) -> None:
+    def __init__(self, source: CheckpointReader, path: Path, index: int) -> None:
         super().__init__(source, path, index)
         found = compat.load_pickled(path, source.allow_pickle)
         if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
@@ -352,7 +352,7 @@ class PickledFile(ModelSource):
         return self._state
 
 
-class ShardedFolder(ModelSource):
+class ShardedWeights(WeightsReader):
     """A folder of shards, put together for a model that is not sharded."""
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:

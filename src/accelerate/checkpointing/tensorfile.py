@@ -29,7 +29,7 @@ ALIASES = "accelerate.aliases"
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Where a tensor stands in a file: `start` and `end` are bytes from the end of the header."""
 
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     metadata: dict[str, str]
     offset: int  # bytes before the first tensor
 
@@ -125,15 +125,15 @@ def read_header(path: Path) -> Header:
     return header
 
 
-def _entry(row: dict[str, Any]) -> Entry:
+def _entry(row: dict[str, Any]) -> TensorEntry:
     start, end = row["data_offsets"]
     numbers = (start, end, *row["shape"])
     if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
         raise ValueError(f"{str(row)[:100]} holds what is no size")
-    return Entry(BY_NAME[row["dtype"]], tuple(row["shape"]), start, end)
+    return TensorEntry(BY_NAME[row["dtype"]], tuple(row["shape"]), start, end)
 
 
-def _check_entries(entries: Mapping[str, Entry], size: int) -> None:
+def _check_entries(entries: Mapping[str, TensorEntry], size: int) -> None:
     at = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         size_of = math.prod(entry.shape) * entry.dtype.itemsize

@@ -17,9 +17,9 @@ import torch
 
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
-from ..runtime.agreement import Council, Process
+from ..runtime.agreement import Agreement, Process
 from .blocks import BlockIO, Segment, host_view, is_host, nbytes
-from .saving import Draft, Options, complete
+from .saving import Options, PendingCheckpoint, complete
 
 logger = logging.getLogger(__name__)
 
@@ -66,39 +66,39 @@ class Writer:
         if job.error is not None:
             raise CheckpointError(f"the background save of {job.folder} failed: {job.error}") from job.error
 
-    def submit(self, draft: Draft, process: Process, options: Options) -> None:
+    def submit(self, pending: PendingCheckpoint, process: Process, options: Options) -> None:
         """Write a draft whose state was copied, in the background."""
         # Its own connection and its own rounds: the training's messages and other saves never wait for it.
-        council = Council(process, "checkpoint-writer")
-        job = _Job(threading.Thread(name="checkpoint-writer", target=lambda: _run(job)), str(draft.folder))
+        agreement = Agreement(process, "checkpoint-writer")
+        job = _Job(threading.Thread(name="checkpoint-writer", target=lambda: _run(job)), str(pending.folder))
 
         def _run(job: _Job) -> None:
             try:
-                complete(draft, process, options, council)
+                complete(pending, process, options, agreement)
             except BaseException as error:
                 job.error = error
             finally:
-                draft.files.clear()
+                pending.files.clear()
 
         job.thread.start()
         self._job = job
         _Waiting.writers.add(self)
 
-    def copy(self, draft: Draft) -> None:
+    def copy(self, pending: PendingCheckpoint) -> None:
         """Copy a draft to host memory, so that the run may go on."""
         started = time.perf_counter()
-        self._copy(draft)
+        self._copy(pending)
         self.copy_seconds = time.perf_counter() - started
 
-    def _copy(self, draft: Draft) -> None:
-        tensors = [piece for pieces in draft.files.values() for piece in pieces if isinstance(piece, torch.Tensor)]
+    def _copy(self, pending: PendingCheckpoint) -> None:
+        tensors = [piece for pieces in pending.files.values() for piece in pieces if isinstance(piece, torch.Tensor)]
         copies = iter(self._snapshot(tensors))
-        draft.files = {
+        pending.files = {
             name: [next(copies) if isinstance(piece, torch.Tensor) else piece for piece in pieces]
-            for name, pieces in draft.files.items()
+            for name, pieces in pending.files.items()
         }
         # Pickled files keep their structure; they are an old format, copied the plain way.
-        draft.pickled = {name: _clone(value) for name, value in draft.pickled.items()}
+        pending.pickled = {name: _clone(value) for name, value in pending.pickled.items()}
 
     def _snapshot(self, tensors: Sequence[torch.Tensor]) -> list[Segment]:
         """Copies of the tensors in one buffer, which is kept: memory that is mapped takes a copy at full speed."""

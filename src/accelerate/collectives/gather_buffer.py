@@ -21,7 +21,7 @@ _clone_all: Any = getattr(torch, "_foreach_clone", lambda tensors: [tensor.clone
 _ALIGNED = 16
 
 
-class Lane:
+class GatherBuffer:
     """The message of one shape through a channel: its header, and views of the channel's room as the tensors.
 
     `outgoing` are the tensors of the copies for the other ranks, `own` those of this rank's slot, `incoming` those of
@@ -77,22 +77,22 @@ def _key(leaves: Sequence[torch.Tensor], outline: Sequence[Any]) -> Any:
     return tuple(outline), tuple([(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves])
 
 
-def known(leaves: Sequence[torch.Tensor], outline: Sequence[Any], channel: Channel) -> Lane | None:
+def known(leaves: Sequence[torch.Tensor], outline: Sequence[Any], channel: Channel) -> GatherBuffer | None:
     """The lane that has served such a message before: such leaves need no further check."""
     try:
-        found: Lane | None = channel.memory.get(_key(leaves, outline))
+        found: GatherBuffer | None = channel.memory.get(_key(leaves, outline))
     except RuntimeError:
         # A ragged (nested) tensor has no shape.
         return None
     return found
 
 
-def opened(leaves: Sequence[torch.Tensor], outline: Sequence[Any], channel: Channel) -> Lane | None:
+def opened(leaves: Sequence[torch.Tensor], outline: Sequence[Any], channel: Channel) -> GatherBuffer | None:
     """A new lane for plain leaves; None where the message is large, or its tensors are not all on the CPU."""
     specs = flat.specs_of(leaves)
     if sum(flat.sizes_of(specs)) > channel.capacity - _ALIGNED or not all(leaf.is_cpu for leaf in leaves):
         return None
-    lane: Lane = channel.remember(
-        _key(leaves, outline), Lane(specs, channel, flat.signature_of("gather", leaves, outline))
+    lane: GatherBuffer = channel.remember(
+        _key(leaves, outline), GatherBuffer(specs, channel, flat.signature_of("gather", leaves, outline))
     )
     return lane

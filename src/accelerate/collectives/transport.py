@@ -41,22 +41,22 @@ _REDUCED_HERE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class GroupCapabilities:
     """What is asked of a group at each message: the types of devices it sends from; whether gloo serves the CPU."""
 
     kinds: frozenset[str]
     gloo: bool
 
 
-_facts: weakref.WeakKeyDictionary[dist.ProcessGroup, Facts] = weakref.WeakKeyDictionary()
+_capabilities: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupCapabilities] = weakref.WeakKeyDictionary()
 
 
-def facts_of(group: dist.ProcessGroup) -> Facts:
-    found = _facts.get(group)
+def capabilities_of(group: dist.ProcessGroup) -> GroupCapabilities:
+    found = _capabilities.get(group)
     if found is None:
         kinds = frozenset(device.type for device in group._device_types)
         gloo = "cpu" in kinds and group._get_backend(CPU).name() == "gloo"
-        found = _facts[group] = Facts(kinds, gloo)
+        found = _capabilities[group] = GroupCapabilities(kinds, gloo)
     return found
 
 
@@ -77,7 +77,7 @@ def carrier(group: dist.ProcessGroup, found: torch.device | None) -> torch.devic
 
     `found` is the device that they share, None where they are on several.
     """
-    kinds = facts_of(group).kinds
+    kinds = capabilities_of(group).kinds
     if found is not None and found.type in kinds:
         return None
     own = PartialState().device
@@ -110,7 +110,7 @@ def all_gather_into(out: torch.Tensor, tensor: torch.Tensor, group: dist.Process
 
 def spreads(length: int, group: dist.ProcessGroup) -> bool:
     """Whether a row of `length` bytes on the CPU is gathered by `exchange`."""
-    return length * group.size() <= SPREAD_BYTES and facts_of(group).gloo
+    return length * group.size() <= SPREAD_BYTES and capabilities_of(group).gloo
 
 
 def exchange(out: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import launch_file
 from ..config.launch import GROUPS
-from ..config.launch_settings import Settings, given, resolve
+from ..config.launch_settings import Settings, given, resolve_settings
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
 from ..launchers import capacity
@@ -55,7 +55,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 def settings_of(args: argparse.Namespace) -> Settings:
     """Every option of a launch with its origin. ConfigurationError for what cannot be."""
     flags = given(args)
-    return resolve(flags, find_file(flags.get("config_file")))
+    return resolve_settings(flags, find_file(flags.get("config_file")))
 
 
 def find_file(named: str | None = None) -> launch_file.LaunchFile | None:

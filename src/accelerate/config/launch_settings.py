@@ -56,7 +56,7 @@ class Settings(Mapping[str, Any]):
         return f"{message} ({', '.join(origins)})" if origins else message
 
 
-def resolve(flags: Mapping[str, Any], file: LaunchFile | None = None) -> Settings:
+def resolve_settings(flags: Mapping[str, Any], file: LaunchFile | None = None) -> Settings:
     """Decide every option. `flags` holds only what was given on the command line.
 
     ConfigurationError where a variable or flag does not fit its type, or where two settings contradict each other.

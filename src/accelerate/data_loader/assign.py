@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from .batch_source import Batch
-from .position import Place
+from .position import StreamPosition
 from .rows import count_rows, join_rows, repeat_rows, take_rows
-from .steps import Cut, Plan, completed, real_counts
+from .steps import ReadPlan, ShardSplit, completed, real_counts
 
 SliceFunction = Callable[..., Any]
 
 
 @dataclass(slots=True)
-class Round:
+class AssignedStep:
     """One step of all shards.
 
     Fields:
@@ -28,12 +28,12 @@ class Round:
 
     parts: list[Any]
     counts: tuple[int, ...] | None
-    place: Place | int
+    place: StreamPosition | int
     last: list[bool]
     final: bool
 
 
-class Dealer:
+class BatchAssigner:
     """Shares out batches between shards, step by step.
 
     Without `split`, each shard takes a batch as it was collated; with it, a part of every batch. What is left for the
@@ -42,14 +42,14 @@ class Dealer:
     every step is joined first.
     """
 
-    def __init__(self, plan: Plan, slice_fn: SliceFunction | None = None) -> None:
-        self.cut: Cut = plan.cut
+    def __init__(self, plan: ReadPlan, slice_fn: SliceFunction | None = None) -> None:
+        self.cut: ShardSplit = plan.cut
         self.size = plan.size
         self.drop_last = plan.drop_last
         self.slice_fn = slice_fn
         self.head: tuple[Any, int] | None = None
 
-    def rounds(self, batches: Iterator[Batch]) -> Iterator[Round]:
+    def rounds(self, batches: Iterator[Batch]) -> Iterator[AssignedStep]:
         """The steps of all shards from the batches of one reader."""
         steps = self._steps(batches)
         uneven = not self.cut.even and not self.cut.exact
@@ -66,7 +66,7 @@ class Dealer:
             yield present
             present = following
 
-    def _steps(self, batches: Iterator[Batch]) -> Iterator[Round]:
+    def _steps(self, batches: Iterator[Batch]) -> Iterator[AssignedStep]:
         shards = self.cut.shards
         while group := list(itertools.islice(batches, 1 if self.cut.split else shards)):
             last = group[-1][3]
@@ -74,7 +74,7 @@ class Dealer:
                 return
             rows = [counts[0] if counts else count_rows(batch) for batch, counts, _, _ in group]
             parts, counts = self.deal([batch for batch, _, _, _ in group], rows, last)
-            yield Round(parts, counts, group[-1][2], [last] * shards, last)
+            yield AssignedStep(parts, counts, group[-1][2], [last] * shards, last)
 
     def deal(self, group: list[Any], rows: list[int | None], last: bool) -> tuple[list[Any], tuple[int, ...] | None]:
         """The parts of one step, and the real samples in each."""
@@ -87,7 +87,7 @@ class Dealer:
         if self.slice_fn is None and whole and (self.cut.exact or not last or len(set(known)) == 1):
             return group, tuple(known)
         if self.cut.exact:
-            return self._as_it_falls(group, known)
+            return self._without_repeats(group, known)
         return self._evenly(group, known)
 
     def _uncounted(self, group: list[Any]) -> tuple[list[Any], None]:
@@ -104,7 +104,7 @@ class Dealer:
             return completed(group, self.cut.shards, self.head[0]), None
         return group + [None] * missing, None
 
-    def _as_it_falls(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
+    def _without_repeats(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
         shards = self.cut.shards
         placeholder = take_rows(group[0], rows[0], 0, 1)
         if not self.cut.split:

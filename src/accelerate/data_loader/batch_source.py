@@ -17,14 +17,14 @@ from ..core.errors import PrepareError
 from .fetch import finished, map_fetch
 from .iterable import IterableDatasetShard, open_stream
 from .order import Order, draw_worker_seed
-from .position import Place
+from .position import StreamPosition
 from .samplers import innermost
 from .shard import plan_of
-from .steps import Cut, Plan, is_generator
+from .steps import ReadPlan, ShardSplit, is_generator
 from .workers import MapWorker, Meter, StreamWorker, WorkerStart, altered, as_is, keeps_state, opened, unwrapped
 
 # A batch; the samples that each shard has in its step; the place after it; whether it is the last.
-Batch = tuple[Any, tuple[int, ...] | None, "Place | int", bool]
+Batch = tuple[Any, tuple[int, ...] | None, "StreamPosition | int", bool]
 
 _END: Any = object()
 
@@ -35,7 +35,7 @@ def stateful_class() -> type[DataLoader] | None:
     return None if module is None else module.StatefulDataLoader
 
 
-def tells_state(loader: DataLoader) -> bool:
+def has_state(loader: DataLoader) -> bool:
     """Whether the position of `loader` holds the state of its dataset."""
     kind = stateful_class()
     return kind is not None and isinstance(loader, kind) and keeps_state(unwrapped(loader.dataset))
@@ -56,7 +56,7 @@ def is_iterable(loader: DataLoader) -> bool:
     return isinstance(loader.dataset, IterableDataset)
 
 
-def plan_for(loader: DataLoader, skip_batches: int = 0) -> Plan:
+def plan_for(loader: DataLoader, skip_batches: int = 0) -> ReadPlan:
     """The order that `loader` reads and the cut of it that its samplers or dataset make."""
     if is_iterable(loader):
         plan = _plan_of_stream(loader)
@@ -71,20 +71,20 @@ def plan_for(loader: DataLoader, skip_batches: int = 0) -> Plan:
     return plan
 
 
-def _plan_of_stream(loader: DataLoader) -> Plan:
+def _plan_of_stream(loader: DataLoader) -> ReadPlan:
     dataset: Any = loader.dataset
     size = loader.batch_size
     if isinstance(dataset, IterableDatasetShard):
         plan = dataset.plan()
         if size is None:
             # The dataset's elements, batches already, go round the shards.
-            return Plan(dataset.dataset, False, None, plan.drop_last, plan.cut, counted=False)
+            return ReadPlan(dataset.dataset, False, None, plan.drop_last, plan.cut, counted=False)
         if plan.stride == size * dataset.num_processes:
             return plan
-    return Plan(dataset, size is not None, size, loader.drop_last, Cut(), counted=size is not None)
+    return ReadPlan(dataset, size is not None, size, loader.drop_last, ShardSplit(), counted=size is not None)
 
 
-class Source:
+class BatchSource:
     """Reads a loader epoch by epoch. Keeps the loader that has the workers, where they are persistent."""
 
     def __init__(self, loader: DataLoader) -> None:
@@ -96,7 +96,7 @@ class Source:
         """How many streams an iterable dataset is read in."""
         return max(1, self.loader.num_workers)
 
-    def open(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+    def open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
         """The batches of one pass from `start` on. Draws at once what torch's loader draws when it is iterated."""
         loader = self.loader
         if not is_native(loader):
@@ -110,7 +110,7 @@ class Source:
 
     # -- in this process
 
-    def _map_in_process(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+    def _map_in_process(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
         loader: Any = self.loader
         if start.inner is not None:
             loader.dataset.load_state_dict(start.inner[0])
@@ -119,16 +119,16 @@ class Source:
             draw_worker_seed(loader.generator)
         fetch = finished(loader, map_fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None))
         steps = order.paced(plan.read(stream, start.consumed, order.looks_ahead))
-        if tells_state(loader):
+        if has_state(loader):
             return _fetched_with_state(steps, fetch, loader.dataset)
         return ((fetch(indices), counts, position, last) for indices, counts, position, last in steps)
 
-    def _stream_in_process(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+    def _stream_in_process(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
         loader = self.loader
         if not order.resumes:
             draw_worker_seed(loader.generator)
         fetch = finished(loader, loader.collate_fn)
-        if start.inner is not None or tells_state(loader):
+        if start.inner is not None or has_state(loader):
             order.begun = True
             return _streamed_with_state(loader, plan, start, fetch)
         lazily = is_generator(unwrapped(loader.dataset))
@@ -138,21 +138,21 @@ class Source:
 
     # -- in worker processes
 
-    def _metered(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+    def _metered(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
         engine, meter = self._with_meter(plan, order, start)
         with order.undisturbed():
             batches = iter(engine)
         tells = isinstance(engine.dataset, MapWorker)
         return _metered_batches(batches, meter.log, start, self.workers if tells else 0)
 
-    def _with_meter(self, plan: Plan, order: Order, start: Place) -> tuple[Any, Meter]:
+    def _with_meter(self, plan: ReadPlan, order: Order, start: StreamPosition) -> tuple[Any, Meter]:
         loader = self.loader
         if self._kept is not None and start.inner is None:
             engine, meter = self._kept
         else:
             meter = Meter(loader)
             changes: dict[str, Any] = {"sampler" if loader.batch_sampler is None else "batch_sampler": meter}
-            if loader.num_workers and is_native(loader) and tells_state(loader):
+            if loader.num_workers and is_native(loader) and has_state(loader):
                 changes["dataset"] = MapWorker(loader, start.inner)
                 changes["collate_fn"] = as_is
                 changes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
@@ -161,7 +161,7 @@ class Source:
         meter.arm(plan, order, start.consumed)
         return engine, meter
 
-    def _streamed(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+    def _streamed(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
         loader = self.loader
         # The first batches are stepped over here: which worker's they are shows when they come.
         steps = plan.skip // plan.stride if start.workers is None else 0
@@ -170,7 +170,7 @@ class Source:
         if self._kept is None or self._kept[1] != key:
             engine = altered(
                 loader,
-                dataset=StreamWorker(loader, plan, start, tells_state(loader)),
+                dataset=StreamWorker(loader, plan, start, has_state(loader)),
                 batch_sampler=None,
                 batch_size=None,
                 drop_last=False,
@@ -186,7 +186,7 @@ class Source:
 
     # -- loaders that iterate in a way of their own
 
-    def _foreign(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+    def _foreign(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
         loader = self.loader
         begin = max(start.consumed, plan.skip)
         batches: Iterator[Any]
@@ -218,19 +218,19 @@ def _fetched_with_state(steps: Iterator[Any], fetch: Any, dataset: Any) -> Itera
         yield batch, counts, _with_state(position, [dataset.state_dict()]), last
 
 
-def _streamed_with_state(loader: DataLoader, plan: Plan, start: Place, fetch: Any) -> Iterator[Batch]:
+def _streamed_with_state(loader: DataLoader, plan: ReadPlan, start: StreamPosition, fetch: Any) -> Iterator[Batch]:
     own = unwrapped(loader.dataset)
 
     def batches() -> Iterator[Any]:
         for items, counts, position in opened(loader.dataset, plan, start):
-            place = Place(position, (position,), 0, [own.state_dict()])
+            place = StreamPosition(position, (position,), 0, [own.state_dict()])
             yield fetch(items), counts, place
 
     return _marked(batches())
 
 
 def _metered_batches(
-    batches: Iterator[Any], log: deque[tuple[Any, Place | int, bool]], start: Place, workers: int
+    batches: Iterator[Any], log: deque[tuple[Any, StreamPosition | int, bool]], start: StreamPosition, workers: int
 ) -> Iterator[Batch]:
     if not workers:
         for batch in batches:
@@ -244,13 +244,13 @@ def _metered_batches(
         yield batch, counts, _with_state(position, list(states)), last
 
 
-def _with_state(position: Place | int, states: list[Any]) -> Place:
-    place = Place(position) if isinstance(position, int) else position
+def _with_state(position: StreamPosition | int, states: list[Any]) -> StreamPosition:
+    place = StreamPosition(position) if isinstance(position, int) else position
     place.inner = states
     return place
 
 
-def _streamed_batches(batches: Iterator[Any], start: Place, workers: int) -> Iterator[Batch]:
+def _streamed_batches(batches: Iterator[Any], start: StreamPosition, workers: int) -> Iterator[Batch]:
     read = list(start.workers or [0] * workers)
     states = list(start.inner or [None] * workers)
 
@@ -258,14 +258,14 @@ def _streamed_batches(batches: Iterator[Any], start: Place, workers: int) -> Ite
         for batch, counts, position, worker, state in batches:
             read[worker], states[worker] = position, state
             inner = None if state is None else list(states)
-            place = Place(sum(read), tuple(read), (worker + 1) % workers, inner)
+            place = StreamPosition(sum(read), tuple(read), (worker + 1) % workers, inner)
             # Pinning makes lists of tuples.
             yield batch, None if counts is None else tuple(counts), place
 
     return _marked(placed())
 
 
-def _looking_ahead(batches: Iterator[Any], plan: Plan, begin: int) -> Iterator[Batch]:
+def _looking_ahead(batches: Iterator[Any], plan: ReadPlan, begin: int) -> Iterator[Batch]:
     stride = plan.stride
     placed = ((batch, None, begin + stride * step) for step, batch in enumerate(batches, 1))
     return _marked(placed)

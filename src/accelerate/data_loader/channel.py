@@ -26,7 +26,7 @@ NEXT = Call("the next batch of a data loader with dispatch_batches")
 
 
 @dataclass(slots=True)
-class Parcel:
+class BatchMessage:
     """What one shard is told in a step: its batch, and what is known of the step."""
 
     batch: Any
@@ -37,7 +37,7 @@ class Parcel:
     final: bool
 
 
-class Wire:
+class BatchChannel:
     """The way from rank 0 to all ranks of the run. `shard` is whose part this rank takes."""
 
     def __init__(self, shard: int) -> None:
@@ -59,7 +59,7 @@ class Wire:
         row = torch.frombuffer(bytearray(reason.encode()), dtype=torch.uint8)
         self._scatter(FAILED, [row] * len(self.shards), row.numel())
 
-    def receive(self) -> Parcel | None:
+    def receive(self) -> BatchMessage | None:
         """The next parcel from rank 0; None where none is left for this rank. RuntimeError where the reader failed."""
         header = torch.empty(2, dtype=torch.int64, device=self.device)
         self._header(header)
@@ -91,7 +91,7 @@ def padded_row(row: torch.Tensor | None, length: int) -> torch.Tensor:
     return torch.cat([row, torch.zeros(length - row.numel(), dtype=torch.uint8)])
 
 
-def pack(parcel: Parcel) -> torch.Tensor:
+def pack(parcel: BatchMessage) -> torch.Tensor:
     """A parcel as one row of bytes: a description, then the bytes of its tensors."""
     leaves = list(trees.leaves(parcel.batch, is_dense))
     skeleton = trees.map_leaves(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), parcel.batch, is_dense)
@@ -101,7 +101,7 @@ def pack(parcel: Parcel) -> torch.Tensor:
     return torch.cat([described, flat.pack(leaves, torch.device("cpu"))]) if leaves else described
 
 
-def unpack(row: torch.Tensor) -> Parcel | None:
+def unpack(row: torch.Tensor) -> BatchMessage | None:
     """The parcel in a row, its tensors on the row's device. None where there is none."""
     head = bytes(row[:HEAD].cpu().numpy())
     start = PREFIX + int.from_bytes(head[:PREFIX], "little")
@@ -113,7 +113,7 @@ def unpack(row: torch.Tensor) -> Parcel | None:
     specs = tuple((told.shape, told.dtype) for told in trees.leaves(skeleton, is_tensor_information))
     tensors = flat.unpack(row[start : start + sum(flat.sizes_of(specs))], specs) if specs else []
     batch = trees.replace_leaves(skeleton, tensors, is_tensor_information)
-    return Parcel(batch, *known)
+    return BatchMessage(batch, *known)
 
 
 def is_dense(value: Any) -> bool:

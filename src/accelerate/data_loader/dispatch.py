@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from ..core.errors import ConfigurationError
 from ..state import PartialState
-from .assign import Dealer, Round, SliceFunction
+from .assign import AssignedStep, BatchAssigner, SliceFunction
 from .batch_source import Batch
-from .channel import READER, Parcel, Wire, pack
+from .channel import READER, BatchChannel, BatchMessage, pack
 from .loader import PreparedLoader
 from .order import Order, is_distributed
-from .position import Place
+from .position import StreamPosition
 from .shard import check_part
-from .steps import Cut, Plan
+from .steps import ReadPlan, ShardSplit
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -65,16 +65,16 @@ class DataLoaderDispatcher(PreparedLoader):
         shards = (state.num_processes, state.process_index)
         if torch_device_mesh is not None:
             shards = shards_of_mesh(torch_device_mesh)
-        self._share_out(Cut(*shards, split_batches, even_batches, exact), slice_fn)
+        self._share_out(ShardSplit(*shards, split_batches, even_batches, exact), slice_fn)
 
     def _configure(
-        self, *args: Any, cut: Cut | None = None, slice_fn: SliceFunction | None = None, **options: Any
+        self, *args: Any, cut: ShardSplit | None = None, slice_fn: SliceFunction | None = None, **options: Any
     ) -> None:
         super()._configure(*args, **options)
         if cut is not None:
             self._share_out(cut, slice_fn)
 
-    def _share_out(self, cut: Cut, slice_fn: SliceFunction | None) -> None:
+    def _share_out(self, cut: ShardSplit, slice_fn: SliceFunction | None) -> None:
         # One shard reads what there is, as a plain loop does.
         self.cut = dataclasses.replace(cut, even=cut.even and cut.shards > 1)
         self.slice_fn = slice_fn
@@ -88,16 +88,16 @@ class DataLoaderDispatcher(PreparedLoader):
     def split_batches(self) -> bool:
         return self.cut.split
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReadPlan:
         plan = dataclasses.replace(super().plan(), cut=self.cut)
         # The base's own plan counted single batches.
-        plan.skip += self.skip_batches * (plan.stride - dataclasses.replace(plan, cut=Cut()).stride)
+        plan.skip += self.skip_batches * (plan.stride - dataclasses.replace(plan, cut=ShardSplit()).stride)
         return plan
 
     def __len__(self) -> int:
         return len(self.plan())
 
-    def _open(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+    def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
         world = dist.get_world_size() if is_distributed() else 1
         if world == 1:
             if plan.cut.shards > 1:
@@ -106,24 +106,24 @@ class DataLoaderDispatcher(PreparedLoader):
                     "is in no process group: start the script on several processes, or use dispatch_batches=False"
                 )
             return self._source.open(plan, order, start)
-        wire = Wire(plan.cut.index)
+        wire = BatchChannel(plan.cut.index)
         if dist.get_rank() != READER:
             return _received(wire)
         order.isolate(shared=False)
-        whole = dataclasses.replace(plan, cut=Cut(exact=plan.cut.exact))
+        whole = dataclasses.replace(plan, cut=ShardSplit(exact=plan.cut.exact))
         # What fails while the loader is opened is told to the others like what fails later.
-        dealer = Dealer(plan, self.slice_fn)
-        return _dealt(lambda: dealer.rounds(self._source.open(whole, order, start)), wire, plan.cut.index)
+        dealer = BatchAssigner(plan, self.slice_fn)
+        return _assigned(lambda: dealer.rounds(self._source.open(whole, order, start)), wire, plan.cut.index)
 
 
-def _dealt(open_rounds: Callable[[], Iterator[Round]], wire: Wire, shard: int) -> Iterator[Batch]:
+def _assigned(open_rounds: Callable[[], Iterator[AssignedStep]], wire: BatchChannel, shard: int) -> Iterator[Batch]:
     """The reader's own part of each step, after the others have been handed theirs."""
     rounds = None
     while True:
         try:
             rounds = open_rounds() if rounds is None else rounds
             step = next(rounds, None)
-            parcels = [] if step is None else _parcels(step)
+            parcels = [] if step is None else _messages(step)
             packed = [None if parcel is None else pack(parcel) for parcel in parcels]
         except Exception as error:
             wire.fail(f"{type(error).__name__}: {error}")
@@ -139,15 +139,15 @@ def _dealt(open_rounds: Callable[[], Iterator[Round]], wire: Wire, shard: int) -
             return
 
 
-def _parcels(step: Round) -> list[Parcel | None]:
+def _messages(step: AssignedStep) -> list[BatchMessage | None]:
     position = step.place if isinstance(step.place, int) else step.place.consumed
     return [
-        None if part is None else Parcel(part, step.counts, position, last, step.final)
+        None if part is None else BatchMessage(part, step.counts, position, last, step.final)
         for part, last in zip(step.parts, step.last, strict=True)
     ]
 
 
-def _received(wire: Wire) -> Iterator[Batch]:
+def _received(wire: BatchChannel) -> Iterator[Batch]:
     """This rank's part of each step. Only in a final one can it have none."""
     while (found := wire.receive()) is not None:
         yield found.batch, found.counts, found.position, found.last

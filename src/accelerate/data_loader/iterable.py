@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from .shard import check_part
-from .steps import Cut, Plan
+from .steps import ReadPlan, ShardSplit
 
 
 class IterableDatasetShard(IterableDataset):
@@ -65,10 +65,10 @@ class IterableDatasetShard(IterableDataset):
         for samples, _, _ in self.plan().steps(self.open()):
             yield from samples
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReadPlan:
         """The stream and this process's cut of it, as the attributes now say."""
-        cut = Cut(self.num_processes, self.process_index, self.split_batches, self.even_batches, self.exact)
-        return Plan(self.dataset, True, self.batch_size, self.drop_last, cut)
+        cut = ShardSplit(self.num_processes, self.process_index, self.split_batches, self.even_batches, self.exact)
+        return ReadPlan(self.dataset, True, self.batch_size, self.drop_last, cut)
 
     def open(self) -> Iterator[Any]:
         """The stream of one pass."""

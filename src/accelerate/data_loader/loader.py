@@ -14,13 +14,13 @@ from ..collectives.rng import synchronize_rng_states
 from ..runtime import marks
 from ..state import GradientState
 from .base import DataLoaderAdapter, DataLoaderStateMixin
-from .batch_source import Batch, Source, is_iterable, is_native, plan_for
+from .batch_source import Batch, BatchSource, is_iterable, is_native, plan_for
 from .generators import Generators, own_generators
 from .order import History, Order, draws_at_once
-from .position import Place, Position, total_of
+from .position import Position, StreamPosition, total_of
 from .prefetch import feed_for
 from .samplers import SeedableRandomSampler, check_skip, epoch_listeners, get_sampler, with_sampler
-from .steps import Plan
+from .steps import ReadPlan
 from .workers import keeps_state, unwrapped
 
 # What a copy or another process makes anew.
@@ -113,12 +113,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _ready(self) -> None:
         """What is made anew in every process."""
-        self._source = Source(self.base_dataloader)
+        self._source = BatchSource(self.base_dataloader)
         self._history = History()
         self._feed = feed_for(self.device, self._non_blocking)
         # The pass that is under way (or was left), and where it is.
         self._order: Order | None = None
-        self._place: Place | int = 0
+        self._place: StreamPosition | int = 0
         self._pending: Position | None = None
         # A loader without the first batches of this one's epoch goes on with it, and tells where it is.
         self._origin: PreparedLoader | None = None
@@ -159,7 +159,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.set_epoch(self.iteration)
         order = self._new_order()
-        start = Place()
+        start = StreamPosition()
         if resumed is not None and resumed.order is not None:
             order.resume(resumed.order, resumed.place)
             start = resumed.place
@@ -170,7 +170,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             batches = self._feed.ahead(batches)
         return self._pass(batches, plan, start)
 
-    def _open(self, plan: Plan, order: Order, start: Place) -> Iterator[Batch]:
+    def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
         cut = plan.cut
         if shared := cut.shards > 1 or self.torch_device_mesh is not None:
             # The shards of one order, or ranks that work on the same samples. A loader of one rank alone asks nobody.
@@ -179,7 +179,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             order.isolate(shared=False)
         return self._source.open(plan, order, start)
 
-    def _pass(self, batches: Iterator[Batch], plan: Plan, start: Place) -> Iterator[Any]:
+    def _pass(self, batches: Iterator[Batch], plan: ReadPlan, start: StreamPosition) -> Iterator[Any]:
         self.begin()
         complete, self.batches_read = False, 0
         marks.begin_pass(self)
@@ -211,7 +211,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if self._origin is not None and self._origin.iteration < following:
             self._origin._end_epoch(following)
 
-    def _weigh(self, counts: tuple[int, ...] | None, plan: Plan) -> None:
+    def _weigh(self, counts: tuple[int, ...] | None, plan: ReadPlan) -> None:
         self.batch_counts = counts
         if plan.cut.exact and counts is not None:
             total = sum(counts)
@@ -219,7 +219,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     # -- what is read
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReadPlan:
         """The order of the samples and this shard's cut of it, as the samplers now say."""
         return plan_for(self.base_dataloader, self.skip_batches)
 
@@ -272,7 +272,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             base.__dict__["sampler"] = sampler
         else:
             base.__dict__.update(batch_sampler=with_sampler(base.batch_sampler, sampler), sampler=sampler)
-        self._source = Source(base)
+        self._source = BatchSource(base)
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next pass, for the samplers and the dataset."""
@@ -305,7 +305,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         else:
             place = self._place
             if isinstance(place, int):
-                place = Place(place, (place,) if is_iterable(self.base_dataloader) else None)
+                place = StreamPosition(place, (place,) if is_iterable(self.base_dataloader) else None)
             position.place = place
             position.order = self._order.as_saved()
         return position.to_dict()
@@ -370,11 +370,11 @@ def _without_generator(kinds: list[Any] | None) -> list[Any] | None:
     return None if kinds is None else [kind for kind in kinds if str(getattr(kind, "value", kind)) != "generator"]
 
 
-def _consumed(place: Place | int) -> int:
+def _consumed(place: StreamPosition | int) -> int:
     return place if isinstance(place, int) else place.consumed
 
 
-def _last_size(counts: tuple[int, ...] | None, plan: Plan) -> int:
+def _last_size(counts: tuple[int, ...] | None, plan: ReadPlan) -> int:
     """The remainder of a last step that its counts tell; -1 where they are not known."""
     if counts is None:
         return -1

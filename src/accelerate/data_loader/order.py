@@ -29,7 +29,7 @@ from ..runtime.calls import Call
 from ..runtime.channel import signature
 from .digest import extended
 from .generators import GLOBAL, Generators, States, derived, differing, equal, listed, packed
-from .position import Place
+from .position import StreamPosition
 from .samplers import SeedableRandomSampler
 
 # These draw their whole order from torch when they are first asked for an index.
@@ -194,7 +194,7 @@ class Order:
 
     # -- whose order it is
 
-    def resume(self, states: States, place: Place) -> None:
+    def resume(self, states: States, place: StreamPosition) -> None:
         """Draw the order of an epoch that was left in its middle, with nothing drawn from this process's states."""
         if states.get("unrecorded"):
             raise CheckpointError(
@@ -471,7 +471,7 @@ class Order:
         self._digest = extended(self._digest, self._ahead[:count])
         del self._ahead[:count]
         self._place = position
-        return items, counts, Place(position, digest=self._digest), *rest
+        return items, counts, StreamPosition(position, digest=self._digest), *rest
 
     def _compare(self) -> None:
         """Raise PrepareError on every rank where the ranks have not drawn the same order."""

@@ -12,7 +12,7 @@ FORMAT = 2
 
 
 @dataclass(slots=True)
-class Place:
+class StreamPosition:
     """A position in one epoch's order.
 
     Fields:
@@ -43,7 +43,7 @@ class Position:
     epoch: int
     unit: str
     total: int | None
-    place: Place = field(default_factory=Place)
+    place: StreamPosition = field(default_factory=StreamPosition)
     order: dict[str, Any] | None = None
     own: dict[str, Any] | None = None
 
@@ -84,7 +84,7 @@ class Position:
                 )
             workers = state.get("workers")
             workers = None if workers is None else tuple(workers)
-            place = Place(
+            place = StreamPosition(
                 int(state["consumed"]), workers, state.get("turn", 0), state.get("inner"), state.get("digest")
             )
             return cls(int(state["epoch"]), state["unit"], state["total"], place, state.get("order"), state.get("own"))

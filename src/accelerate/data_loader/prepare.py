@@ -29,7 +29,7 @@ from .samplers import (
     with_sampler,
 )
 from .shard import BatchSamplerShard, check_part
-from .steps import Cut
+from .steps import ShardSplit
 from .workers import altered
 
 # What torchdata's loader is built from, besides the dataset and its order.
@@ -175,7 +175,7 @@ def _without_first(base: DataLoader, num_batches: int) -> Any:
 
 def _cut(
     shards: int | None, index: int | None, mesh: Any, split_batches: bool, even_batches: bool, exact: bool
-) -> Cut:
+) -> ShardSplit:
     if shards is None or index is None:
         state = PartialState()
         found = (state.num_processes, state.process_index) if mesh is None else shards_of_mesh(mesh)
@@ -183,10 +183,10 @@ def _cut(
         index = found[1] if index is None else index
     if not 0 <= index < shards:
         raise PrepareError(f"process_index={index} is none of {shards} processes: they are counted from 0")
-    return Cut(shards, index, split_batches, even_batches, exact)
+    return ShardSplit(shards, index, split_batches, even_batches, exact)
 
 
-def _check_not_sharded(dataloader: DataLoader, cut: Cut) -> None:
+def _check_not_sharded(dataloader: DataLoader, cut: ShardSplit) -> None:
     """Raise PrepareError where the loader's sampler gives each process a part already."""
     if cut.shards == 1 or is_iterable(dataloader):
         return
@@ -234,7 +234,7 @@ def _with_seedable_sampler(base: Any, data_seed: int | None) -> Any:
     return altered(base, sampler=fresh, batch_sampler=with_sampler(base.batch_sampler, fresh))
 
 
-def _shard(base: Any, cut: Cut) -> Any:
+def _shard(base: Any, cut: ShardSplit) -> Any:
     """`base` with samplers or a dataset that give this shard its part."""
     if cut.shards == 1 and not cut.exact:
         return base
@@ -257,7 +257,7 @@ def _shard(base: Any, cut: Cut) -> Any:
     return altered(base, sampler=BatchSamplerShard(base.sampler, **options))
 
 
-def _shard_stream(base: Any, cut: Cut, options: dict[str, Any]) -> Any:
+def _shard_stream(base: Any, cut: ShardSplit, options: dict[str, Any]) -> Any:
     size = base.batch_size
     if cut.exact and cut.shards > 1:
         _check_counted(base, size is not None)
@@ -281,7 +281,7 @@ def _check_counted(base: Any, counted: bool) -> None:
         )
 
 
-def _synchronized_generator(base: Any, cut: Cut) -> torch.Generator | None:
+def _synchronized_generator(base: Any, cut: ShardSplit) -> torch.Generator | None:
     """The generator of the loader's order that all ranks are to have alike, where it has one of its own."""
     sampler = base.dataset if is_iterable(base) else get_sampler(base)
     generator = getattr(sampler, "generator", None)

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler
 
 from ..core.errors import PrepareError
 from .samplers import SkipBatchSampler
-from .steps import Cut, Plan
+from .steps import ReadPlan, ShardSplit
 
 
 class BatchSamplerShard(BatchSampler):
@@ -60,9 +60,9 @@ class BatchSamplerShard(BatchSampler):
         plan = self.plan()
         return (indices for indices, _, _ in plan.steps(plan.open()))
 
-    def plan(self) -> Plan:
+    def plan(self) -> ReadPlan:
         """The order that these batches come from and this shard's cut of it, as the attributes now say."""
-        cut = Cut(self.num_processes, self.process_index, self.split_batches, self.even_batches, self.exact)
+        cut = ShardSplit(self.num_processes, self.process_index, self.split_batches, self.even_batches, self.exact)
         return order_of(self.batch_sampler, cut)
 
 
@@ -82,7 +82,7 @@ def check_part(batch_size: int | None, shards: int, split: bool, exact: bool, wh
         )
 
 
-def order_of(batch_sampler: Any, cut: Cut) -> Plan:
+def order_of(batch_sampler: Any, cut: ShardSplit) -> ReadPlan:
     """The order behind a batch sampler: its samples where torch's own batching is used, else its batches."""
     if isinstance(batch_sampler, SkipBatchSampler):
         inner = order_of(batch_sampler.batch_sampler, cut)
@@ -91,11 +91,11 @@ def order_of(batch_sampler: Any, cut: Cut) -> Plan:
     size = getattr(batch_sampler, "batch_size", None)
     drop_last = bool(getattr(batch_sampler, "drop_last", False))
     if isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__:
-        return Plan(batch_sampler.sampler, True, size, drop_last, cut)
-    return Plan(batch_sampler, False, size, drop_last, cut)
+        return ReadPlan(batch_sampler.sampler, True, size, drop_last, cut)
+    return ReadPlan(batch_sampler, False, size, drop_last, cut)
 
 
-def plan_of(batch_sampler: Any) -> Plan:
+def plan_of(batch_sampler: Any) -> ReadPlan:
     """The plan of any batch sampler; one that is no shard is read whole."""
     if isinstance(batch_sampler, SkipBatchSampler):
         plan = plan_of(batch_sampler.batch_sampler)
@@ -103,4 +103,4 @@ def plan_of(batch_sampler: Any) -> Plan:
         return plan
     if type(batch_sampler) is BatchSamplerShard:
         return batch_sampler.plan()
-    return order_of(batch_sampler, Cut())
+    return order_of(batch_sampler, ShardSplit())

@@ -20,7 +20,7 @@ _END: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardSplit:
     """How the global order is shared out.
 
     Fields:
@@ -44,7 +44,7 @@ class Cut:
 
 
 @dataclass(slots=True)
-class Plan:
+class ReadPlan:
     """One epoch's order and its cut.
 
     Fields:
@@ -59,7 +59,7 @@ class Plan:
     of_samples: bool
     size: int | None
     drop_last: bool
-    cut: Cut
+    cut: ShardSplit
     skip: int = 0
     counted: bool = True
 
@@ -184,7 +184,7 @@ def completed(items: list[Any], size: int, start: list[Any]) -> list[Any]:
     return items + list(itertools.islice(itertools.cycle(start), size - len(items)))
 
 
-def sample_steps(stream: Iterator[Any], size: int, cut: Cut, drop_last: bool, start: int) -> Iterator[Step]:
+def sample_steps(stream: Iterator[Any], size: int, cut: ShardSplit, drop_last: bool, start: int) -> Iterator[Step]:
     """Steps of `size` consecutive samples, each shard's part of which follows the one's before it."""
     part = size // cut.shards
     low = part * cut.index
@@ -220,7 +220,7 @@ def whole_steps(stream: Iterator[Any], start: int, counted: bool = True) -> Iter
 
 
 def batch_steps(
-    stream: Iterator[Any], size: int | None, cut: Cut, drop_last: bool, start: int, counted: bool = True
+    stream: Iterator[Any], size: int | None, cut: ShardSplit, drop_last: bool, start: int, counted: bool = True
 ) -> Iterator[Step]:
     """Steps of as many consecutive batches as there are shards, one each. Batches may differ in length."""
     shards, index = cut.shards, cut.index
@@ -245,7 +245,9 @@ def batch_steps(
         group = following
 
 
-def split_steps(stream: Iterator[Any], size: int | None, cut: Cut, drop_last: bool, start: int) -> Iterator[Step]:
+def split_steps(
+    stream: Iterator[Any], size: int | None, cut: ShardSplit, drop_last: bool, start: int
+) -> Iterator[Step]:
     """Steps of one batch, cut into parts of the same length. A longer batch than `size` has longer parts."""
     shards, index = cut.shards, cut.index
     head = next(stream, None) if start and cut.repeats else None

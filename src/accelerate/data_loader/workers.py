@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 from .fetch import Fetch, map_fetch
 from .iterable import IterableDatasetShard, open_stream
 from .order import Order
-from .position import Place
-from .steps import Plan
+from .position import StreamPosition
+from .steps import ReadPlan
 
 
 def altered(loader: DataLoader, **changes: Any) -> Any:
@@ -41,10 +41,10 @@ class Meter(Sampler):
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
-        self.log: deque[tuple[Any, Place | int, bool]] = deque()
+        self.log: deque[tuple[Any, StreamPosition | int, bool]] = deque()
         self.asked = False
 
-    def arm(self, plan: Plan, order: Order, start: int) -> None:
+    def arm(self, plan: ReadPlan, order: Order, start: int) -> None:
         """What the next pass reads."""
         self.plan = copy.copy(plan)
         self.plan.skip = max(plan.skip, start)
@@ -55,14 +55,14 @@ class Meter(Sampler):
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Any]:
-        log: deque[tuple[Any, Place | int, bool]] = deque()
+        log: deque[tuple[Any, StreamPosition | int, bool]] = deque()
         self.log = log
         self.asked = True
         stream = self.order.open(self.plan.open, self.plan.opens_lazily)
         return _noted(self.order.paced(self.plan.read(stream, ahead=self.order.looks_ahead)), log)
 
 
-def _noted(steps: Iterator[Any], log: deque[tuple[Any, Place | int, bool]]) -> Iterator[Any]:
+def _noted(steps: Iterator[Any], log: deque[tuple[Any, StreamPosition | int, bool]]) -> Iterator[Any]:
     for indices, counts, position, last in steps:
         log.append((counts, position, last))
         yield indices
@@ -96,23 +96,23 @@ class StreamWorker(IterableDataset):
     Yields `(batch, counts, position in this worker's stream, worker, state of the dataset)`.
     """
 
-    def __init__(self, loader: DataLoader, plan: Plan, start: Place, tells_state: bool) -> None:
+    def __init__(self, loader: DataLoader, plan: ReadPlan, start: StreamPosition, has_state: bool) -> None:
         self.dataset = loader.dataset
         self.turn = start.turn
         self.collate = loader.collate_fn
         self.plan = plan
         self.start = start
-        self.tells_state = tells_state
+        self.has_state = has_state
 
     def __iter__(self) -> Iterator[tuple[Any, Any, int, int, Any]]:
         worker = worker_number()
         own = unwrapped(self.dataset)
         for items, counts, position in opened(self.dataset, self.plan, self.start, worker):
-            state = own.state_dict() if self.tells_state else None
+            state = own.state_dict() if self.has_state else None
             yield self.collate(items), counts, position, worker, state
 
 
-def opened(dataset: Any, plan: Plan, place: Place, worker: int = 0) -> Iterator[Any]:
+def opened(dataset: Any, plan: ReadPlan, place: StreamPosition, worker: int = 0) -> Iterator[Any]:
     """The steps of a stream from `place` on: by the dataset's own state where there is one, else by reading."""
     start = 0 if place.workers is None else place.workers[worker]
     if place.inner is None or place.inner[worker] is None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..config.launch_settings import Settings, given, resolve
+from ..config.launch_settings import Settings, given, resolve_settings
 from ..core import env, system
 from ..core.errors import ConfigurationError
 from .deepspeed import Hosts, python_path, starter_command
@@ -19,7 +19,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     # Tools that merge a configuration file into the arguments set this name of the API's files.
     if getattr(args, "use_cpu", None):
         flags.setdefault("cpu", True)
-    return resolve(flags)
+    return resolve_settings(flags)
 
 
 def _program(args: argparse.Namespace) -> Program:
@@ -72,9 +72,9 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     if port is None:
         port = 29500
     elif port == 0:
-        from .ports import HeldPort
+        from .ports import ReservedPort
 
-        with HeldPort() as held:
+        with ReservedPort() as held:
             port = held.number
     if machines > 1:
         args.nnodes, args.node_rank = str(machines), int(args.machine_rank)
@@ -105,7 +105,9 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
 
 
 def _deepspeed_variables(args: argparse.Namespace, settings: Settings) -> dict[str, str | None]:
-    with_deepspeed = resolve({**given(args), "use_deepspeed": True, "use_fsdp": False, "use_megatron_lm": False})
+    with_deepspeed = resolve_settings(
+        {**given(args), "use_deepspeed": True, "use_fsdp": False, "use_megatron_lm": False}
+    )
     found = variables(with_deepspeed)
     fields = getattr(args, "deepspeed_fields_from_accelerate_config", None)
     if fields is not None:

@@ -15,7 +15,7 @@ from types import FrameType
 from ..core import env
 from ..core.errors import ConfigurationError
 from .base import Launcher
-from .generations import Round, processes
+from .generations import Generation, processes
 from .messenger import StoreLost
 from .rendezvous import Rendezvous, lost, settings_of
 from .spec import LaunchSpec, ProcessSpec
@@ -96,7 +96,7 @@ def _run(spec: LaunchSpec, address: str) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     rendezvous: Rendezvous | None = None
-    rounds: list[Round] = []
+    rounds: list[Generation] = []
     try:
         rendezvous = Rendezvous(spec, address)
         rendezvous.compare_clocks()
@@ -117,7 +117,7 @@ def _run(spec: LaunchSpec, address: str) -> int:
             rendezvous.close(rounds[-1] if rounds else None)
 
 
-def _run_rounds(spec: LaunchSpec, rendezvous: Rendezvous, rounds: list[Round]) -> int:
+def _run_rounds(spec: LaunchSpec, rendezvous: Rendezvous, rounds: list[Generation]) -> int:
     restarts = 0
     while True:
         formed, launch, port = rendezvous.form(restarts)
@@ -147,7 +147,7 @@ def _run_rounds(spec: LaunchSpec, rendezvous: Rendezvous, rounds: list[Round]) -
             say(f"restart {restarts} of {spec.max_restarts}")
 
 
-def _tell_who(formed: Round, launch: LaunchSpec) -> None:
+def _tell_who(formed: Generation, launch: LaunchSpec) -> None:
     names = ", ".join(member.name for member in formed.members)
     first = formed.place * launch.local_processes
     last = first + launch.local_processes - 1

@@ -39,7 +39,7 @@ class End:
     by: int = 0
 
 
-class Round(Others):
+class Generation(Others):
     """`members` in the order of their ranks, `place` is this machine's in it. `waiting`: how many wait to come in.
 
     least: the number of machines below which the run cannot go on. holds: whether this machine holds the store.

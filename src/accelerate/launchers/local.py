@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from .base import Launcher
-from .ports import HeldPort
+from .ports import ReservedPort
 from .script import become
 from .spec import LaunchSpec, ProcessSpec
 
@@ -49,7 +49,7 @@ class LocalLauncher(Launcher):
         def attempt(number: int) -> Supervisor:
             supervisor = Supervisor(self.spec)
             # Each attempt meets at a port of its own: nobody can reach a dead one's peers.
-            with HeldPort(self.spec.main_process_port) as port:
+            with ReservedPort(self.spec.main_process_port) as port:
                 supervisor.run(self.processes(port.number, number))
             return supervisor
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..core import env
 from ..core.errors import ConfigurationError
 from .base import Launcher
-from .ports import HeldPort
+from .ports import ReservedPort
 from .spec import LaunchSpec, ProcessSpec, check_host
 from .static import DEFAULT_PORT
 from .watched_process import watched
@@ -112,7 +112,7 @@ class MpiLauncher(Launcher):
             if self.spec.hostfile:
                 supervisor.run(self.processes(attempt=number))
                 return supervisor
-            with HeldPort(self.spec.main_process_port) as port:
+            with ReservedPort(self.spec.main_process_port) as port:
                 supervisor.run(self.processes(port.number, number))
             return supervisor
 

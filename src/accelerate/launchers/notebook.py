@@ -14,7 +14,7 @@ from ..core.enums import PrecisionType
 from ..core.errors import ConfigurationError, LaunchError
 from . import capacity
 from .functions import run_functions
-from .ports import HeldPort
+from .ports import ReservedPort
 from .spec import LaunchSpec, Program
 
 DEFAULT_PORT = "29500"
@@ -130,7 +130,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         num_processes=num_processes,
         variables={"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_CPU": "true", "FORK_LAUNCHED": "1"},
     )
-    with HeldPort() as port:
+    with ReservedPort() as port:
         run_functions(function, args, [spec.process(index, port.number).variables for index in range(num_processes)])
 
 
@@ -149,14 +149,14 @@ def _alone(kind: str, published: dict[str, str]) -> dict[str, str]:
     return variables
 
 
-def _port(use_port: str, fixed: bool) -> HeldPort:
+def _port(use_port: str, fixed: bool) -> ReservedPort:
     """The port that was asked for. The default one is no wish: another is taken where it is in use."""
     try:
-        return HeldPort(int(use_port))
+        return ReservedPort(int(use_port))
     except ConfigurationError:
         if fixed or str(use_port) != DEFAULT_PORT:
             raise
-        return HeldPort()
+        return ReservedPort()
 
 
 def _check_untouched(kind: str) -> None:

@@ -9,7 +9,7 @@ import sys
 from ..core.errors import ConfigurationError
 
 
-class HeldPort:
+class ReservedPort:
     """A port bound by the launcher for as long as the run lasts, on which it never listens.
 
     Rank 0's store binds the same port a second later. Linux allows that between sockets that both reuse addresses
@@ -41,7 +41,7 @@ class HeldPort:
             if held is not None:
                 held.close()
 
-    def __enter__(self) -> HeldPort:
+    def __enter__(self) -> ReservedPort:
         return self
 
     def __exit__(self, *_: object) -> None:

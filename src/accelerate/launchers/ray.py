@@ -23,7 +23,7 @@ from ..core.device_kinds import DEVICES
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.imports import is_available
 from .base import Launcher
-from .ray_worker import Keeper, KeptProcess, KeptSupervisor
+from .ray_worker import RayWorker, RemoteProcess, RemoteSupervisor
 from .spec import LaunchSpec, Place, ProcessSpec
 from .static_rendezvous import FIRST_WORD, PATIENCE
 
@@ -101,7 +101,7 @@ class RayLauncher(Launcher):
         given = self.spec.rendezvous_settings().get("join_timeout")
         return None if given is None else float(given)
 
-    def _attempt(self, cluster: Cluster, resource: str | None, number: int) -> KeptSupervisor:
+    def _attempt(self, cluster: Cluster, resource: str | None, number: int) -> RemoteSupervisor:
         """One run of all processes, from their placement to their end."""
         patience = self._patience() or PATIENCE
         with _reserved(cluster, *_bundles(self.spec, resource), patience) as group:
@@ -111,7 +111,7 @@ class RayLauncher(Launcher):
             finally:
                 _dismiss(members)
 
-    def _watched(self, cluster: Cluster, members: list[Member], number: int) -> KeptSupervisor:
+    def _watched(self, cluster: Cluster, members: list[RayMember], number: int) -> RemoteSupervisor:
         processes, spec = self._specified(cluster, members, number), self.spec
         folder = None if cluster.brings_folder else str(Path.cwd())
         calls = [
@@ -119,13 +119,13 @@ class RayLauncher(Launcher):
             for member, process in zip(members, processes, strict=True)
         ]
         for member, call in zip(members, calls, strict=True):
-            member.kept = KeptProcess(_result(call), member.told["host"], member.send)
+            member.kept = RemoteProcess(_result(call), member.told["host"], member.send)
         pump = threading.Thread(target=_pump, args=(members,), daemon=True)
-        supervisor = KeptSupervisor(spec, [member.process for member in members], pump.start)
+        supervisor = RemoteSupervisor(spec, [member.process for member in members], pump.start)
         supervisor.run(processes)
         return supervisor
 
-    def _specified(self, cluster: Cluster, members: list[Member], number: int) -> list[ProcessSpec]:
+    def _specified(self, cluster: Cluster, members: list[RayMember], number: int) -> list[ProcessSpec]:
         """Each process as it will be, in the order of the ranks."""
         spec, first = self.spec, members[0]
         nodes = list(dict.fromkeys(member.node for member in members))
@@ -144,12 +144,12 @@ class RayLauncher(Launcher):
 
 
 @dataclass
-class Member:
+class RayMember:
     """A keeper in the cluster, what it says of its place, and the process that it keeps."""
 
     keeper: Any
     told: dict[str, Any]
-    kept: KeptProcess | None = None
+    kept: RemoteProcess | None = None
 
     @property
     def node(self) -> str:
@@ -160,7 +160,7 @@ class Member:
         return str(self.told["address"])
 
     @property
-    def process(self) -> KeptProcess:
+    def process(self) -> RemoteProcess:
         assert self.kept is not None
         return self.kept
 
@@ -168,7 +168,7 @@ class Member:
         self.keeper.signal.remote(number, group)
 
 
-class RayKeeper(Keeper):
+class RayActor(RayWorker):
     """A keeper that knows its place in a Ray cluster."""
 
     def introduce(self) -> dict[str, Any]:
@@ -337,12 +337,12 @@ def _reserved(
         remove_placement_group(group)
 
 
-def _members(spec: LaunchSpec, group: Any, resource: str | None, cluster: Cluster) -> list[Member]:
+def _members(spec: LaunchSpec, group: Any, resource: str | None, cluster: Cluster) -> list[RayMember]:
     """A keeper for each process. ConfigurationError where one is of another version than this launcher."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    kind = ray.remote(RayKeeper)
+    kind = ray.remote(RayActor)
     options: dict[str, Any] = {"num_cpus": spec.threads or 1, "max_concurrency": 3}
     if resource == "GPU":
         options["num_gpus"] = 1
@@ -353,8 +353,8 @@ def _members(spec: LaunchSpec, group: Any, resource: str | None, cluster: Cluste
     for number in range(spec.num_processes):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number // share)
         keepers.append(kind.options(scheduling_strategy=place, **options).remote())
-    members = [Member(keeper, _result(keeper.introduce.remote())) for keeper in keepers]
-    ours = Keeper().introduce()
+    members = [RayMember(keeper, _result(keeper.introduce.remote())) for keeper in keepers]
+    ours = RayWorker().introduce()
     for member in members:
         for key in ("accelerate", "torch"):
             if member.told[key] != ours[key]:
@@ -365,7 +365,7 @@ def _members(spec: LaunchSpec, group: Any, resource: str | None, cluster: Cluste
     return members
 
 
-def _placed(members: list[Member]) -> list[Member]:
+def _placed(members: list[RayMember]) -> list[RayMember]:
     """In the order of the ranks: machine by machine, this one first."""
     import ray
 
@@ -374,7 +374,7 @@ def _placed(members: list[Member]) -> list[Member]:
     return [member for node in order for member in members if member.node == node]
 
 
-def _visible(members: Sequence[Member]) -> dict[str, str]:
+def _visible(members: Sequence[RayMember]) -> dict[str, str]:
     """Each process sees the devices of all on its machine, as everywhere else: its own is that of its local rank."""
     found = {}
     for name, text in members[0].told["visible"].items():
@@ -389,7 +389,7 @@ def _carried() -> dict[str, str]:
     return {name: text for prefix in CARRIED for name, text in env.all_with_prefix(prefix).items()}
 
 
-def _pump(members: Sequence[Member]) -> None:
+def _pump(members: Sequence[RayMember]) -> None:
     """Hand on what the keepers read until every process has ended."""
     import ray
 
@@ -406,7 +406,7 @@ def _pump(members: Sequence[Member]) -> None:
             asked[member.keeper.read.remote()] = member
 
 
-def _dismiss(members: Sequence[Member]) -> None:
+def _dismiss(members: Sequence[RayMember]) -> None:
     import ray
 
     for member in members:

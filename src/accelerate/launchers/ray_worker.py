@@ -19,7 +19,7 @@ from ..core import env
 from ..core.errors import LaunchError
 from ..core.imports import version_of
 from ..core.version import __version__
-from .ports import HeldPort
+from .ports import ReservedPort
 from .process import Rank, guarded
 from .spec import LaunchSpec, ProcessSpec, Program
 from .supervisor import Supervisor
@@ -32,7 +32,7 @@ CHUNK = 65536
 _ENDED = 0
 
 
-class Keeper:
+class RayWorker:
     """Lives beside the process: starts it, reads it, signals it. The process dies with its keeper (Linux).
 
     `read` and the other methods are called from different threads.
@@ -43,7 +43,7 @@ class Keeper:
         self._selector = selectors.DefaultSelector()
         self._started = threading.Event()
         self._problem: OSError | None = None
-        self._port: HeldPort | None = None
+        self._port: ReservedPort | None = None
 
     def introduce(self) -> dict[str, Any]:
         """Who and where this is, and with what."""
@@ -56,7 +56,7 @@ class Keeper:
 
     def hold_port(self, port: int) -> int:
         """Hold a port for rank 0 (0: any free one) for as long as this keeper lives; its number."""
-        self._port = HeldPort(port)
+        self._port = ReservedPort(port)
         return self._port.number
 
     def start(self, program: Program, variables: Mapping[str, str | None], folder: str | None) -> int:
@@ -136,7 +136,7 @@ class Keeper:
             (os.killpg if group else os.kill)(self._popen.pid, number)
 
 
-class KeptProcess:
+class RemoteProcess:
     """A process elsewhere, with what a rank needs of one. `send(number, group)` brings a signal to its keeper."""
 
     def __init__(self, pid: int, host: str, send: Callable[[int, bool], None]) -> None:
@@ -186,14 +186,14 @@ class KeptProcess:
         return self._code
 
 
-class KeptRank(Rank):
+class RemoteRank(Rank):
     """A rank whose process runs on another machine."""
 
-    def __init__(self, spec: LaunchSpec, process: ProcessSpec, folder: Path | None, kept: KeptProcess) -> None:
+    def __init__(self, spec: LaunchSpec, process: ProcessSpec, folder: Path | None, kept: RemoteProcess) -> None:
         self._kept = kept
         super().__init__(spec, process, folder)
 
-    def _start(self, output: int, error: int) -> KeptProcess:
+    def _start(self, output: int, error: int) -> RemoteProcess:
         self._kept.attach(output, error)
         return self._kept
 
@@ -209,15 +209,15 @@ class KeptRank(Rank):
         self._kept.send(number, True)
 
 
-class KeptSupervisor(Supervisor):
+class RemoteSupervisor(Supervisor):
     """Watches processes of other machines. `kept`: the running process of each rank; `started` is called with them."""
 
-    def __init__(self, spec: LaunchSpec, kept: Sequence[KeptProcess], started: Callable[[], None]) -> None:
+    def __init__(self, spec: LaunchSpec, kept: Sequence[RemoteProcess], started: Callable[[], None]) -> None:
         super().__init__(spec)
         self._kept, self._started = kept, started
 
     def make_rank(self, process: ProcessSpec, folder: Path | None) -> Rank:
-        return KeptRank(self.spec, process, folder, self._kept[process.rank])
+        return RemoteRank(self.spec, process, folder, self._kept[process.rank])
 
     def _start(self, processes: Sequence[ProcessSpec]) -> None:
         super()._start(processes)

@@ -16,9 +16,9 @@ from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError, nearest
-from .generations import Member, Round
+from .generations import Generation, Member
 from .messenger import SILENCE, Messenger, Presence, StoreLost, alive_key
-from .ports import HeldPort
+from .ports import ReservedPort
 from .spec import LaunchSpec
 from .static_rendezvous import FIRST_WORD, PATIENCE, interface_of, introduction, reach, resolve_address, say
 
@@ -38,7 +38,7 @@ FORMING = 15.0
 # Seconds in which a machine reads the time of the store's holder, until one reading is near enough to its own.
 CLOCKS = 3.0
 # Seconds in which a launcher of another engine answers.
-KNOCK = 0.4
+REGISTRATION = 0.4
 HOST_KEY = "host"
 # What all machines of a run must have been started with.
 AGREED = {"run": "--rdzv_id", "nnodes": "--nnodes", "num_processes": "--num_processes", "restarts": "--max_restarts"}
@@ -71,7 +71,7 @@ class Rendezvous:
         self.settings = settings_of(spec)
         own = {"address": address, "nnodes": spec.nnodes, "run": spec.rdzv_id, "restarts": spec.max_restarts}
         self.ours = {**introduction(spec, "elastic"), **own}
-        self.held: HeldPort | None = None
+        self.held: ReservedPort | None = None
         self.hosts = self._hosts()
         self.port = spec.main_process_port if self.held is None else self.held.number
         self._speakers: list[threading.Thread] = []
@@ -90,7 +90,7 @@ class Rendezvous:
             hosts = interface_of(main) is not None and (self.spec.machine_rank == 0 or not loopback)
         if hosts:
             try:
-                self.held = HeldPort(self.spec.main_process_port)
+                self.held = ReservedPort(self.spec.main_process_port)
             except ConfigurationError:
                 if given is not None or self.spec.machine_rank == 0:
                     raise
@@ -102,7 +102,7 @@ class Rendezvous:
         """Open or reach the store, compare notes with its holder, and take a number in the run."""
         if not self.hosts:
             # Before torch is imported: who cannot be reached is said at once.
-            self._knock()
+            self._register()
         from torch.distributed import PrefixStore
         from torch.distributed.elastic.rendezvous import RendezvousParameters
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -133,11 +133,11 @@ class Rendezvous:
     def where(self) -> str:
         return f"the rendezvous at {self._address}"
 
-    def _knock(self) -> None:
+    def _register(self) -> None:
         """Reach the main address. A launcher of another engine there says what it thinks of us; a store is silent."""
         peer = reach(self.spec, self.where, float(self.settings["join_timeout"]))
         peer.send({"hello": self.ours})
-        peer.socket.settimeout(KNOCK)
+        peer.socket.settimeout(REGISTRATION)
         refused = [message["refused"] for message in peer.receive() or [] if "refused" in message]
         peer.socket.close()
         if refused:
@@ -200,7 +200,7 @@ class Rendezvous:
                 f"--rdzv_conf keep_alive_max_attempt={int(abs(least)) * 3 + 10} on every machine"
             )
 
-    def form(self, restarts: int) -> tuple[Round, LaunchSpec, int]:
+    def form(self, restarts: int) -> tuple[Generation, LaunchSpec, int]:
         """The next round, its launch, and the port its ranks meet at.
 
         LaunchError where too few machines come, where the run is over, or where the store is lost.
@@ -225,7 +225,7 @@ class Rendezvous:
                     raise
                 raise StoreLost(_line(error.__cause__ or error)) from None
 
-    def _introduce(self, info: Any, restarts: int) -> tuple[Round, LaunchSpec, int] | None:
+    def _introduce(self, info: Any, restarts: int) -> tuple[Generation, LaunchSpec, int] | None:
         """Exchange what the machines of a round need of one another. None where one of them vanished meanwhile."""
         until = time.monotonic() + FORMING
         if info.rank == 0:
@@ -241,7 +241,7 @@ class Rendezvous:
         told = self.talk.ask(lambda store: store.multi_get(keys))
         # Ranks follow the machine ranks where they are given; torch's order is that of the addresses' letters.
         members = sorted((Member(**json.loads(text)) for text in told), key=lambda member: member.machine)
-        formed = Round(
+        formed = Generation(
             self.talk,
             int(key.split("/")[1]),
             members,
@@ -321,7 +321,7 @@ class Rendezvous:
         told = self.talk.ask(lambda store: store.multi_get([f"member/{number}" for number in alive]))
         return [json.loads(text) for text in told]
 
-    def close(self, formed: Round | None) -> None:
+    def close(self, formed: Generation | None) -> None:
         """Leave the run for good. The store's holder goes last."""
         if self.hosts:
             with contextlib.suppress(Exception):

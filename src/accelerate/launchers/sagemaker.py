@@ -13,7 +13,7 @@ from typing import Any
 from ..config.launch import AWS, STRATEGY, TRAINING, options
 from ..config.launch_file import LaunchFile
 from ..config.launch_option import Setting, brief
-from ..config.launch_settings import Settings, given, resolve
+from ..config.launch_settings import Settings, given, resolve_settings
 from ..core import env
 from ..core.enums import SageMakerDistributedType
 from ..core.errors import ConfigurationError, LaunchError
@@ -170,7 +170,7 @@ def _settings(config: Any, args: argparse.Namespace) -> Settings:
         for name, value in said.items()
         if value is not None
     }
-    return resolve(given(args), LaunchFile(Path(origin), {}, values))
+    return resolve_settings(given(args), LaunchFile(Path(origin), {}, values))
 
 
 def _check_flags(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..core import env
 from ..core.errors import ConfigurationError
 from .base import Launcher
-from .ports import HeldPort
+from .ports import ReservedPort
 from .spec import LaunchSpec
 from .static_rendezvous import PATIENCE, Host, Link, Peer, check_address, interface_of, join
 
@@ -39,7 +39,7 @@ class StaticLauncher(Launcher):
         if self.spec.machine_rank > 0:
             return with_restarts(self.spec, lambda number: self._attempt(number, [join(self.spec, self._patience())]))
         # Held before anybody listens on it, so that it is ours when the meeting is over and rank 0 takes it.
-        with HeldPort(self.spec.main_process_port):
+        with ReservedPort(self.spec.main_process_port):
             return with_restarts(self.spec, lambda number: self._attempt(number, self._host().meet()))
 
     def _host(self) -> Host:

@@ -70,7 +70,7 @@ class Supervisor:
                 while not all(rank.poll() for rank in self.ranks):
                     self._wait()
                     self._act()
-                self._hear_others_out()
+                self._drain_others()
             except BaseException:
                 self._kill_all()
                 raise
@@ -102,7 +102,7 @@ class Supervisor:
             for stream in rank.streams:
                 self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
         for connection, hear in self.link.callbacks(self._stop_for_others) if self.link else []:
-            self._selector.register(connection, selectors.EVENT_READ, partial(self._heed_link, connection, hear))
+            self._selector.register(connection, selectors.EVENT_READ, partial(self._handle_link, connection, hear))
 
     def _wait(self) -> None:
         """Until something happens: output, an end, a signal, or a time that was set."""
@@ -129,7 +129,7 @@ class Supervisor:
 
     def _act(self) -> None:
         for number in self._take_signals():
-            self._heed_signal(number)
+            self._handle_signal(number)
         if self.link is not None:
             self.link.tick(self._stop_for_others)
         now = time.monotonic()
@@ -140,7 +140,7 @@ class Supervisor:
             until = now + self._settling_time()
             self._settle_until = until if self._settle_until is None else min(self._settle_until, until)
         if self._settle_until is not None and now >= self._settle_until and self._kill_at is None:
-            self._tell_others()
+            self._notify_others()
             self._stop(signal.SIGTERM)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_all()
@@ -157,7 +157,7 @@ class Supervisor:
             return SETTLE_ENDING if ending else SETTLE
         return SETTLE_VICTIM if self.link is None else self.link.settle
 
-    def _tell_others(self) -> None:
+    def _notify_others(self) -> None:
         first = failures.find_first(self.ranks)
         if self.link is not None and first is not None and self._stopped_by is None and not self._told_others:
             self._told_others = True
@@ -173,7 +173,7 @@ class Supervisor:
         for rank in self.ranks:
             rank.signal(signal.SIGKILL if os.name == "posix" else signal.SIGTERM)
 
-    def _heed_signal(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         name = signal.Signals(number).name
         if name not in ENDING:
             for rank in self.ranks:
@@ -187,7 +187,7 @@ class Supervisor:
         else:
             self._kill_all()
 
-    def _hear_others_out(self) -> None:
+    def _drain_others(self) -> None:
         """All ranks here may have failed only because one elsewhere did: its machine says so a moment later."""
         first = failures.find_first(self.ranks)
         if self.link is None or first is None or failures.blame(first) == tracebacks.OWN:
@@ -198,7 +198,7 @@ class Supervisor:
                 key.data()
             self.link.tick(self._stop_for_others)
 
-    def _heed_link(self, connection: socket, hear: Callable[[], bool]) -> None:
+    def _handle_link(self, connection: socket, hear: Callable[[], bool]) -> None:
         if not hear():
             self._selector.unregister(connection)
 
@@ -229,13 +229,13 @@ class Supervisor:
         if first is None:
             self._release_all()
             return 0
-        self._tell_others()
+        self._notify_others()
         left = self.link.finished() if self.link is not None and failures.blame(first) else []
         self.failure = failures.describe(self.ranks, first, failures.oom_kills() - self._oom_kills)
         if left:
             self.failure.cause += f"\nBy then {', '.join(left)} had ended without an error: see why it ended so early."
         self._release_all()
-        if self.failure.traceback and not self.failure.shown and not self._is_shown(self.failure.traceback):
+        if self.failure.traceback and not self.failure.shown and not self._is_swapped_in(self.failure.traceback):
             sys.stderr.flush()
             sys.stderr.write(self.failure.traceback.rstrip("\n") + "\n")
         self._say(self.failure.lines())
@@ -259,7 +259,7 @@ class Supervisor:
             return traceback
         return f"[rank{rank}]: the same traceback as rank {first}'s\n".encode()
 
-    def _is_shown(self, traceback: str) -> bool:
+    def _is_swapped_in(self, traceback: str) -> bool:
         return fingerprint(traceback) in self._shown
 
     def _finish_for_others(self, reason: str, code: int) -> int:

@@ -32,7 +32,7 @@ class _Place(NamedTuple):
     like: torch.Tensor
 
 
-class HeldGradients:
+class AccumulatedGradients:
     """The gradients that a model has on this rank, of a window so far. Made when the model is laid out.
 
     `roots` are the modules in which units of FSDP2 are looked for, where the model itself is none.

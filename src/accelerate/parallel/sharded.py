@@ -22,7 +22,7 @@ from ..precision.base import Precision
 from ..precision.fp8 import Float8Precision
 from ..runtime import group, mesh
 from . import norms
-from .accumulated import HeldGradients
+from .accumulated import AccumulatedGradients
 from .base import Bundle, Strategy
 from .context.loader import SequenceLoader
 from .context.region import ContextParallel
@@ -117,9 +117,9 @@ class ShardedModel(PreparedModel):
     def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes | None:
         return None
 
-    def accumulated_gradients(self) -> HeldGradients | None:
+    def accumulated_gradients(self) -> AccumulatedGradients | None:
         self.reshard()
-        return HeldGradients(self.inner)
+        return AccumulatedGradients(self.inner)
 
     # -- the report
 

@@ -34,7 +34,7 @@ class Process(Protocol):
     def local_process_index(self) -> int: ...
 
 
-class Council:
+class Agreement:
     """The ranks of one run, agreeing by name. Every rank holds the same rounds in the same order.
 
     One process agrees with itself, at no cost.
@@ -101,7 +101,7 @@ class Council:
         assert self.store is not None
         self.store.set(f"{base}/{self.rank}", json.dumps({"subject": subject, "value": value}))
         if self.rank == 0:
-            return self._preside(base, subject, timeout)
+            return self._collect_values(base, subject, timeout)
         # Rank 0 may have come later, and waits its own full time for the others.
         for attempt in (1, 2):
             if self._wait([f"{base}/verdict"], timeout, base, subject):
@@ -113,7 +113,7 @@ class Council:
         self.store.compare_set(f"{base}/verdict", "", json.dumps(given_up))
         return json.loads(self.store.get(f"{base}/verdict"))
 
-    def _preside(self, base: str, subject: str, timeout: float) -> Any:
+    def _collect_values(self, base: str, subject: str, timeout: float) -> Any:
         assert self.store is not None
         keys = [f"{base}/{rank}" for rank in range(self.world)]
         if self.store.check([f"{base}/verdict"]):

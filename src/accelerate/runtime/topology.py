@@ -11,7 +11,7 @@ from ..core.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
-class Source:
+class RankVariables:
     """The variables in which one kind of starter tells a process who it is."""
 
     launcher: str
@@ -24,12 +24,12 @@ class Source:
 
 # The first source whose rank and world size are both set speaks. Slurm sets its variables in the batch script too,
 # where there is one process only: a step (srun) has an id as well.
-SOURCES = (
-    Source("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    Source("openmpi", *(f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    Source("mvapich", *(f"MV2_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-    Source("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    Source("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, requires="SLURM_STEP_ID"),
+LAUNCHERS = (
+    RankVariables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    RankVariables("openmpi", *(f"OMPI_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    RankVariables("mvapich", *(f"MV2_COMM_WORLD_{word}" for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    RankVariables("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    RankVariables("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None, requires="SLURM_STEP_ID"),
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ class Topology:
 
         Raises ConfigurationError where what it tells is incomplete or contradicts itself.
         """
-        for source in SOURCES:
+        for source in LAUNCHERS:
             rank, world_size = env.get_int(source.rank), env.get_int(source.world_size)
             if source.requires is not None and env.get(source.requires) is None:
                 continue
@@ -69,7 +69,7 @@ class Topology:
         return Topology()
 
 
-def _read(source: Source, rank: int, world_size: int) -> Topology:
+def _read(source: RankVariables, rank: int, world_size: int) -> Topology:
     if not 0 <= rank < world_size:
         raise ConfigurationError(
             f"{source.rank}={rank} is no rank of {source.world_size}={world_size}: ranks are 0 to {world_size - 1}"

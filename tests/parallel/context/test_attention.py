@@ -16,7 +16,7 @@ from accelerate.collectives import transport
 from accelerate.core.errors import ConfigurationError
 from accelerate.parallel.context import exchange as exchange_room
 from accelerate.parallel.context import gather as gather_room
-from accelerate.parallel.context.attention import Call, ContextAttention, SequenceAttention
+from accelerate.parallel.context.attention import AttentionCall, ContextAttention, SequenceAttention
 from accelerate.parallel.context.blocks import Block
 from accelerate.parallel.context.exchange import Exchange, ExchangedAttention
 from accelerate.parallel.context.gather import Gather
@@ -174,7 +174,7 @@ def test_masks(method, what):
     plain = mask if plain is None else plain
     for own in (False, True):
         given = layout.take(mask, -2) if own and mask.shape[-2] == ROWS else mask
-        call = Call(given, 0.0, False, SCALE)
+        call = AttentionCall(given, 0.0, False, SCALE)
         # torch's kernel for CPUs has a wrong gradient of rows without scores (2.13).
         exact = sdpa_kernel(SDPBackend.MATH) if what.startswith("rows hidden") else contextlib.nullcontext()
         with exact:
@@ -195,7 +195,7 @@ def test_masks_in_bfloat16(method, what):
     method = METHODS[method](*here())
     mask = next(mask for name, mask, _ in masks() if name == what)
     half = [tensor.to(torch.bfloat16) for tensor in whole_inputs(4, 2, torch.float64)]
-    call = Call(mask if mask.dtype == torch.bool else mask.to(torch.bfloat16), 0.0, False, SCALE)
+    call = AttentionCall(mask if mask.dtype == torch.bool else mask.to(torch.bfloat16), 0.0, False, SCALE)
     reference = expected(half, False, mask=mask if mask.dtype == torch.bool else call.mask.double())
     compare("bfloat16", method.layout, lambda *qkv: method(*qkv, call), half, reference, 6e-2)
 
@@ -212,7 +212,7 @@ def windowed(method):
 def test_chunks_that_a_window_hides_are_not_computed_on(method):
     method, own, world, window = windowed(method)
     with mock.patch.object(exchange_room, "attend", side_effect=exchange_room.attend) as attend:
-        method(*own, Call(window, 0.0, False, None))
+        method(*own, AttentionCall(window, 0.0, False, None))
     computed = sum(call.args[0].shape[2] * call.args[1].shape[2] for call in attend.call_args_list)
     chunk = ROWS // (2 * world)
     # Of its own two chunks and of the one before each; of five keys more before the second where chunks are short.
@@ -229,7 +229,7 @@ def test_masks_that_do_not_fit_are_refused():
         (torch.zeros(ROWS, ROWS, requires_grad=True), "requires a gradient"),
     ):
         with pytest.raises(ConfigurationError, match=why) as caught:
-            method(*own, Call(mask, 0.0, False, None))
+            method(*own, AttentionCall(mask, 0.0, False, None))
         assert "cp_size" in str(caught.value)
 
 
@@ -266,6 +266,6 @@ def test_what_is_said_to_be_sent_is_what_is_sent(method):
         mock.patch.object(gather_room, "_reduce_scatter", scatters),
         mock.patch.object(transport, "exchange", swaps),
     ):
-        attention(*inputs, Call(None, 0.0, True, None)).sum().backward()
+        attention(*inputs, AttentionCall(None, 0.0, True, None)).sum().backward()
     told = attention.sent(*inputs).values()
     assert (len(found), sum(found)) == tuple(map(sum, zip(*told, strict=True)))

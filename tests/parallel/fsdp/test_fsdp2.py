@@ -10,7 +10,7 @@ from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate.checkpointing.sharded import FullyShardedState
+from accelerate.checkpointing.sharded import ShardedState
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.core.errors import PrepareError
 from accelerate.parallel.base import Bundle
@@ -226,7 +226,7 @@ def test_resume(how, plain, tmp_path):
     half = STEPS // 2
     strategy, prepared, optimizer = check_run(plain, steps=half, **BY_CLASS)
     whole = (prepared.state_dict(), prepared.optimizer_state_dict(optimizer))
-    write = FullyShardedState([prepared], [PreparedOptimizer(optimizer, prepared)]).stage(blocking=False)
+    write = ShardedState([prepared], [PreparedOptimizer(optimizer, prepared)]).stage(blocking=False)
     # What was taken must not change with the run that goes on.
     sharded_run(strategy, prepared, optimizer, norms, first=half)
     check_state(prepared, expected[-1], "second half")
@@ -239,7 +239,7 @@ def test_resume(how, plain, tmp_path):
         fresh.load_state_dict(whole[0])
         fresh.load_optimizer_state_dict(optimizer, whole[1])
     else:
-        FullyShardedState([fresh], [PreparedOptimizer(optimizer, fresh)]).load(tmp_path, strict=True)
+        ShardedState([fresh], [PreparedOptimizer(optimizer, fresh)]).load(tmp_path, strict=True)
     check_state(fresh, expected[half - 1], "loaded")
     sharded_run(strategy, fresh, optimizer, norms, first=half)
     check_state(fresh, expected[-1], "resumed")

@@ -28,7 +28,7 @@ Sent = dict[str, tuple[int, int]]
 
 
 @dataclass
-class Call:
+class AttentionCall:
     """The arguments of a call beside query, key and value, and which keys of the sequence are padding."""
 
     mask: torch.Tensor | None
@@ -54,7 +54,9 @@ class ContextAttention:
         self.way = Ring if rotate else Gather
         self.masks = MaskReader(layout, group)
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
         layout = self.layout
         if call.dropout > 0.0:
             raise ConfigurationError(
@@ -90,7 +92,9 @@ class SequenceAttention:
         self.random = random or PartRandom(layout.rank, "cpu")
         self.masks = MaskReader(layout, group)
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call) -> torch.Tensor:
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> torch.Tensor:
         ranks = self.layout.ranks
         mask, causal = self._mask(call, query)
         query, key, value = spread_inputs(query, key, value, self.group, ranks)
@@ -112,7 +116,7 @@ class SequenceAttention:
             )
         return split_rows(out, self.group, ranks)
 
-    def _mask(self, call: Call, query: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
+    def _mask(self, call: AttentionCall, query: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
         """(mask over the whole sequence for this rank's heads, whether attention is causal instead of it)."""
         sight = Sight(call.causal) if call.mask is None else self.masks.whole(call.mask, query, call.flat)
         mask, causal, keep = sight.mask, sight.causal, call.padding(sight.causal)

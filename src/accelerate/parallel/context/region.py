@@ -21,7 +21,7 @@ from ...logging import get_logger
 from ...parallelism_config import ParallelismConfig
 from ..prepared import CommunicationVolume
 from . import transformers_masks, transformers_models, transformers_trainer
-from .attention import Call, ContextAttention, Sent, SequenceAttention, plain_attention
+from .attention import AttentionCall, ContextAttention, Sent, SequenceAttention, plain_attention
 from .random import PartRandom
 from .routing import Route, aliases
 from .shard import SequenceLayout, common_length, split_in_place
@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 
 
 @dataclass
-class Region:
+class SequenceRegion:
     """One batch whose sequences are split: how long they are, what was split, and what was computed on them."""
 
     layout: SequenceLayout
@@ -108,11 +108,11 @@ class ContextParallel:
         self.route.others.update(transformers_masks.hooks(lambda: self.region))
         if not self.layout.balanced:
             self.route.others.update(transformers_trainer.hooks())
-        self._block: Region | None = None
+        self._block: SequenceRegion | None = None
         # Of batches that a loader split: that of the last or present forward, and all that are not used up.
-        self._batch: Region | None = None
+        self._batch: SequenceRegion | None = None
         self._pulled = WeakTensorKeyDictionary()
-        self._last: Region | None = None
+        self._last: SequenceRegion | None = None
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # Of each forward that is going on: the model's id, and what closes its random streams.
         self._drawing: list[tuple[int, contextlib.ExitStack]] = []
@@ -122,7 +122,7 @@ class ContextParallel:
         self._said = False
 
     @property
-    def region(self) -> Region | None:
+    def region(self) -> SequenceRegion | None:
         """What is split now: by the user's block, else by a loader."""
         return self._block or self._batch
 
@@ -194,14 +194,14 @@ class ContextParallel:
 
     def _region(
         self, length: int, parts: Iterable[torch.Tensor], whole: Iterable[torch.Tensor], strict: bool = True
-    ) -> Region:
+    ) -> SequenceRegion:
         parts = list(parts)
         # Whole tensors other than numbers of tokens are not needed again: they would only take memory.
         known = WeakTensorKeyDictionary()
         for part, full in zip(parts, whole, strict=True):
             if not full.is_floating_point() and not full.is_complex():
                 known[part] = full
-        return Region(self.layout, self.group, length, known, strict, has_tables=len(known) < len(parts))
+        return SequenceRegion(self.layout, self.group, length, known, strict, has_tables=len(known) < len(parts))
 
     @contextlib.contextmanager
     def feed(self) -> Iterator[None]:
@@ -237,7 +237,7 @@ class ContextParallel:
             self._pulled[part] = self._batch
         return {**found, **parts}
 
-    def of_inputs(self, given: Mapping[str, Any], training: bool) -> Region | None:
+    def of_inputs(self, given: Mapping[str, Any], training: bool) -> SequenceRegion | None:
         """What is split of a forward's inputs. A loop may have taken several batches from its loader, or others.
 
         Inputs that are copies of a batch's are known by their length, in training: an evaluation's may be whole.
@@ -306,7 +306,7 @@ class ContextParallel:
             "attention outside of the block."
         )
 
-    def say_positions_missing(self, model: nn.Module, region: Region) -> None:
+    def say_positions_missing(self, model: nn.Module, region: SequenceRegion) -> None:
         if self._said or region.has_tables:
             return
         self._said = True
@@ -340,7 +340,7 @@ class ContextParallel:
         region.calls += 1
         flat = query.dim() == 3
         unseen = region.padded_behind and not region.padding_counts
-        call = Call(attn_mask, dropout_p, is_causal, scale, region.keep, unseen, flat)
+        call = AttentionCall(attn_mask, dropout_p, is_causal, scale, region.keep, unseen, flat)
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
             # As torch's own function under autocast: rotated queries may be float32 beside values of low precision.
@@ -351,7 +351,7 @@ class ContextParallel:
         return self._compute(region, query, key, value, call)
 
     def _compute(
-        self, region: Region, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call
+        self, region: SequenceRegion, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> torch.Tensor:
         for what, (messages, sent) in self.attention.sent(query, key, value).items():
             before = region.sent.get(what, (0, 0))
@@ -416,7 +416,7 @@ class _Inputs:
         return bound.args[: len(args)], {**kwargs, **changed}
 
 
-def _split_input(given: Mapping[str, Any], region: Region) -> torch.Tensor | None:
+def _split_input(given: Mapping[str, Any], region: SequenceRegion) -> torch.Tensor | None:
     """The tensor among a model's inputs that is (batch, this rank's rows, ...), else None."""
     usual = [value for name in ("input_ids", "inputs_embeds") if (value := given.get(name)) is not None]
     return next((value for value in usual or given.values() if _is_sequence(value, region.rows)), None)
@@ -446,7 +446,7 @@ def _sequences(batch: Mapping[str, Any]) -> tuple[int, torch.device, int]:
 
 
 def _check_shapes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, region: Region, enable_gqa: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, region: SequenceRegion, enable_gqa: bool
 ) -> None:
     layout = region.layout
     size = f"{layout.size}={layout.ranks}"

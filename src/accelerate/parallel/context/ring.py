@@ -12,7 +12,7 @@ from .blocks import Gradients
 from .exchange import Exchange, Pair, Piece, Travel, pack, unpack
 
 
-class _Round:
+class _RingStep:
     """One tensor on its way to the next rank, while the previous rank's comes in."""
 
     def __init__(self, exchange: Exchange, outgoing: torch.Tensor) -> None:
@@ -42,12 +42,12 @@ class Ring(Travel):
     """
 
     _sum: torch.Tensor
-    _homing: _Round | None = None
+    _homing: _RingStep | None = None
 
     def arrivals(self) -> Iterator[tuple[Sequence[int], Mapping[int, Pair]]]:
         ranks, message = self.exchange.layout.ranks, pack(*self.own)
         for step in range(ranks):
-            moving = _Round(self.exchange, message) if step < ranks - 1 else None
+            moving = _RingStep(self.exchange, message) if step < ranks - 1 else None
             source = (self.exchange.layout.rank - step) % ranks
             yield [source], {source: unpack(message, self.own)}
             if moving is not None:
@@ -64,7 +64,7 @@ class Ring(Travel):
         else:
             self._sum = self._homing.wait()
         super().add(pieces, found)
-        self._homing = _Round(self.exchange, self._sum)
+        self._homing = _RingStep(self.exchange, self._sum)
 
     def total(self) -> Pair:
         assert self._homing is not None

@@ -13,11 +13,11 @@ from ...core.errors import ConfigurationError
 from .masks import compact
 
 if TYPE_CHECKING:
-    from .region import Region
+    from .region import SequenceRegion
     from .routing import Around
 
 _MASKING = "transformers.masking_utils"
-_Current = Callable[[], "Region | None"]
+_Current = Callable[[], "SequenceRegion | None"]
 
 
 def hooks(region: _Current) -> dict[tuple[str, str], Around]:
@@ -81,7 +81,7 @@ def _shared_heads(former: Any, region: _Current) -> Any:
     return use_gqa_in_sdpa
 
 
-def _whole_mask(sdpa_mask: Any, asked: dict[str, Any], region: Region) -> torch.Tensor | None:
+def _whole_mask(sdpa_mask: Any, asked: dict[str, Any], region: SequenceRegion) -> torch.Tensor | None:
     """(batch, 1, rows, length): this rank's rows under cp_size, all under sp_size. Padding is added later."""
     layout, length, function = region.layout, region.length, asked["mask_function"]
     packed, region.asks_packing = region.asks_packing and region.packed, False
@@ -109,7 +109,7 @@ def _whole_mask(sdpa_mask: Any, asked: dict[str, Any], region: Region) -> torch.
     return torch.cat(found, dim=2).expand(asked["batch_size"], -1, -1, -1)
 
 
-def _check_indices(function: Any, padding: torch.Tensor | None, region: Region) -> None:
+def _check_indices(function: Any, padding: torch.Tensor | None, region: SequenceRegion) -> None:
     """Raises ConfigurationError for a mask that looks up something which is there for this rank's rows alone."""
     where = f"under {region.layout.size}={region.layout.ranks}"
     if padding is not None and not bool(padding.all()):

@@ -18,7 +18,7 @@ from ...core.errors import ConfigurationError, PrepareError
 from .transformers_masks import builds_masks
 
 if TYPE_CHECKING:
-    from .region import Region
+    from .region import SequenceRegion
 
 # Kinds of layers whose masks are functions of places in the sequence.
 _FULL, _CHUNKED = "full_attention", "chunked_attention"
@@ -70,7 +70,7 @@ def _layers(model: nn.Module) -> set[str]:
     return {_FULL} | {kind for kind, field in named.items() if getattr(config, field, None) is not None}
 
 
-def adapt_inputs(model: nn.Module, given: dict[str, Any], region: Region) -> dict[str, Any]:
+def adapt_inputs(model: nn.Module, given: dict[str, Any], region: SequenceRegion) -> dict[str, Any]:
     """Arguments to add or replace, from those that are given: the padding mask is taken over, labels are shifted."""
     changed: dict[str, Any] = {}
     region.keep, region.padded_behind, region.packed = None, False, None
@@ -98,7 +98,7 @@ def adapt_inputs(model: nn.Module, given: dict[str, Any], region: Region) -> dic
     return changed
 
 
-def own_positions(model: nn.Module, given: dict[str, Any], region: Region) -> torch.Tensor | None:
+def own_positions(model: nn.Module, given: dict[str, Any], region: SequenceRegion) -> torch.Tensor | None:
     """This rank's part of the positions that a model makes from its token ids or its padding mask; None of others.
 
     RoBERTa and its kin count the tokens that are no padding, from `padding_idx` + 1; OPT and BioGPT those that the
@@ -130,7 +130,7 @@ def _parameters(forward: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(forward).parameters)
 
 
-def _whole(part: torch.Tensor, region: Region) -> torch.Tensor:
+def _whole(part: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
     """A (batch, rows) tensor over the whole sequence; fetched where it is none of the buffers that were split."""
     if part.shape[1] == region.length:
         return part
@@ -141,7 +141,7 @@ def _whole(part: torch.Tensor, region: Region) -> torch.Tensor:
     return whole
 
 
-def share_padding(mask: torch.Tensor, labels: list[Any], region: Region) -> None:
+def share_padding(mask: torch.Tensor, labels: list[Any], region: SequenceRegion) -> None:
     """Set the region's `keep`, `padded_behind` and `padding_counts` from all ranks' masks and labels.
 
     One message. Every rank comes to the same answer. Padding counts where a row of it has a label, or may have one
@@ -167,7 +167,9 @@ def _has_labels(labels: Any, mask: torch.Tensor) -> bool:
     return bool(((labels != _IGNORED) & (mask == 0)).any())
 
 
-def packed_sequences(positions: torch.Tensor, region: Region) -> tuple[torch.Tensor, torch.Tensor] | Literal[False]:
+def packed_sequences(
+    positions: torch.Tensor, region: SequenceRegion
+) -> tuple[torch.Tensor, torch.Tensor] | Literal[False]:
     """(positions, number of the sequence) of all rows, where positions start anew within a row; else False.
 
     One message, none where the positions are one of the buffers that were split.
@@ -184,7 +186,7 @@ def _shifts_labels(model: nn.Module) -> bool:
     return losses is not None and loss is losses.ForCausalLMLoss
 
 
-def shifted(labels: torch.Tensor, region: Region) -> torch.Tensor:
+def shifted(labels: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
     """This rank's part of the labels, each moved to the row before it: the next row may be another rank's."""
     whole = region.whole_of(labels)
     if whole is None:

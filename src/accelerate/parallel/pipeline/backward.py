@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from .batch import Batch, Saved
-from .p2p import Arriving, Wire
+from .p2p import Arriving, P2PChannel
 
 
 class Backward:
     """Takes gradients of a batch's output through this rank's stages. `ranks[s]` is the rank that holds stage s."""
 
-    def __init__(self, stages: Iterable[int], ranks: Sequence[int], wire: Wire) -> None:
+    def __init__(self, stages: Iterable[int], ranks: Sequence[int], wire: P2PChannel) -> None:
         self.stages, self.ranks, self.wire = sorted(stages, reverse=True), ranks, wire
         self.last = len(ranks) - 1
 

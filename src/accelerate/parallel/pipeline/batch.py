@@ -40,7 +40,7 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Failure:
+class StageFailure:
     """What a stage could not do, told to the others."""
 
     stage: int
@@ -87,7 +87,7 @@ class Batch:
     tail: Saved | None = None
     divided: list[bool] = field(default_factory=list)
     output: Any = None
-    failure: Failure | None = None
+    failure: StageFailure | None = None
     error: Exception | None = None
     # Of its micro-batches in the loss, where a schedule runs it.
     weights: list[float] = field(default_factory=list)

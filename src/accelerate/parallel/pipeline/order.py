@@ -12,7 +12,7 @@ from ...config.parallel import PipelineParallelConfig
 from ...core.errors import PrepareError
 from .. import materialize
 from .flow import END, Flow
-from .split import Cut, Unit, cut_model, encoder_of, is_inside, last_units
+from .split import StageSplit, Unit, cut_model, encoder_of, is_inside, last_units
 
 
 class MisfitError(PrepareError):
@@ -27,7 +27,7 @@ class StagePlan:
     where the forward was not seen. `idle`: units that the forward did not call.
     """
 
-    cut: Cut
+    cut: StageSplit
     carried: dict[str, int]
     readers: dict[str, set[int]] | None = None
     idle: frozenset[str] = frozenset()
@@ -97,7 +97,7 @@ def decide(
     return StagePlan(cut, _carried(model, options, cut, carried), readers, idle)
 
 
-def conflict(cut: Cut, calls: Sequence[str]) -> str | None:
+def conflict(cut: StageSplit, calls: Sequence[str]) -> str | None:
     """Why stages cannot run a forward that calls its units in this order; None where they can.
 
     The rules are those of `StagedModel`: a part begins behind the unit before it, and ends with its last unit.
@@ -126,7 +126,7 @@ def conflict(cut: Cut, calls: Sequence[str]) -> str | None:
     return None
 
 
-def _carried(model: nn.Module, options: PipelineParallelConfig, cut: Cut, carried: list[str]) -> dict[str, int]:
+def _carried(model: nn.Module, options: PipelineParallelConfig, cut: StageSplit, carried: list[str]) -> dict[str, int]:
     if carried and options.schedule in ("zero_bubble", "zbv"):
         raise PrepareError(
             f"schedule={options.schedule!r} computes the gradients of inputs and of weights apart, which torch cannot "
@@ -136,7 +136,7 @@ def _carried(model: nn.Module, options: PipelineParallelConfig, cut: Cut, carrie
     return last_units(model, cut.units, carried)
 
 
-def _readers(model: nn.Module, cut: Cut, flow: Flow) -> dict[str, set[int]]:
+def _readers(model: nn.Module, cut: StageSplit, flow: Flow) -> dict[str, set[int]]:
     """Tensor -> the units that use it without owning it. Raises PrepareError for a tensor that would go apart."""
     places = {name: place for place, name in enumerate(cut.units)} | {END: len(cut.units) - 1}
     readers = {name: {places[unit] for unit in units} for name, units in flow.reads.items()}

@@ -16,7 +16,7 @@ from .stage import Spec
 _SENT = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8})
 
 
-class Wire:
+class P2PChannel:
     """Sends and receives within one pipeline group. Peers are ranks of the group.
 
     Messages between two ranks arrive in the order in which they were sent, so both sides only have to agree on that

@@ -13,7 +13,7 @@ from ...config.parallel import PipelineParallelConfig
 from ...core.errors import PrepareError
 from .flow import Flow
 from .order import StagePlan, conflict, decide
-from .split import Cut, Unit, encoder_of, is_inside
+from .split import StageSplit, Unit, encoder_of, is_inside
 
 
 def remedy(
@@ -109,7 +109,7 @@ def _fitting_points(
     fits = [
         place
         for place in range(1, len(order))
-        if not conflict(Cut(tuple(order), (0, place, len(order)), place), flow.calls)
+        if not conflict(StageSplit(tuple(order), (0, place, len(order)), place), flow.calls)
     ]
     chosen: list[int] = []
     for number in range(stages - 1):

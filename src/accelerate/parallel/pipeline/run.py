@@ -24,10 +24,10 @@ from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from . import merge
 from .backward import Backward
-from .batch import Batch, Boundary, Failure, Known, Saved, Stage
+from .batch import Batch, Boundary, Known, Saved, Stage, StageFailure
 from .inputs import Divider, key_of
-from .p2p import Arriving, Wire
-from .split import Cut
+from .p2p import Arriving, P2PChannel
+from .split import StageSplit
 from .stage import Part, Spec, StagedModel, describe, fill, holds_nan, is_spec
 
 
@@ -37,10 +37,10 @@ class Runner:
     def __init__(
         self,
         staged: StagedModel,
-        cut: Cut,
+        cut: StageSplit,
         stages: dict[int, Stage],
         ranks: Sequence[int],
-        wire: Wire,
+        wire: P2PChannel,
         divider: Divider,
         gather: bool = True,
     ) -> None:
@@ -90,7 +90,7 @@ class Runner:
         try:
             return what(batch, *arguments)
         except Exception as error:
-            batch.failure, batch.error = Failure(number, f"{type(error).__name__}: {error}"), error
+            batch.failure, batch.error = StageFailure(number, f"{type(error).__name__}: {error}"), error
             return None
 
     def _stage_forward(self, number: int, batch: Batch) -> None:
@@ -139,7 +139,7 @@ class Runner:
         else:
             told = inlets.get(key) or self.wire.receive_object(sender)
             tensors = []
-        if isinstance(told, Failure):
+        if isinstance(told, StageFailure):
             batch.failure = told
             return None, []
         inlet = inlets.setdefault(key, told)
@@ -354,7 +354,7 @@ class Runner:
         return trees.map_leaves(lambda tensor: tensor if tensor is loss else None, output)
 
     def _agree(self, batch: Batch, told: Any) -> None:
-        if isinstance(told, Failure):
+        if isinstance(told, StageFailure):
             self.wire.settle()
             if batch.error is not None:
                 raise batch.error

@@ -21,7 +21,7 @@ from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from ...core.imports import is_torch_version
 from ...precision.base import Precision
-from ..accumulated import Gradients, HeldGradients
+from ..accumulated import AccumulatedGradients, Gradients
 from ..gradients import multiply
 from . import losses, merge
 from .batch import Batch, Boundary, Known
@@ -61,7 +61,7 @@ class Scheduled:
     """Runs those batches of a pipelined model that its schedule can take. Of GPipe's own it takes none."""
 
     def __init__(
-        self, runner: Runner, options: PipelineParallelConfig, precision: Precision, held: HeldGradients
+        self, runner: Runner, options: PipelineParallelConfig, precision: Precision, held: AccumulatedGradients
     ) -> None:
         self.runner, self.options, self.precision, self.held = runner, options, precision, held
         self.rules: tuple[str, ...] = losses.RULES

@@ -25,7 +25,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageSplit:
     """Units in the order in which they compute; stage s has units[bounds[s]:bounds[s + 1]]."""
 
     units: tuple[str, ...]
@@ -82,7 +82,7 @@ def cut_model(
     carried: Sequence[str] = (),
     order: Sequence[str] = (),
     units: Sequence[Unit] | None = None,
-) -> Cut:
+) -> StageSplit:
     """Cut a model into `stages` (all of all ranks).
 
     Without `split_points` every stage begins at an entry of the largest list of blocks, or of a list in one of the
@@ -102,7 +102,7 @@ def cut_model(
     else:
         costs = [float(unit.size) for unit in units] if cost is None else cost(units)
         bounds = _balanced_bounds(model, units, costs, stages, blocks)
-    return Cut(tuple(names), tuple(bounds), min(max(blocks[-1] + 1, bounds[-2]), len(units)))
+    return StageSplit(tuple(names), tuple(bounds), min(max(blocks[-1] + 1, bounds[-2]), len(units)))
 
 
 def computing_units(model: nn.Module) -> list[Unit]:

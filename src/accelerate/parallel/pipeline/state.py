@@ -16,7 +16,7 @@ from ...core import trees
 from ...core.errors import CheckpointError
 from .. import materialize
 from ..remap import lay_out_state
-from .p2p import Wire
+from .p2p import P2PChannel
 from .stage import Spec
 
 
@@ -26,12 +26,12 @@ def _whole(value: Any) -> Any:
     return full.detach().to("cpu", copy=True)
 
 
-def _collects(wire: Wire) -> bool:
+def _collects(wire: P2PChannel) -> bool:
     """Whether this pipeline is the one that rank 0 is in."""
     return dist.get_global_rank(wire.group, 0) == 0
 
 
-def full_model_state(model: nn.Module, wire: Wire) -> dict[str, torch.Tensor]:
+def full_model_state(model: nn.Module, wire: P2PChannel) -> dict[str, torch.Tensor]:
     """The whole state under plain names, in the host memory of rank 0; empty on the others. Every rank calls it."""
     found: dict[str, Any] = {}
     copies: dict[int, torch.Tensor] = {}
@@ -117,7 +117,7 @@ def _own_names(model: nn.Module) -> dict[int, str]:
 
 
 def gathered_groups(
-    model: nn.Module, optimizer: torch.optim.Optimizer, order: Sequence[str], wire: Wire
+    model: nn.Module, optimizer: torch.optim.Optimizer, order: Sequence[str], wire: P2PChannel
 ) -> list[list[str]]:
     """The plain names in each group of an optimizer that was made from a prepared model, of all stages."""
     names = _own_names(model)
@@ -132,7 +132,7 @@ def gathered_groups(
 
 
 def full_optimizer_state(
-    model: nn.Module, optimizer: Any, groups: Sequence[Sequence[str]], wire: Wire
+    model: nn.Module, optimizer: Any, groups: Sequence[Sequence[str]], wire: P2PChannel
 ) -> dict[str, Any]:
     """The whole state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0."""
     optimizer = getattr(optimizer, "optimizer", optimizer)

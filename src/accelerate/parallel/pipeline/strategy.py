@@ -27,7 +27,7 @@ from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize, norms
-from ..accumulated import HeldGradients
+from ..accumulated import AccumulatedGradients
 from ..base import Bundle
 from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp.fsdp2 import shard_model
@@ -48,7 +48,7 @@ from .communication import gradient_volume, stage_volume
 from .gradients import Ties, average, hold_shards, local, reduce_shards
 from .inputs import Divider, keep_to_tensors
 from .order import StagePlan
-from .p2p import Wire
+from .p2p import P2PChannel
 from .plan import plan, remedy_of
 from .random import StageRandom
 from .run import Runner
@@ -80,7 +80,7 @@ class Stages:
     random: StageRandom
     shapes: dict[str, list[int]]
     template: nn.Module
-    wire: Wire
+    wire: P2PChannel
     replica_group: Any
     is_sharded: bool
     unsharded: list[nn.Parameter] = field(default_factory=list)
@@ -182,8 +182,8 @@ class PipelinedModel(ShardedModel):
         shapes = self.stages.shapes
         return [{name: shapes[name] for name in group} for group in self._names_of(optimizer)]
 
-    def accumulated_gradients(self) -> HeldGradients | None:
-        return HeldGradients(self.inner) if self._stages is None else self._stages.scheduled.held
+    def accumulated_gradients(self) -> AccumulatedGradients | None:
+        return AccumulatedGradients(self.inner) if self._stages is None else self._stages.scheduled.held
 
     def rank_state(self) -> dict[str, Any] | None:
         """How far the model's stream of random numbers is, and what is known of its loss."""
@@ -235,7 +235,7 @@ class PipelineParallel(ShardedStrategy):
         self.plugin = plugin
         if plugin is not None and precision.native_amp:
             plugin.set_mixed_precision(precision.name)
-        self.wire = Wire(self.mesh["pp"].get_group(), device)
+        self.wire = P2PChannel(self.mesh["pp"].get_group(), device)
         self.replica_group = mesh.group_of(self.mesh, "dp") if parallelism.data_parallel_size > 1 else None
         self._stage_mates: Any = None
         self.ranks = _ranks_of_stages(self.options, self.wire.size)
@@ -348,7 +348,7 @@ class PipelineParallel(ShardedStrategy):
         self._lay_out(model, stages, filled, spread)
         self.cast_parameters(model, stages.values())
         runner = Runner(staged, cut, stages, self.ranks, self.wire, divider, options.gather_output)
-        scheduled = Scheduled(runner, options, self.precision, HeldGradients(model, [model, *stages.values()]))
+        scheduled = Scheduled(runner, options, self.precision, AccumulatedGradients(model, [model, *stages.values()]))
         random = StageRandom(self.device, next(self._numbers), self.wire.rank, self.data_shard[0])
         # Of all others nobody else averages the gradients: also in stages, where modules are left whole.
         sharded = {

@@ -31,10 +31,10 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicate": kinds.Whole,
     "replicated_with_grad_allreduce": kinds.PerHead,
     # Along the sequence: the stream is split before a module, or whole again after it.
-    "sequence_split": kinds.Entry,
+    "sequence_split": kinds.SequenceEntry,
     "sequence_parallel": kinds.AlongSequence,
     "sequence_parallel_gather": lambda: kinds.AlongSequence(gather=True),
-    "sequence_gather": kinds.Exit,
+    "sequence_gather": kinds.SequenceExit,
     "rowwise_sequence": lambda: kinds.Rows(along_sequence=True),
 }
 

@@ -83,7 +83,7 @@ def draw_apart(model: nn.Module, styles: Styles, ranks: DeviceMesh) -> None:
 
 
 @dataclass
-class Region:
+class RandomRegion:
     """The modules behind whose forward numbers are drawn apart, and those before whose forward no longer.
 
     With the forward of `owner` it ends in any case: after an exception, and where a recomputation stops early.
@@ -98,14 +98,14 @@ def add_regions(model: nn.Module, styles: Styles, stream: RankStream) -> None:
     """Put a stream's regions around what lies between the layers of a plan and draws numbers in training."""
     modules = dict(model.named_modules())
     blocks = list(dict.fromkeys(_blocks_along_sequence(modules, styles)))
-    regions = [Region(block) for block in blocks]
+    regions = [RandomRegion(block) for block in blocks]
     inside = {id(module) for block in blocks for module in block.modules()}
     regions += [region for region in _between_layers(modules, styles) if id(region.owner) not in inside]
     for region in regions:
         _add(region, stream)
 
 
-def _add(region: Region, stream: RankStream) -> None:
+def _add(region: RandomRegion, stream: RankStream) -> None:
     drawing = [module for module in region.owner.modules() if draws(module)]
     if not drawing:
         return
@@ -131,20 +131,20 @@ def _add(region: Region, stream: RankStream) -> None:
     region.owner.register_forward_hook(leave, always_call=True)
 
 
-def _between_layers(modules: Modules, styles: Styles) -> list[Region]:
+def _between_layers(modules: Modules, styles: Styles) -> list[RandomRegion]:
     """The regions between layers split by columns and layers split by rows, of one part of the model each.
 
     Columns that no row follows (an output layer whose logits stay split) have none.
     """
     rows = [name for name, style in styles.items() if _reads_parts(style) and isinstance(modules[name], nn.Linear)]
-    found: dict[str, Region] = {}
+    found: dict[str, RandomRegion] = {}
     for name, style in styles.items():
         if not _gives_parts(style):
             continue
         owner = next((up for up in _outwards(name) if any(_pair(up, name, row, modules) for row in rows)), None)
         if owner is not None:
             closed = [modules[row] for row in rows if _is_inside(row, owner)]
-            found.setdefault(owner, Region(modules[owner], [], closed)).opened.append(modules[name])
+            found.setdefault(owner, RandomRegion(modules[owner], [], closed)).opened.append(modules[name])
     return list(found.values())
 
 
@@ -178,7 +178,7 @@ def _pair(owner: str, column: str, row: str, modules: Modules) -> bool:
 def _blocks_along_sequence(modules: Modules, styles: Styles) -> Iterator[nn.Module]:
     """The modules that the stream goes through while it is split along the sequence."""
     for name, style in styles.items():
-        if not any(isinstance(part, kinds.Entry) for part in _parts(style)):
+        if not any(isinstance(part, kinds.SequenceEntry) for part in _parts(style)):
             continue
         parent = name.rpartition(".")[0]
         siblings = [f"{parent}.{key}" if parent else key for key, _ in modules[parent].named_children()]
@@ -195,4 +195,4 @@ def _parts(style: ParallelStyle | None) -> Sequence[ParallelStyle | None]:
 
 
 def _ends_stream(style: ParallelStyle | None) -> bool:
-    return isinstance(style, kinds.Exit) or (isinstance(style, kinds.AlongSequence) and style.gather)
+    return isinstance(style, kinds.SequenceExit) or (isinstance(style, kinds.AlongSequence) and style.gather)

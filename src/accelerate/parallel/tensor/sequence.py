@@ -41,14 +41,14 @@ def along_sequence(model: nn.Module, styles: Styles) -> Styles:
         for norm in _norms(name, modules, styles, width):
             found[norm] = kinds.AlongSequence()
         keys = [f"{name}.{key}" for key, _ in modules[name].named_children()]
-        found[keys[0]] = kinds.Entry()
+        found[keys[0]] = kinds.SequenceEntry()
         after = _norm_after(name, modules, styles, width)
         found[after or keys[-1]] = kinds.AlongSequence(gather=True) if after else _last(len(keys) == 1)
     return found
 
 
 def _last(also_first: bool) -> ParallelStyle:
-    return kinds.Both(kinds.Entry(), kinds.Exit()) if also_first else kinds.Exit()
+    return kinds.Both(kinds.SequenceEntry(), kinds.SequenceExit()) if also_first else kinds.SequenceExit()
 
 
 def _is_row(module: nn.Module, style: object) -> bool:

@@ -123,7 +123,7 @@ class Whole(ParallelStyle):
         return module
 
 
-class Entry(ParallelStyle):
+class SequenceEntry(ParallelStyle):
     """Where the residual stream begins to be sharded along the sequence: before this module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -138,7 +138,7 @@ class Entry(ParallelStyle):
         return module
 
 
-class Exit(ParallelStyle):
+class SequenceExit(ParallelStyle):
     """Where the residual stream is whole again: after this module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names are the field's own, and one name means one thing."""
+
+import ast
+import collections
+import io
+import tokenize
+from pathlib import Path
+
+import accelerate
+
+ROOT = Path(accelerate.__file__).parent
+# Former private words for things that have a common name, and that name.
+REPLACED = {
+    "Council": "Agreement",
+    "council": "agreement",
+    "Draft": "PendingCheckpoint",
+    "GoingOn": "ResumeController",
+    "Lane": "GatherBuffer",
+    "Keeper": "RayWorker",
+    "Traffic": "CommunicationVolume",
+    "draw_alike": "sync_rng_state",
+    "others_in_place": "swappable",
+    "held_bytes": "memory_usage",
+    "preside": "collect",
+    "knock": "register",
+    "heed": "handle",
+    "open_gradients": "accumulated_gradients",
+}
+
+
+def files():
+    return sorted(path for path in ROOT.rglob("*.py") if "utils" not in path.relative_to(ROOT).parts)
+
+
+def test_no_former_name_is_left():
+    found = []
+    for path in files():
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            if token.type == tokenize.NAME and token.string in REPLACED:
+                found.append(f"{path.relative_to(ROOT)}:{token.start[0]}: {token.string} -> {REPLACED[token.string]}")
+    assert not found, "\n".join(found)
+
+
+def test_a_public_class_name_means_one_class():
+    homes = collections.defaultdict(list)
+    for path in files():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(path.relative_to(ROOT)))
+    twice = {name: places for name, places in homes.items() if len(places) > 1}
+    assert not twice, "\n".join(f"{name}: {', '.join(places)}" for name, places in twice.items())
