@@ -21,6 +21,9 @@ from accelerate.core.errors import ConfigurationError
         ("WORLD_SIZE", "1.5", "1 or more"),
         ("LOCAL_RANK", "-1", "0 or more"),
         ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "4", "0 to 3"),
+        ("PARALLELISM_CONFIG_TP_SIZE", "two", "1 or more"),
+        ("FSDP_VERSION", "3", "1 to 2"),
+        ("ACCELERATE_DEBUG_TIMEOUT", "soon", "not a number"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_accepted(monkeypatch, name, text, accepted):
@@ -38,7 +41,7 @@ def test_the_words_of_a_flag(monkeypatch, text):
 
 
 def test_the_state_and_the_launcher_check(monkeypatch):
-    from accelerate.config.launch_settings import resolve
+    from accelerate.config.launch_settings import resolve_settings
     from accelerate.state import AcceleratorState, PartialState
 
     monkeypatch.setenv("MASTER_PORT", "xyz")
@@ -46,4 +49,4 @@ def test_the_state_and_the_launcher_check(monkeypatch):
     with pytest.raises(ConfigurationError, match="MASTER_PORT"):
         PartialState(cpu=True)
     with pytest.raises(ConfigurationError, match="MASTER_PORT"):
-        resolve({}, None)
+        resolve_settings({}, None)

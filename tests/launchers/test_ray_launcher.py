@@ -5,7 +5,7 @@ import pytest
 
 from accelerate.core.errors import ConfigurationError
 from accelerate.launchers import ray as engine
-from accelerate.launchers.ray import Member, RayLauncher, _bundles, _visible
+from accelerate.launchers.ray import RayLauncher, RayMember, _bundles, _visible
 from accelerate.launchers.spec import LaunchSpec, Program
 
 SCRIPT = Program(__file__, ("--lr", "1"))
@@ -33,12 +33,12 @@ def test_what_is_reserved():
 
 def test_all_devices_of_a_machine_are_seen_in_the_order_of_its_ranks():
     def members(name, *given):
-        return [Member(None, {"devices": [number], "visible": {name: text}}) for number, text in given]
+        return [RayMember(None, {"devices": [number], "visible": {name: text}}) for number, text in given]
 
     assert _visible(members("CUDA_VISIBLE_DEVICES", ("3", "3"), ("1", "1"))) == {"CUDA_VISIBLE_DEVICES": "3,1"}
     intel = members("ONEAPI_DEVICE_SELECTOR", ("0", "level_zero:0"), ("1", "level_zero:1"))
     assert _visible(intel) == {"ONEAPI_DEVICE_SELECTOR": "level_zero:0,1"}
-    assert _visible([Member(None, {"devices": [], "visible": {"CUDA_VISIBLE_DEVICES": ""}})]) == {}
+    assert _visible([RayMember(None, {"devices": [], "visible": {"CUDA_VISIBLE_DEVICES": ""}})]) == {}
 
 
 def test_a_dry_run_needs_no_cluster():

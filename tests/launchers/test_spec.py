@@ -3,7 +3,7 @@
 
 import pytest
 
-from accelerate.config.launch_settings import resolve
+from accelerate.config.launch_settings import resolve_settings
 from accelerate.core.errors import ConfigurationError
 from accelerate.launchers import plan as planning
 from accelerate.launchers.base import Launcher
@@ -36,18 +36,18 @@ def test_processes_of_a_machine_have_global_ranks():
 
 
 def test_all_accelerators_by_default_and_by_all():
-    assert planning.plan(resolve({}), SCRIPT).num_processes == 4
-    assert planning.plan(resolve({"num_processes": "all"}), SCRIPT).num_processes == 4
-    chosen = planning.plan(resolve({"gpu_ids": "0,2"}), SCRIPT)
+    assert planning.plan(resolve_settings({}), SCRIPT).num_processes == 4
+    assert planning.plan(resolve_settings({"num_processes": "all"}), SCRIPT).num_processes == 4
+    chosen = planning.plan(resolve_settings({"gpu_ids": "0,2"}), SCRIPT)
     assert chosen.num_processes == 2
     assert chosen.variables["CUDA_VISIBLE_DEVICES"] == "0,2"
 
 
 def test_cpu_is_one_process_unless_more_are_asked_for():
-    assert planning.plan(resolve({"cpu": True}), SCRIPT).num_processes == 1
-    spec = planning.plan(resolve({"cpu": True, "num_processes": 2}), SCRIPT)
+    assert planning.plan(resolve_settings({"cpu": True}), SCRIPT).num_processes == 1
+    spec = planning.plan(resolve_settings({"cpu": True, "num_processes": 2}), SCRIPT)
     assert (spec.device, spec.num_processes, spec.variables["ACCELERATE_USE_CPU"]) == ("cpu", 2, "true")
-    assert "ACCELERATE_USE_CPU" not in planning.plan(resolve({}), SCRIPT).variables
+    assert "ACCELERATE_USE_CPU" not in planning.plan(resolve_settings({}), SCRIPT).variables
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_cpu_is_one_process_unless_more_are_asked_for():
 )
 def test_what_cannot_be_is_refused(flags, told):
     with pytest.raises(ConfigurationError, match=told):
-        planning.plan(resolve(flags), SCRIPT)
+        planning.plan(resolve_settings(flags), SCRIPT)
 
 
 def test_missing_programs_are_refused():
@@ -76,32 +76,32 @@ def test_missing_programs_are_refused():
         Program("no-such-x", kind="program"),
     ):
         with pytest.raises(ConfigurationError, match="there is no"):
-            planning.plan(resolve({}), program)
+            planning.plan(resolve_settings({}), program)
 
 
 def test_strategies_publish_their_variables_only_when_on():
-    assert not any(name.startswith(("FSDP_", "MEGATRON", "PARALLELISM")) for name in variables(resolve({})))
-    fsdp = variables(resolve({"use_fsdp": True, "fsdp_transformer_layer_cls_to_wrap": "A,B"}))
+    assert not any(name.startswith(("FSDP_", "MEGATRON", "PARALLELISM")) for name in variables(resolve_settings({})))
+    fsdp = variables(resolve_settings({"use_fsdp": True, "fsdp_transformer_layer_cls_to_wrap": "A,B"}))
     assert fsdp["ACCELERATE_USE_FSDP"] == "true"
     assert fsdp["FSDP_SHARDING_STRATEGY"] == "FULL_SHARD"
     assert fsdp["FSDP_OFFLOAD_PARAMS"] == "false"
     assert fsdp["FSDP_TRANSFORMER_CLS_TO_WRAP"] == "A,B"
     assert "FSDP_STATE_DICT_TYPE" not in fsdp
-    sizes = variables(resolve({"use_parallelism_config": True, "parallelism_config_cp_size": 2}))
+    sizes = variables(resolve_settings({"use_parallelism_config": True, "parallelism_config_cp_size": 2}))
     assert sizes["PARALLELISM_CONFIG_CP_SIZE"] == "2"
     assert sizes["PARALLELISM_CONFIG_CP_COMM_STRATEGY"] == "allgather"
     assert "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE" not in sizes
     # A size asks for the layout by itself.
     stages = {"parallelism_config_pp_size": 2, "parallelism_config_pp_schedule": "1f1b"}
-    staged = variables(resolve(stages))
+    staged = variables(resolve_settings(stages))
     assert staged["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true" and staged["PARALLELISM_CONFIG_PP_SIZE"] == "2"
     assert staged["PARALLELISM_CONFIG_PP_SCHEDULE"] == "1f1b"
     assert "PARALLELISM_CONFIG_PP_NUM_MICROBATCHES" not in staged
-    assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in variables(resolve({"parallelism_config_tp_size": 1}))
-    deepspeed = variables(resolve({"use_deepspeed": True, "zero_stage": 3, "gradient_accumulation_steps": 2}))
+    assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in variables(resolve_settings({"parallelism_config_tp_size": 1}))
+    deepspeed = variables(resolve_settings({"use_deepspeed": True, "zero_stage": 3, "gradient_accumulation_steps": 2}))
     assert deepspeed["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
     assert deepspeed["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "2"
-    fp8 = variables(resolve({"mixed_precision": "fp8", "fp8_override_linear_precision": "true,false,no"}))
+    fp8 = variables(resolve_settings({"mixed_precision": "fp8", "fp8_override_linear_precision": "true,false,no"}))
     assert fp8["ACCELERATE_FP8_OVERRIDE_FPROP"] == "true"
     assert fp8["ACCELERATE_FP8_OVERRIDE_WGRAD"] == "false"
     assert fp8["ACCELERATE_FP8_FORMAT"] == "HYBRID"
@@ -109,32 +109,32 @@ def test_strategies_publish_their_variables_only_when_on():
 
 def test_flags_without_their_switch_are_named():
     flags = {"fsdp_version": 2, "zero_stage": 3, "fp8_backend": "AO"}
-    assert idle_flags(resolve(flags)) == [
+    assert idle_flags(resolve_settings(flags)) == [
         "--fsdp_version: no effect without --use_fsdp",
         "--zero_stage: no effect without --use_deepspeed",
         "--fp8_backend: no effect without --mixed_precision fp8",
     ]
-    assert idle_flags(resolve({"fsdp_version": 2, "use_fsdp": True})) == []
-    assert idle_flags(resolve({})) == []
+    assert idle_flags(resolve_settings({"fsdp_version": 2, "use_fsdp": True})) == []
+    assert idle_flags(resolve_settings({})) == []
 
 
 def test_flag_beats_variable_beats_default(monkeypatch):
-    assert resolve({})["mixed_precision"] is None
+    assert resolve_settings({})["mixed_precision"] is None
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    settings = resolve({})
+    settings = resolve_settings({})
     assert (settings["mixed_precision"], settings.origin("mixed_precision")) == (
         "fp16",
         "variable ACCELERATE_MIXED_PRECISION",
     )
-    assert resolve({"mixed_precision": "bf16"}).origin("mixed_precision") == "flag --mixed_precision"
+    assert resolve_settings({"mixed_precision": "bf16"}).origin("mixed_precision") == "flag --mixed_precision"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf61")
     with pytest.raises(ConfigurationError, match=r"ACCELERATE_MIXED_PRECISION='bf61'.*did you mean bf16"):
-        resolve({})
+        resolve_settings({})
 
 
 def test_contradictions_name_both():
     with pytest.raises(ConfigurationError, match=r"use_fsdp \(flag --use_fsdp\) and use_deepspeed \(flag"):
-        resolve({"use_fsdp": True, "use_deepspeed": True})
+        resolve_settings({"use_fsdp": True, "use_deepspeed": True})
 
 
 def test_dry_run_shows_every_process(capsys):
@@ -156,7 +156,7 @@ def test_a_kubernetes_manifest_is_whole():
         "image": "me/train:1",
         "mixed_precision": "bf16",
     }
-    settings = resolve(flags)
+    settings = resolve_settings(flags)
     launcher = choose(planning.plan(settings, Program("/app/my_train.py", ("--lr", "1"))), settings)
     service, job = yaml.safe_load_all(launcher.dry_run())
     assert service["kind"] == "Service" and service["spec"]["clusterIP"] == "None"
@@ -175,7 +175,7 @@ def test_a_kubernetes_manifest_is_whole():
     with pytest.raises(ConfigurationError, match="dry_run"):
         launcher.run()
     with pytest.raises(ConfigurationError, match="--num_processes"):
-        planning.plan(resolve({"engine": "kubernetes"}), SCRIPT)
+        planning.plan(resolve_settings({"engine": "kubernetes"}), SCRIPT)
 
 
 def test_a_slurm_script_quotes_what_it_must(monkeypatch):
@@ -186,7 +186,7 @@ def test_a_slurm_script_quotes_what_it_must(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     program = Program(__file__, ("--name", "it's $RANK"))
     flags = {"engine": "slurm", "num_processes": 4, "num_machines": 2, "cpu": True, "num_cpu_threads_per_process": 3}
-    launcher = SlurmLauncher(planning.plan(resolve(flags), program), "--partition=gpu --time=2:00:00")
+    launcher = SlurmLauncher(planning.plan(resolve_settings(flags), program), "--partition=gpu --time=2:00:00")
     launcher.check()
     lines = launcher.batch_script().splitlines()
     assert lines[0] == "#!/bin/bash"

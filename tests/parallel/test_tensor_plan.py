@@ -122,7 +122,7 @@ def test_every_word_of_dense_models_in_transformers_is_known():
 def test_the_stream_between_split_layers_along_the_sequence():
     model = small()
     found = tensor_sequence.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
-    assert isinstance(found["layers.0"], kinds.Entry) and "layers.1" not in found
+    assert isinstance(found["layers.0"], kinds.SequenceEntry) and "layers.1" not in found
     norms = {name for name, style in found.items() if isinstance(style, kinds.AlongSequence)}
     assert norms == {"norm", *(f"layers.{i}.{part}_norm" for i in range(2) for part in ("attention", "mlp"))}
     assert "Shard(dim=1)" in str(found["layers.1.mlp.down_proj"])
@@ -130,7 +130,7 @@ def test_the_stream_between_split_layers_along_the_sequence():
     model.layers = nn.ModuleList(model.layers[:1])
     model.norm = nn.Identity()
     found = tensor_sequence.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
-    assert [type(part) for part in found["layers.0"].styles] == [kinds.Entry, kinds.Exit]
+    assert [type(part) for part in found["layers.0"].styles] == [kinds.SequenceEntry, kinds.SequenceExit]
     model.layers[0].extra = nn.Linear(16, 16)
     with pytest.raises(PrepareError, match=r"layers\.0\.extra \(Linear\) is neither split nor a norm"):
         tensor_sequence.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])

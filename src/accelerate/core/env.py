@@ -83,7 +83,10 @@ _NUMBERS: dict[str, tuple[int, int | None]] = {
     "FSDP_MIN_NUM_PARAMS": (0, None),
     "PARALLELISM_CONFIG_PP_NUM_MICROBATCHES": (1, None),
     "PARALLELISM_CONFIG_SP_SEQ_LENGTH": (1, None),
+    "FSDP_VERSION": (1, 2),
+    **{f"PARALLELISM_CONFIG_{name}_SIZE": (1, None) for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP", "PP")},
 }
+_DECIMALS = ("debug_timeout", "ACCELERATE_GRADIENT_CLIPPING")
 
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
 _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
@@ -126,6 +129,9 @@ def get_float(field: str) -> float | None:
 
 def check_run() -> None:
     """Check the typed variables of a run. ConfigurationError names the variable, its value and what is accepted."""
+    for field in _DECIMALS:
+        if get(field) != "auto":
+            get_float(field)
     for variable_name, limits in _typed().items():
         text = os.environ.get(variable_name)
         if not text or text == "auto":
