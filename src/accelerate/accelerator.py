@@ -354,7 +354,9 @@ class Accelerator(ProcessControl, RunOptions):
         """One batch of an accumulation window: gradients are synchronised at the window's last batch only."""
         if not models:
             return self._batch
-        return AccumulatedBatch(self._accumulation, tuple(self.prepared_model(model) for model in models))
+        # The usual case, without a generator: this is called for each batch.
+        prepared = (self.prepared_model(models[0]),) if len(models) == 1 else tuple(map(self.prepared_model, models))
+        return AccumulatedBatch(self._accumulation, prepared)
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
