@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import array
-import ctypes
 import hashlib
 import pickle
 import random
@@ -19,8 +18,6 @@ States = dict[str, Any]
 
 # Every process has these; the others belong to a sampler or a loader.
 GLOBAL = ("torch", "python", "numpy")
-# 624 words and the place among them.
-_MT19937_BYTES = 625 * 4
 
 
 class Generators:
@@ -43,7 +40,7 @@ class Generators:
         if self.every:
             states["python"] = random.getstate()
             if "numpy" in sys.modules:
-                states["numpy"] = _numpy_state(sys.modules["numpy"].random)
+                states["numpy"] = sys.modules["numpy"].random.get_state()
         return {**states, **self.capture_private()}
 
     def capture_private(self) -> States:
@@ -67,28 +64,6 @@ class Generators:
             generator.set_state(state)
         for generator, state in zip(self.others, states.get("private", ()), strict=False):
             _set_state(generator, state)
-
-
-# What NumPy's global generator was when it was captured last: (the memory of its bits, its state).
-_last_numpy: tuple[bytes, Any] | None = None
-
-
-def _numpy_state(random_module: Any) -> Any:
-    """`numpy.random.get_state()`, which takes 30 us, without the call where nothing was drawn since the last one.
-
-    The bits are compared in place, through the address that NumPy gives to foreign code. A second normal number that
-    NumPy keeps is not among them: while there is one, the state is always taken.
-    """
-    global _last_numpy
-    bits: Any = getattr(random_module.mtrand._rand, "_bit_generator", None)
-    if type(bits).__name__ != "MT19937":
-        return random_module.get_state()
-    memory = ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES)
-    if _last_numpy is not None and _last_numpy[0] == memory and not _last_numpy[1][3]:
-        return _last_numpy[1]
-    state = random_module.get_state()
-    _last_numpy = memory, state
-    return state
 
 
 def own_generators(*roots: Any) -> tuple[list[torch.Generator], list[Any]]:
@@ -117,8 +92,6 @@ def own_generators(*roots: Any) -> tuple[list[torch.Generator], list[Any]]:
 
 def equal(left: Any, right: Any) -> bool:
     """Whether two captured states are the same."""
-    if left is right:
-        return True
     if isinstance(left, torch.Tensor):
         return torch.equal(left, right)
     if isinstance(left, (list, tuple)):
