@@ -171,11 +171,6 @@ def publish(values: Mapping[str, Any]) -> None:
             os.environ[variable(field)] = as_text(value)
 
 
-def publish_default(field: str, value: Any) -> None:
-    """Set a field unless the user has set it."""
-    os.environ.setdefault(variable(field), as_text(value))
-
-
 def child_environment(extra: Mapping[str, Any] | None = None) -> dict[str, str]:
     """A copy of this environment with fields changed, for a process to be started. None removes one."""
     env = dict(os.environ)

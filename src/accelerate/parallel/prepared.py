@@ -64,6 +64,12 @@ class PreparedModel:
         return False
 
     @property
+    def uncompiled(self) -> nn.Module:
+        """The module inside `torch.compile`'s wrapper; `module` where it has none."""
+        inner = getattr(self.module, "_orig_mod", self.module)
+        return inner if isinstance(inner, nn.Module) else self.module
+
+    @property
     def inner(self) -> nn.Module:
         """The module inside the wrappers of this layout; its parameters are those that train."""
         return self.module

@@ -30,7 +30,7 @@ from .elementwise import is_elementwise
 from .fsdp import state as fsdp_state
 from .local_step import step_locally
 from .optimizer_scope import OPT_OUT, Scope, find_scope
-from .prepared import CommunicationVolume, GroupShapes, PreparedModel
+from .prepared import CommunicationVolume, PreparedModel
 from .pretrained import ask_for_state
 from .remap import ParameterPlaces, Replacements
 from .report import communication
@@ -68,8 +68,7 @@ class ShardedModel(PreparedModel):
 
     @property
     def inner(self) -> nn.Module:
-        inner = getattr(self.module, "_orig_mod", self.module)
-        return inner if isinstance(inner, nn.Module) else self.module
+        return self.uncompiled
 
     def units(self) -> Iterable[nn.Module]:
         """The modules in which units of FSDP2 are looked for."""
@@ -113,9 +112,6 @@ class ShardedModel(PreparedModel):
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         """Take the optimizer state of a single process, which rank 0 alone needs to hold; every rank calls it."""
         fsdp_state.load_full_optimizer_state(self.inner, optimizer, state)
-
-    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes | None:
-        return None
 
     def accumulated_gradients(self) -> AccumulatedGradients | None:
         self.reshard()

@@ -33,8 +33,7 @@ from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..pretrained import ask_for_state
 from ..report import memory
 from ..report.communication import dtype_name
-from . import fsdp1_communication as fsdp1_communication
-from . import fsdp1_state
+from . import fsdp1_communication, fsdp1_state
 from .common import AveragesUnsharded, fill_policy, refuse_unshardable
 from .fsdp1_state import PlainModel
 from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused
@@ -95,8 +94,7 @@ class Fsdp1Model(PreparedModel):
 
     @property
     def inner(self) -> nn.Module:
-        inner = getattr(self.module, "_orig_mod", self.module)
-        return inner if isinstance(inner, nn.Module) else self.module
+        return self.uncompiled
 
     @property
     def template(self) -> nn.Module | None:
