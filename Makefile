@@ -1,12 +1,13 @@
-# One entry point for users, CI and pre-commit. `make demo` and `make test` need Python 3.11 or later and make, no more.
+# The entry point for users, CI and pre-commit. `make demo` and `make test` need only Python 3.11 or later and make.
 
 .DEFAULT_GOAL := help
 
-# The first interpreter of at least 3.11; `make PYTHON=/path/to/python ...` names another.
+# The first interpreter of at least 3.11; `make PYTHON=/path/to/python ...` selects another.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-# What is installed where the environment has no torch yet: `make TORCH=torch==2.12.0 ...` for another.
+# The torch to install if the environment has none; `make TORCH=torch==2.12.0 ...` selects another.
 TORCH ?= torch==2.13.0
+DEEPSPEED ?= deepspeed==0.19.8
 VENV ?= .venv
 PEER_VENV ?= .venv-peer
 PEER ?= accelerate==1.15.0
@@ -16,7 +17,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ENGINES_STAMP := $(VENV)/.installed-engines
-# The programs of the engines that the tests run, and the Debian packages that hold them.
+# The engine programs that the tests run, and the Debian packages that provide them.
 ENGINE_PROGRAMS := mpirun.openmpi mpirun.mpich munged slurmctld slurmd sbatch ip pdsh
 ENGINE_PACKAGES := openmpi-bin mpich munge slurmctld slurmd slurm-client iproute2 pdsh
 PEER_STAMP := $(PEER_VENV)/.installed
@@ -26,52 +27,54 @@ PEER_STAMP := $(PEER_VENV)/.installed
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
-install: $(STAMP)  ## make .venv with this package, editable, and all that its tests need
+install: $(STAMP)  ## create .venv with this package (editable) and everything that its tests need
 
-demo: $(STAMP)  ## train the small GPT on two processes
+demo: $(STAMP)  ## train a small GPT on two processes
 	PATH="$(abspath $(BIN)):$$PATH" accelerate launch --num_processes 2 examples/train_gpt.py
 
-test: $(STAMP)  ## run the tests (PYTEST_ARGS is handed on)
+test: $(STAMP)  ## run the tests (PYTEST_ARGS is passed to pytest)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
-test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others, installed where absent (Debian, root)
+test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others; install missing ones (Debian, root)
 	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/engines $(PYTEST_ARGS)
 
-test-faults: $(STAMP)  ## kill runs at a hundred random moments, and all else that can go wrong with a checkpoint
+test-faults: $(STAMP)  ## kill runs at a hundred random moments, and test all other checkpoint failures
 	KILLS=100 EXITS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --timeout 3600 tests/faults tests/checkpointing \
 		tests/distributed/test_exit.py tests/distributed/test_checkpoint.py tests/distributed/test_checkpoint_faults.py \
 		tests/distributed/test_preemption.py
 
-check: $(STAMP)  ## lint, format, types, floors, public names
+check: $(STAMP)  ## check lint, format, types, import layers and public names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -p no:xdist tests/test_public_api.py tests/test_imports.py
 
-format: $(STAMP)  ## mend what lint and format can mend
+format: $(STAMP)  ## apply automatic lint fixes and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) $(PEER_STAMP)  ## this package, its peer and raw PyTorch in turn: a table of ratios
+bench: $(STAMP) $(PEER_STAMP)  ## compare this package, Hugging Face's accelerate and raw PyTorch
 	$(BIN)/python benchmarks/run.py --peer $(PEER_VENV)/bin/python
 
-gpu-check: $(STAMP)  ## what needs a GPU; says so and succeeds where there is none
+gpu-check: $(STAMP)  ## run the checks that need a GPU; succeeds without one
 	$(BIN)/python benchmarks/gpu_check.py $(if $(wildcard $(PEER_STAMP)),--peer $(PEER_VENV)/bin/python)
 
-clean:  ## remove the environments and everything made
+clean:  ## remove the environments and all generated files
 	rm -rf $(VENV) $(PEER_VENV) build dist src/*.egg-info runs outputs
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is needed; name it: make PYTHON=/path/to/python" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is required; pass its path: make PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[test,examples,text]"
+	# The build imports torch. Without operators it needs no compiler. The dependencies are in [test].
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps "$(DEEPSPEED)"
 	touch $@
 
-# Debian's own programs, and packages beside those that all tests need.
+# Debian programs and Python packages that only these tests need.
 $(ENGINES_STAMP): $(STAMP)
 	@absent=$$(for p in $(ENGINE_PROGRAMS); do PATH="$$PATH:/usr/sbin:/sbin" command -v $$p >/dev/null || echo $$p; done); \
 	test -z "$$absent" || { \
@@ -83,7 +86,7 @@ $(ENGINES_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable ".[engines]"
 	touch $@
 
-# The peer has an environment of its own, with the same torch.
+# The peer has a separate environment, with the same torch.
 $(PEER_STAMP): $(STAMP)
 	test -x $(PEER_VENV)/bin/python || $(PYTHON) -m venv $(PEER_VENV)
 	torch=$$($(BIN)/python -c 'import torch; print(torch.__version__.partition("+")[0])'); \

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small llama split over tensor-parallel ranks by hand: two autograd functions and plain tensors, nothing else."""
+"""Minimal tensor parallelism for the small Llama: plain tensors and two autograd functions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 
-class SumBack(torch.autograd.Function):
-    """What enters a split: the same on every rank; its gradient is the sum of theirs."""
+class AllReduceBackward(torch.autograd.Function):
+    """Identity in the forward pass, all-reduce of the gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -24,8 +24,8 @@ class SumBack(torch.autograd.Function):
         return gradient
 
 
-class Sum(torch.autograd.Function):
-    """What leaves a split: the sum over the ranks."""
+class AllReduceForward(torch.autograd.Function):
+    """All-reduce in the forward pass, identity in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Sum(torch.autograd.Function):
 
 
 def split(model: nn.Module) -> nn.Module:
-    """The model of `examples/parallel/llama.py` with this rank's part of each block's matrices, in place."""
+    """Replace the matrices of each block of `examples/parallel/llama.py` by the shards of this rank, in place."""
     size = dist.get_world_size()
     for layer in model.layers:
         layer.attention.num_heads //= size
@@ -49,10 +49,10 @@ def split(model: nn.Module) -> nn.Module:
     return model
 
 
-def _split(part: nn.Module, columns: tuple[str, ...], row: str) -> None:
+def _split(module: nn.Module, columns: tuple[str, ...], row: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for name, dimension in (*((name, 0) for name in columns), (row, 1)):
-        linear = getattr(part, name)
+        linear = getattr(module, name)
         linear.weight = nn.Parameter(linear.weight.detach().chunk(size, dimension)[rank].clone())
-    part.register_forward_pre_hook(lambda module, args: (SumBack.apply(args[0]), *args[1:]))
-    getattr(part, row).register_forward_hook(lambda module, args, output: Sum.apply(output))
+    module.register_forward_pre_hook(lambda _, args: (AllReduceBackward.apply(args[0]), *args[1:]))
+    getattr(module, row).register_forward_hook(lambda _, args, output: AllReduceForward.apply(output))

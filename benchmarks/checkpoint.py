@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint costs: 100M parameters with AdamW (1.2 GB), beside torch.save and fsync of the same tensors.
+"""Time to save and load a checkpoint of 100M parameters with AdamW (1.2 GB), compared with torch.save and fsync.
 
-And what it costs to go on a thousand batches into an epoch.
+Also measures the time to resume a data loader after a thousand batches of an epoch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ROUNDS = 5
 BATCH, SKIPPED = 8, 1000
 
 
-def big_run(accelerator):
-    """96 blocks of 1024 x 1024 weights, whose optimizer has stepped."""
+def large_model(accelerator):
+    """Return a model with 96 linear layers of 1024 x 1024, and its optimizer after one step."""
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(96)))
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -42,8 +42,8 @@ def raw_save(model, optimizer, path: Path) -> None:
     os.close(descriptor)
 
 
-def forget(folder: Path) -> None:
-    """Drop the folder from the system's file cache, so that a load reads the disk."""
+def drop_file_cache(folder: Path) -> None:
+    """Drop the folder from the file cache of the system, so that a load reads from the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -53,8 +53,8 @@ def forget(folder: Path) -> None:
 
 
 def raw_read(folder: Path) -> None:
-    """Every byte of the folder from the disk into memory that is mapped already: what any load costs at least."""
-    forget(folder)
+    """Read all files from the disk into a reused buffer: the lower bound for a load."""
+    drop_file_cache(folder)
     buffer = memoryview(bytearray(8 << 20))
     for path in folder.rglob("*"):
         if path.is_file():
@@ -64,33 +64,33 @@ def raw_read(folder: Path) -> None:
 
 
 def background_wait(accelerator, folder: Path) -> float:
-    """Seconds for which a background save holds the loop; the save before is finished first."""
+    """Return the median seconds for which a background save blocks the loop."""
     waits = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
         accelerator.save_state(str(folder), blocking=False)
         waits.append(time.perf_counter() - begin)
-        accelerator.save_state(str(folder))
+        accelerator.save_state(str(folder))  # waits for the background save
     return sorted(waits)[len(waits) // 2]
 
 
-def verify_whole(folder: Path) -> None:
-    """Print what it costs to read a checkpoint and compare it with its checksums; nothing where there are none."""
+def time_verify(folder: Path) -> None:
+    """Print the time to verify the checksums of a checkpoint, if the installed `accelerate` has any."""
     try:
         from accelerate.checkpointing import verify
     except ImportError:
         return
 
     def check() -> None:
-        forget(folder)
+        drop_file_cache(folder)
         verify(folder)
 
     seconds = alternate({"raw": lambda: raw_read(folder), "own": check}, rounds=ROUNDS, warmup=1)
     emit("checkpoint verify", "ms", seconds["raw"], seconds["own"])
 
 
-class Read(Dataset):
-    """100,000 numbers; notes how often one is read."""
+class CountingDataset(Dataset):
+    """100,000 numbers. Counts the reads."""
 
     reads = 0
 
@@ -103,8 +103,8 @@ class Read(Dataset):
 
 
 def resume_data(accelerator) -> float:
-    """Seconds from a position 1,000 batches into an epoch to the batch that follows it; the median."""
-    data = Read()
+    """Return the median seconds to resume a loader after 1,000 batches and read the next batch."""
+    data = CountingDataset()
     waits = []
     for _ in range(ROUNDS):
         loader = accelerator.prepare(DataLoader(data, batch_size=BATCH, shuffle=True))
@@ -113,7 +113,7 @@ def resume_data(accelerator) -> float:
             batches = iter(loader)
             for _ in range(SKIPPED):
                 next(batches)
-            # The peer's loaders have a state where torchdata is installed, and the method everywhere.
+            # Without torchdata, the peer's loaders have the method but raise AttributeError.
             with contextlib.suppress(AttributeError):
                 state = loader.state_dict()
             loader = accelerator.prepare(DataLoader(data, batch_size=BATCH, shuffle=True))
@@ -131,23 +131,23 @@ def resume_data(accelerator) -> float:
 
 
 def memory(name: str) -> int:
-    """A line of the system's account of this process, in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 def load_memory(load) -> None:
-    """Print the most memory that a load takes over what was resident before it."""
+    """Print the peak memory of a load in addition to the resident memory before it."""
     clear = Path("/proc/self/clear_refs")
     if not clear.exists():
         return
-    found = []
+    peaks = []
     for _ in range(ROUNDS):
-        clear.write_text("5")  # forgets the highest use so far
+        clear.write_text("5")  # resets VmHWM, the peak resident memory
         before = memory("VmRSS")
         load()
-        found.append(memory("VmHWM") - before)
-    print(json.dumps({"what": "checkpoint load memory", "unit": "MB", "raw": None, "own": max(found) / 1e6}))
+        peaks.append(memory("VmHWM") - before)
+    print(json.dumps({"name": "checkpoint load memory", "unit": "MB", "raw": None, "own": max(peaks) / 1e6}))
 
 
 def main() -> None:
@@ -156,7 +156,7 @@ def main() -> None:
     accelerator = Accelerator(cpu=True)
     emit("checkpoint resume data", "ms", None, resume_data(accelerator))
     accelerator.free_memory()
-    model, optimizer = big_run(accelerator)
+    model, optimizer = large_model(accelerator)
     with tempfile.TemporaryDirectory(dir=os.getcwd()) as root:
         folder, file = Path(root) / "checkpoint", Path(root) / "raw.bin"
 
@@ -173,19 +173,19 @@ def main() -> None:
         save()
 
         def load() -> None:
-            forget(folder)
+            drop_file_cache(folder)
             accelerator.load_state(str(folder))
 
         seconds = alternate({"raw": lambda: raw_read(folder), "own": load}, rounds=ROUNDS, warmup=1)
         emit("checkpoint load", "ms", seconds["raw"], seconds["own"])
         load_memory(load)
-        verify_whole(folder)
+        time_verify(folder)
         if "blocking" in inspect.signature(accelerator.save_state).parameters:
-            waited = background_wait(accelerator, folder)
+            wait = background_wait(accelerator, folder)
         else:
-            # Without a background save the loop waits for the whole of it.
-            waited = alternate({"own": save}, rounds=ROUNDS, warmup=1)["own"]
-        emit("checkpoint wait", "ms", None, waited)
+            # Without background saves, the loop waits for the entire save.
+            wait = alternate({"own": save}, rounds=ROUNDS, warmup=1)["own"]
+        emit("checkpoint wait", "ms", None, wait)
         accelerator.end_training()
 
 

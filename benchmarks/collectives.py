@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers between two gloo ranks over the same bytes in one raw collective: a tensor, a nested batch, objects."""
+"""Gathers of a tensor, a nested batch and objects between two gloo ranks, compared with one plain collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from timing import alternate, emit
 ROUNDS = 41
 REPEAT = 25
 
-# torch 2.13 calls it all_gather_single; both do the same.
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -35,7 +35,7 @@ def raw_gather_object(value: object) -> Callable[[], list[object]]:
 
 
 def nested_batch() -> dict[str, object]:
-    """Eight tensors as an evaluation step has them."""
+    """Return eight tensors, nested like the output of an evaluation step."""
     return {
         "logits": torch.randn(16, 10),
         "labels": torch.randint(0, 10, (16,)),
@@ -50,14 +50,14 @@ def nested_batch() -> dict[str, object]:
 def total_bytes(data: object) -> int:
     if isinstance(data, torch.Tensor):
         return data.numel() * data.element_size()
-    parts = data.values() if isinstance(data, dict) else data
-    return sum(total_bytes(part) for part in parts)  # type: ignore[attr-defined]
+    values = data.values() if isinstance(data, dict) else data
+    return sum(total_bytes(value) for value in values)  # type: ignore[attr-defined]
 
 
-def measure(what: str, raw: Callable[[], object], own: Callable[[], object], repeat: int = REPEAT) -> None:
+def measure(name: str, raw: Callable[[], object], own: Callable[[], object], repeat: int = REPEAT) -> None:
     seconds = alternate({"raw": raw, "own": own}, rounds=ROUNDS, repeat=repeat)
     if dist.get_rank() == 0:
-        emit(what, "us", seconds["raw"], seconds["own"])
+        emit(name, "us", seconds["raw"], seconds["own"])
 
 
 def main() -> None:

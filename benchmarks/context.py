@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step over one long sequence: plain on one process, and split over the ranks; with what attention sends.
+"""A step over one long sequence: on one process, and split over the ranks. Includes the communication volume.
 
-Start it with `torchrun --nproc-per-node 2 benchmarks/context.py [length]`. Each process computes with one thread.
+Run `torchrun --nproc-per-node 2 benchmarks/context.py [length]`. Each process uses one thread.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def build() -> tuple[Llama, torch.optim.Optimizer]:
 
 
 def plain_step(tokens: torch.Tensor) -> Callable[[], None]:
-    """On the first rank alone; the others wait."""
+    """Train on rank 0 while the other ranks wait."""
     model, optimizer = build()
 
     def run() -> None:
@@ -76,19 +76,19 @@ def main() -> None:
     length = int(sys.argv[1]) if len(sys.argv) > 1 else 4096
     Accelerator(cpu=True)
     tokens = torch.randint(256, (1, length + 1), generator=torch.Generator().manual_seed(1))
-    contestants = {"plain": plain_step(tokens)}
+    steps = {"plain": plain_step(tokens)}
     accelerators = {}
     for name, layout in layouts(dist.get_world_size()).items():
         AcceleratorState._reset_state()
         accelerators[name] = Accelerator(cpu=True, parallelism_config=layout)
-        contestants[name] = split_step(tokens, accelerators[name])
-    seconds = alternate(contestants, rounds=5, warmup=1)
+        steps[name] = split_step(tokens, accelerators[name])
+    seconds = alternate(steps, rounds=5, warmup=1)
     if dist.get_rank():
         return
     for name, accelerator in accelerators.items():
-        parts = accelerator.strategy.sequence.traffic(1)
-        sent = {"messages": sum(part.messages for part in parts), "bytes": sum(part.sent for part in parts)}
-        emit(f"{name}, {length} rows", "ms", seconds["plain"], seconds[name], **sent)
+        volumes = accelerator.strategy.sequence.communication_volume(1)
+        sent = {"messages": sum(each.messages for each in volumes), "bytes": sum(each.sent for each in volumes)}
+        emit(f"{name}, {length} tokens", "ms", seconds["plain"], seconds[name], **sent)
 
 
 if __name__ == "__main__":

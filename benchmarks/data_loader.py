@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared loaders over the raw torch loaders they were made of, microseconds a batch."""
+"""Time per batch of prepared loaders, compared with the torch loaders that they wrap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEATURES, LABELS = torch.randn(64 * BATCHES, 16), torch.randint(0, 10, (64 * BAT
 
 
 class Samples(Dataset):
-    """A list of samples, as most datasets give them."""
+    """A map-style dataset of dictionaries."""
 
     def __init__(self, length: int) -> None:
         self.samples = [{"x": FEATURES[index], "y": int(LABELS[index])} for index in range(length)]
@@ -37,6 +37,13 @@ class Stream(IterableDataset):
         return iter(self.samples)
 
 
+class Generator(Stream):
+    """The same stream as a generator function, which might draw random numbers."""
+
+    def __iter__(self) -> Iterator[dict[str, object]]:
+        yield from self.samples
+
+
 def loaders(size: int) -> dict[str, DataLoader]:
     length = size * BATCHES
     return {
@@ -45,6 +52,7 @@ def loaders(size: int) -> dict[str, DataLoader]:
         ),
         f"loader: samples, batch {size}": DataLoader(Samples(length), batch_size=size, shuffle=True),
         f"loader: stream, batch {size}": DataLoader(Stream(length), batch_size=size),
+        f"loader: generator stream, batch {size}": DataLoader(Generator(length), batch_size=size),
     }
 
 
@@ -56,10 +64,10 @@ def read(loader: DataLoader) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     for size in (8, 64):
-        for what, raw in loaders(size).items():
+        for name, raw in loaders(size).items():
             own = prepare_data_loader(raw, num_processes=1, process_index=0)
             seconds = alternate({"raw": lambda: read(raw), "own": lambda: read(own)}, rounds=ROUNDS, repeat=1)  # noqa: B023
-            emit(what, "us", seconds["raw"] / BATCHES, seconds["own"] / BATCHES)
+            emit(name, "us", seconds["raw"] / BATCHES, seconds["own"] / BATCHES)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What needs a GPU: training in each precision, scaling, prefetch, pinned copies, a launched run; values, then times.
+"""Checks that need a GPU: mixed precision, loss scaling, prefetching, pinned memory and launching. Then benchmarks.
 
-Without a GPU it says so and succeeds. `--cpu` runs the same checks on the processor, to try the checks themselves.
-With `--peer PYTHON` the times are taken beside that interpreter's accelerate.
+Exits with code 0 if there is no GPU. `--cpu` runs the same checks on the CPU, to test this script. `--peer PYTHON`
+also runs the benchmarks with the `accelerate` of that interpreter.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def make_loader(pin: bool = False, batches: int = BATCHES, batch: int = BATCH) -
 
 
 def raw_losses(device: torch.device, dtype: torch.dtype | None) -> list[float]:
-    """The losses of a plain PyTorch loop: autocast, and a gradient scaler where the precision needs one."""
+    """Return the losses of a plain PyTorch loop with autocast, and with a gradient scaler in fp16."""
     model = make_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
@@ -78,7 +78,7 @@ def own_losses(cpu: bool, precision: str, pin: bool = False) -> list[float]:
     model, optimizer, loader = accelerator.prepare(model, optimizer, make_loader(pin))
     losses = []
     for x, y in loader:
-        assert x.device.type == accelerator.device.type, f"the batch is on {x.device}, not on {accelerator.device}"
+        assert x.device.type == accelerator.device.type, f"expected the batch on {accelerator.device}, got {x.device}"
         loss = cross_entropy(model(x), y)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -88,20 +88,20 @@ def own_losses(cpu: bool, precision: str, pin: bool = False) -> list[float]:
     return losses
 
 
-def close(found: list[float], wanted: list[float], tolerance: float) -> None:
-    assert len(found) == len(wanted), f"{len(found)} losses, not {len(wanted)}"
-    worst = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
-    assert worst <= tolerance, f"the losses differ by {worst:.2e}, more than {tolerance:.0e}"
+def assert_close(actual: list[float], expected: list[float], tolerance: float) -> None:
+    assert len(actual) == len(expected), f"expected {len(expected)} losses, got {len(actual)}"
+    difference = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
+    assert difference <= tolerance, f"the losses differ by {difference:.2e}, more than {tolerance:.0e}"
 
 
 def check_precision(device: torch.device, precision: str) -> None:
-    """The losses of a run equal those of the plain loop in the same precision."""
-    # The same kernels in the same order: what is left is the order of atomic additions, if any.
-    close(own_losses(device.type == "cpu", precision), raw_losses(device, DTYPES[precision]), 1e-4)
+    """Check that the losses equal those of the plain loop in the same precision."""
+    # Both run the same kernels in the same order. Only the order of atomic additions may differ.
+    assert_close(own_losses(device.type == "cpu", precision), raw_losses(device, DTYPES[precision]), 1e-4)
 
 
 def check_skipped_step(device: torch.device) -> None:
-    """In fp16 an infinite gradient skips the step, says so, and leaves the parameters alone."""
+    """Check that an infinite gradient in fp16 skips the step, reports it and leaves the parameters unchanged."""
     from accelerate import Accelerator
 
     fresh_state()
@@ -116,46 +116,48 @@ def check_skipped_step(device: torch.device) -> None:
         optimizer.zero_grad()
         if skipped:
             assert accelerator.optimizer_step_was_skipped, (
-                "the step with an infinite gradient was not reported skipped"
+                "a step with an infinite gradient was not reported as skipped"
             )
             for old, new in zip(before, model.parameters(), strict=True):
                 assert torch.equal(old, new.detach()), "a skipped step changed a parameter"
 
 
 def check_pinned(device: torch.device) -> None:
-    """Pinned memory and copies that do not block give the same losses."""
-    close(own_losses(device.type == "cpu", "no", pin=device.type != "cpu"), raw_losses(device, None), 1e-4)
+    """Check that pinned memory with non-blocking copies gives the same losses."""
+    assert_close(own_losses(device.type == "cpu", "no", pin=device.type != "cpu"), raw_losses(device, None), 1e-4)
 
 
 def check_loader_values(device: torch.device) -> None:
-    """Every batch arrives whole, in order and on the device, also when the next one is copied meanwhile."""
+    """Check that prefetched batches arrive complete and in order."""
     from accelerate import Accelerator, DataLoaderConfiguration
 
     fresh_state()
     options = DataLoaderConfiguration(non_blocking=True)
     accelerator = Accelerator(cpu=device.type == "cpu", dataloader_config=options)
     loader = accelerator.prepare(make_loader(pin=device.type != "cpu"))
-    kept = []
+    batches = []
     for x, y in loader:
-        kept.append((x, y))
-        _ = (x @ x.T).sum()  # work on the device beside the next copy
-    for (x, y), (wanted_x, wanted_y) in zip(kept, make_loader(), strict=True):
-        assert torch.equal(x.cpu(), wanted_x) and torch.equal(y.cpu(), wanted_y), "a batch differs from its samples"
+        batches.append((x, y))
+        _ = (x @ x.T).sum()  # overlaps with the next copy
+    for (x, y), (expected_x, expected_y) in zip(batches, make_loader(), strict=True):
+        assert torch.equal(x.cpu(), expected_x) and torch.equal(y.cpu(), expected_y), (
+            "a batch differs from its samples"
+        )
 
 
 def check_launched(device: torch.device, processes: int) -> None:
-    """`accelerate launch` on this machine's devices: the losses of all ranks together equal the plain loop's."""
+    """Check that the mean losses of a launched run equal those of the plain loop."""
     command = [sys.executable, "-m", "accelerate.commands.main", "launch", "--num_processes", str(processes)]
     if device.type == "cpu":
         command.append("--cpu")
     done = subprocess.run([*command, __file__, "--worker"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stderr[-2000:]}"
-    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
-    close(found, raw_losses(device, None), 1e-3)
+    losses = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+    assert_close(losses, raw_losses(device, None), 1e-3)
 
 
 def worker() -> None:
-    """One rank of a launched run over the same global batches: prints the mean losses of all ranks."""
+    """Train on one rank with the same global batches, and print the mean losses over all ranks."""
     from accelerate import Accelerator
 
     accelerator = Accelerator()
@@ -175,8 +177,8 @@ def worker() -> None:
     accelerator.end_training()
 
 
-def take_times(device: torch.device) -> None:
-    """Print what a step and an epoch of the loader cost here, beside the plain loop: one JSON line each."""
+def benchmark(device: torch.device) -> None:
+    """Time a step and a loader with this package and with plain PyTorch. Prints one JSON line each."""
     from accelerate import Accelerator
 
     fresh_state()
@@ -187,7 +189,7 @@ def take_times(device: torch.device) -> None:
         if not cpu:
             torch.cuda.synchronize()
 
-    x, y = (part.to(device) for part in next(iter(make_loader())))
+    x, y = (tensor.to(device) for tensor in next(iter(make_loader())))
     raw_model = make_model().to(device)
     raw_optimizer = torch.optim.AdamW(raw_model.parameters(), lr=1e-3)
     own_model = make_model()
@@ -235,7 +237,7 @@ def take_times(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def reported(name: str, failures: list[str]) -> Iterator[None]:
+def report_result(name: str, failures: list[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -246,35 +248,35 @@ def reported(name: str, failures: list[str]) -> Iterator[None]:
 
 
 def checks(device: torch.device) -> dict[str, Callable[[], None]]:
-    several = min(2, torch.cuda.device_count()) if device.type == "cuda" else 2
-    found: dict[str, Callable[[], None]] = {
+    processes = min(2, torch.cuda.device_count()) if device.type == "cuda" else 2
+    result: dict[str, Callable[[], None]] = {
         f"training in {name}": lambda name=name: check_precision(device, name) for name in DTYPES
     }
-    found["a skipped step in fp16"] = lambda: check_skipped_step(device)
-    found["prefetched batches are whole"] = lambda: check_loader_values(device)
-    found["pinned memory, copies that do not block"] = lambda: check_pinned(device)
-    for processes in sorted({1, several}):
-        found[f"launched on {processes} process(es)"] = lambda n=processes: check_launched(device, n)
-    return found
+    result["skipped step in fp16"] = lambda: check_skipped_step(device)
+    result["prefetched batches"] = lambda: check_loader_values(device)
+    result["pinned memory, non-blocking copies"] = lambda: check_pinned(device)
+    for count in sorted({1, processes}):
+        result[f"launched on {count} process(es)"] = lambda n=count: check_launched(device, n)
+    return result
 
 
 def large_models(peer: str | None, small: bool) -> None:
-    """Tokens a second, MFU and memory of a large model: plain PyTorch, ours, the peer's; fp8 where it is there."""
-    script, shared = str(Path(__file__).with_name("gpu_llama.py")), ["--small", "--steps", "3"] if small else []
+    """Benchmark a large model with plain PyTorch, this package, the peer and, if torchao is installed, fp8."""
+    script, options = str(Path(__file__).with_name("gpu_llama.py")), ["--small", "--steps", "3"] if small else []
     runs = [("raw", sys.executable, ["--variant", "raw"]), ("ours", sys.executable, ["--variant", "api"])]
     if peer is not None:
         runs.append(("peer", peer, ["--variant", "api"]))
     if importlib.util.find_spec("torchao") is not None and not small:
         runs.append(("ours, fp8", sys.executable, ["--variant", "api", "--fp8"]))
-    for who, python, options in runs:
-        done = subprocess.run([python, script, *options, *shared], capture_output=True, text=True, timeout=600)
-        print(f"{who}: {done.stdout.strip() or 'failed: ' + done.stderr[-1000:]}")
+    for package, python, variant in runs:
+        done = subprocess.run([python, script, *variant, *options], capture_output=True, text=True, timeout=600)
+        print(f"{package}: {done.stdout.strip() or 'failed: ' + done.stderr[-1000:]}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", help="the interpreter of the environment that has the peer")
-    parser.add_argument("--cpu", action="store_true", help="run the checks on the processor")
+    parser.add_argument("--peer", help="Python interpreter of the environment with the peer")
+    parser.add_argument("--cpu", action="store_true", help="run the checks on the CPU")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--times", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -282,22 +284,22 @@ def main() -> int:
         worker()
         return 0
     if not (args.cpu or torch.cuda.is_available()):
-        print("no GPU here: there is nothing to check")
+        print("no GPU available: nothing to check")
         return 0
     device = torch.device("cpu" if args.cpu else "cuda:0")
     if args.times:
-        take_times(device)
+        benchmark(device)
         return 0
-    print(f"on {'the processor' if args.cpu else torch.cuda.get_device_name(0)}, torch {torch.__version__}")
+    print(f"device: {'CPU' if args.cpu else torch.cuda.get_device_name(0)}, torch {torch.__version__}")
     failures: list[str] = []
     for name, check in checks(device).items():
-        with reported(name, failures):
+        with report_result(name, failures):
             check()
-    for who, python in (("ours", sys.executable), ("peer", args.peer)):
+    for package, python in (("ours", sys.executable), ("peer", args.peer)):
         if python is not None:
             command = [python, str(Path(__file__)), "--times", *(["--cpu"] if args.cpu else [])]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-            print(f"{who}:\n{done.stdout or done.stderr[-1000:]}", end="")
+            print(f"{package}:\n{done.stdout or done.stderr[-1000:]}", end="")
     large_models(args.peer, args.cpu)
     return 1 if failures else 0
 

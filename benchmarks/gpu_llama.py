@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a llama-shaped model of a billion parameters on one GPU: tokens a second, MFU, peak memory; one JSON line.
+"""Train a Llama with a billion parameters on one GPU. Prints tokens per second, MFU and peak memory as a JSON line.
 
-    python benchmarks/gpu_llama.py --variant raw      plain PyTorch: fully_shard, compiled blocks
-    python benchmarks/gpu_llama.py --variant api      the same through accelerate, whichever this interpreter has
+    python benchmarks/gpu_llama.py --variant raw      plain PyTorch: fully_shard and compiled blocks
+    python benchmarks/gpu_llama.py --variant api      the same with the installed accelerate
     python benchmarks/gpu_llama.py --variant api --fp8
 
-bf16 over fp32 shards, FSDP2 of one rank, each block compiled, torch's best attention, sequence 2048. `--small` makes
-it run anywhere, to try the script itself.
+Uses FSDP2 on one rank with fp32 shards and bf16 compute, compiled blocks, scaled dot product attention and sequences
+of 2048 tokens. `--small` trains a tiny model, to test the script on any machine.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "parallel"))
 from llama import Block, Llama, LlamaConfig
 
-# bf16 multiplications and additions a second without sparsity, by a part of the device's name (makers' data sheets)
+# Peak dense bf16 FLOP/s from the data sheets. The keys are substrings of device names.
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}
 
 
 def sizes(small: bool) -> tuple[LlamaConfig, int, int]:
-    """(model, batch, sequence length)."""
+    """Return the model configuration, the batch size and the sequence length."""
     if small:
         return LlamaConfig(vocabulary=512, width=64, hidden=128, layers=2), 2, 64
     return LlamaConfig(vocabulary=32000, width=2048, hidden=5632, layers=22, heads=32, kv_heads=4), 8, 2048
 
 
-def flops_of_a_token(model: torch.nn.Module, config: LlamaConfig, length: int) -> float:
-    """Forward and backward: 6 for each parameter that multiplies, and causal attention's half square."""
-    multiplying = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
-    return 6.0 * multiplying + 6.0 * config.layers * config.width * length
+def flops_per_token(model: torch.nn.Module, config: LlamaConfig, length: int) -> float:
+    """Return the FLOPs of forward and backward: 6 per matrix parameter, plus causal attention."""
+    matrix_parameters = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
+    return 6.0 * matrix_parameters + 6.0 * config.layers * config.width * length
 
 
 def plain(model: torch.nn.Module, device: torch.device) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
@@ -51,8 +51,7 @@ def plain(model: torch.nn.Module, device: torch.device) -> tuple[torch.nn.Module
     model.to(device)
     for block in model.layers:
         fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    whole = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    fully_shard(model, mp_policy=whole)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
     for block in model.layers:
         block.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -90,15 +89,15 @@ def through_api(model: torch.nn.Module, fp8: bool) -> tuple[torch.nn.Module, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=("raw", "api"), required=True)
-    parser.add_argument("--fp8", action="store_true", help="torchao's float8 layers (api only)")
-    parser.add_argument("--small", action="store_true", help="a tiny model, to try this script")
+    parser.add_argument("--fp8", action="store_true", help="use torchao's float8 layers (api only)")
+    parser.add_argument("--small", action="store_true", help="train a tiny model, to test this script")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     config, batch, length = sizes(args.small)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     model = Llama(config)
-    work = flops_of_a_token(model, config, length)
+    token_flops = flops_per_token(model, config, length)
     parameters = sum(p.numel() for p in model.parameters())
     model, optimizer, backward = plain(model, device) if args.variant == "raw" else through_api(model, args.fp8)
     ids = torch.randint(0, config.vocabulary, (batch, length), device=device)
@@ -123,12 +122,12 @@ def main() -> None:
     seconds = (time.perf_counter() - begin) / args.steps
     rate = batch * length / seconds
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    peak = next((value for part, value in PEAK.items() if part in name), None)
+    peak = next((flops for key, flops in PEAK.items() if key in name), None)
     line = {
-        "what": f"llama {parameters / 1e6:.0f}M {args.variant}{' fp8' if args.fp8 else ''}",
+        "name": f"llama {parameters / 1e6:.0f}M {args.variant}{' fp8' if args.fp8 else ''}",
         "device": name,
         "tokens_per_second": round(rate),
-        "mfu": None if peak is None else round(rate * work / peak, 4),
+        "mfu": None if peak is None else round(rate * token_flops / peak, 4),
         "peak_GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
         "loss": round(final, 4),
     }

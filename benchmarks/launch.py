@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a launcher takes: its help, the way to a script's first line, 64 programs started, joined and logged."""
+"""Time of the launcher: its help, the start of a script, and 64 processes with a log each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from timing import emit
 BIN = Path(sys.executable).parent
 ROUNDS = 5
 MANY = 64
-# What a launched script does: its first line notes the time under the name of its rank.
+# The launched script writes the time of its first line to a file named after its rank.
 FIRST_LINE = (
     "import time; now = time.time()\n"
     "import os, sys; open(os.path.join(sys.argv[1], os.environ.get('RANK', '0')), 'w').write(repr(now))\n"
@@ -25,62 +25,62 @@ FIRST_LINE = (
 
 
 def run(command: list[str]) -> bool:
-    """Whether a command ended well. Its output is nobody's business here."""
+    """Run a command without output. Return whether it succeeded."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
     return subprocess.run(command, timeout=120, **quiet).returncode == 0
 
 
-def whole(command: list[str]) -> float | None:
+def time_command(command: list[str]) -> float | None:
     begin = time.time()
     return time.time() - begin if run(command) else None
 
 
-def to_first_line(before: list[str], processes: int) -> float | None:
-    """Seconds from the shell to the first line of the last process; None where fewer processes came."""
+def to_first_line(prefix: list[str], processes: int) -> float | None:
+    """Return the seconds until the last process runs its first line, or None if a process is missing."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
         script.write_text(FIRST_LINE)
-        notes = Path(folder) / "notes"
-        notes.mkdir()
+        times_dir = Path(folder) / "times"
+        times_dir.mkdir()
         begin = time.time()
-        if not run([*before, str(script), str(notes)]):
+        if not run([*prefix, str(script), str(times_dir)]):
             return None
-        times = [float(note.read_text()) for note in notes.iterdir()]
+        times = [float(file.read_text()) for file in times_dir.iterdir()]
         return max(times) - begin if len(times) == processes else None
 
 
-def many(command: Callable[[str], list[str]]) -> float | None:
-    """Seconds for a launch of MANY programs with a log of each; None where there are fewer logs."""
+def time_many(command: Callable[[str], list[str]]) -> float | None:
+    """Return the seconds to launch MANY processes with a log each, or None if a log is missing."""
     with tempfile.TemporaryDirectory() as folder:
-        seconds = whole(command(folder))
+        seconds = time_command(command(folder))
         logs = {path.parent for path in Path(folder).rglob("stdout.log")}
         return seconds if len(logs) == MANY else None
 
 
-def medians(contestants: dict[str, Callable[[], float | None]], rounds: int) -> dict[str, float | None]:
-    """The median of each, in turn; the first round, which reads the files from the disk, does not count."""
-    taken: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(rounds + 1):
-        for name, measure in contestants.items():
+def medians(measurements: dict[str, Callable[[], float | None]], rounds: int) -> dict[str, float | None]:
+    """Return the median of each measurement. They run in turn. The first round warms the file cache and is dropped."""
+    results: dict[str, list[float]] = {name: [] for name in measurements}
+    for round_number in range(rounds + 1):
+        for name, measure in measurements.items():
             seconds = measure()
-            if seconds is not None and turn:
-                taken[name].append(seconds)
-    for name, values in taken.items():
+            if seconds is not None and round_number:
+                results[name].append(seconds)
+    for name, values in results.items():
         print(f"{name}: {[round(value, 3) for value in sorted(values)]}", file=sys.stderr)
-    return {name: statistics.median(values) if len(values) == rounds else None for name, values in taken.items()}
+    return {name: statistics.median(values) if len(values) == rounds else None for name, values in results.items()}
 
 
-def report(what: str, unit: str, raw: float | None, own: float | None) -> None:
+def report(name: str, unit: str, raw: float | None, own: float | None) -> None:
     if own is not None:
-        emit(what, unit, raw, own)
+        emit(name, unit, raw, own)
 
 
 def main() -> None:
-    os.environ["HF_HOME"] = tempfile.mkdtemp()  # nobody's own configuration
+    os.environ["HF_HOME"] = tempfile.mkdtemp()  # ignore the configuration of the user
     launch = [str(BIN / "accelerate"), "launch"]
     torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node"]
     cpu = [*launch, "--cpu", "--num_processes"]
-    found = medians({"help": lambda: whole([*launch, "-h"])}, ROUNDS)
+    found = medians({"help": lambda: time_command([*launch, "-h"])}, ROUNDS)
     report("launch help", "ms", None, found["help"])
     one = medians(
         {
@@ -102,8 +102,8 @@ def main() -> None:
     report("launch two", "ms", two["torchrun"], two["own"])
     programs = medians(
         {
-            "own": lambda: many(lambda folder: [*cpu, str(MANY), "--log_dir", folder, "--no_python", "true"]),
-            "torchrun": lambda: many(
+            "own": lambda: time_many(lambda folder: [*cpu, str(MANY), "--log_dir", folder, "--no_python", "true"]),
+            "torchrun": lambda: time_many(
                 lambda folder: [*torchrun, str(MANY), "--log-dir", folder, "-r", "3", "--no-python", "true"]
             ),
         },

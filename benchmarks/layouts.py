@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a small llama under FSDP2 and under tensor parallelism, beside the same written by hand in plain PyTorch.
+"""Steps of a small Llama with FSDP2 and with tensor parallelism, compared with plain PyTorch.
 
-Each rank of a gloo group runs all, in turn. FSDP2 by hand is `fully_shard` of each block, tensor parallelism by hand
-torch's `parallelize_module`. A second row of the latter has two autograd functions instead, and plain tensors that
-nothing could shard or save: the least that it can cost. Where the package of the interpreter does not offer a layout,
-its rows are left out.
+The baseline is `fully_shard` of each block for FSDP2 and `parallelize_module` for tensor parallelism. A second
+tensor-parallel baseline, the lower bound, uses plain tensors and two autograd functions. The ranks of a gloo group run
+all of them in turn. Layouts that the installed `accelerate` does not support are skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from llama import Block, Llama, LlamaConfig
 
 BATCH, LENGTH, CLIP = 4, 64, 1.0
 CONFIG = LlamaConfig(vocabulary=512, width=128, hidden=256, layers=4)
-BLOCKS = {"layers.*.attention.o_proj": "rowwise", "layers.*.mlp.down_proj": "rowwise"} | {
+TP_PLAN = {"layers.*.attention.o_proj": "rowwise", "layers.*.mlp.down_proj": "rowwise"} | {
     f"layers.*.{key}_proj": "colwise" for key in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
 }
 
@@ -38,7 +37,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def tokens(shared: bool) -> torch.Tensor:
-    """The same on ranks that share their data."""
+    """Return random tokens, identical on all ranks if `shared`."""
     generator = torch.Generator().manual_seed(0 if shared else dist.get_rank())
     return torch.randint(CONFIG.vocabulary, (BATCH, LENGTH + 1), generator=generator)
 
@@ -74,7 +73,7 @@ def tensor_by_torch() -> Callable[[], None]:
     ranks = dist.get_world_size()
     styles = {"rowwise": RowwiseParallel, "colwise": ColwiseParallel}
     parallelize_module(
-        model, init_device_mesh("cpu", (ranks,)), {name: styles[word]() for name, word in BLOCKS.items()}
+        model, init_device_mesh("cpu", (ranks,)), {name: styles[style]() for name, style in TP_PLAN.items()}
     )
     for layer in model.layers:
         layer.attention.num_heads //= ranks
@@ -82,16 +81,16 @@ def tensor_by_torch() -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = tokens(shared=True)
     inputs, labels = batch[:, :-1], batch[:, 1:]
-    parts = [p for name, p in model.named_parameters() if name.endswith("_proj.weight")]
-    rest = [p for name, p in model.named_parameters() if not name.endswith("_proj.weight")]
+    sharded = [p for name, p in model.named_parameters() if name.endswith("_proj.weight")]
+    replicated = [p for name, p in model.named_parameters() if not name.endswith("_proj.weight")]
 
     def step() -> None:
         model(inputs, labels=labels)[0].backward()
-        # torch's own clipping refuses a mixture of plain tensors and DTensors.
-        split = nn.utils.get_total_norm([p.grad for p in parts]).full_tensor()
-        norm = (split**2 + nn.utils.get_total_norm([p.grad for p in rest]) ** 2).sqrt()
-        nn.utils.clip_grads_with_norm_(rest, CLIP, norm)
-        torch._foreach_mul_([p.grad.to_local() for p in parts], torch.clamp(CLIP / (norm + 1e-6), max=1.0))
+        # clip_grad_norm_ does not support a mixture of plain tensors and DTensors.
+        sharded_norm = nn.utils.get_total_norm([p.grad for p in sharded]).full_tensor()
+        norm = (sharded_norm**2 + nn.utils.get_total_norm([p.grad for p in replicated]) ** 2).sqrt()
+        nn.utils.clip_grads_with_norm_(replicated, CLIP, norm)
+        torch._foreach_mul_([p.grad.to_local() for p in sharded], torch.clamp(CLIP / (norm + 1e-6), max=1.0))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -100,17 +99,17 @@ def tensor_by_torch() -> Callable[[], None]:
 
 def tensor_by_hand() -> Callable[[], None]:
     model = by_hand.split(make()[0])
-    parts = [p for name, p in model.named_parameters() if name.endswith("_proj.weight")]
-    rest = [p for name, p in model.named_parameters() if not name.endswith("_proj.weight")]
+    sharded = [p for name, p in model.named_parameters() if name.endswith("_proj.weight")]
+    replicated = [p for name, p in model.named_parameters() if not name.endswith("_proj.weight")]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = tokens(shared=True)
     inputs, labels = batch[:, :-1], batch[:, 1:]
 
     def step() -> None:
         model(inputs, labels=labels)[0].backward()
-        square = nn.utils.get_total_norm([p.grad for p in parts]) ** 2
+        square = nn.utils.get_total_norm([p.grad for p in sharded]) ** 2
         dist.all_reduce(square)
-        norm = (square + nn.utils.get_total_norm([p.grad for p in rest]) ** 2).sqrt()
+        norm = (square + nn.utils.get_total_norm([p.grad for p in replicated]) ** 2).sqrt()
         nn.utils.clip_grads_with_norm_(model.parameters(), CLIP, norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -119,13 +118,13 @@ def tensor_by_hand() -> Callable[[], None]:
 
 
 def prepared_step(shared: bool, **options: object) -> Callable[[], None] | None:
-    """None where the model comes back without a part of it in another layout than a copy."""
+    """Return a training step, or None if `prepare` shards no parameter."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedType
 
     accelerator = Accelerator(cpu=True, **options)
     if "fsdp_plugin" in options and accelerator.distributed_type is not DistributedType.FSDP:
-        # The peer leaves FSDP aside on a CPU group; told that this is FSDP, it runs it there as well.
+        # The peer ignores FSDP on CPU process groups unless its state is overridden.
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = options["fsdp_plugin"]
     model, optimizer = accelerator.prepare(*make())
@@ -155,7 +154,7 @@ def fsdp() -> Callable[[], None] | None:
 
 
 def tensor() -> Callable[[], None] | None:
-    """The blocks alone, as by hand: None where that cannot be asked for."""
+    """Split the blocks only, as the baselines do. Return None if a plan is not supported."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import TorchTensorParallelConfig
 
@@ -165,28 +164,30 @@ def tensor() -> Callable[[], None] | None:
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    handler = TorchTensorParallelConfig(plan=BLOCKS)
+    handler = TorchTensorParallelConfig(plan=TP_PLAN)
     layout = ParallelismConfig(tp_size=dist.get_world_size(), tp_handler=handler)
     return prepared_step(True, parallelism_config=layout)
 
 
-def run(own: Callable[[], None] | None, raws: dict[str, Callable[[], Callable[[], None]]]) -> None:
-    """Each way by hand beside ours; one figure each."""
+def run(own: Callable[[], None] | None, baselines: dict[str, Callable[[], Callable[[], None]]]) -> None:
+    """Print one result per baseline."""
     if own is None:
         return
-    seconds = alternate({**{name: make_step() for name, make_step in raws.items()}, "own": own}, rounds=15, repeat=2)
+    seconds = alternate(
+        {**{name: make_step() for name, make_step in baselines.items()}, "own": own}, rounds=15, repeat=2
+    )
     if dist.get_rank() == 0:
-        for name in raws:
+        for name in baselines:
             emit(f"{name}, {dist.get_world_size()} ranks", "ms", seconds[name], seconds["own"])
 
 
 def main() -> None:
     torch.set_num_threads(1)
     run(fsdp(), {"fsdp step": fsdp_by_hand})
-    run(tensor(), {"tensor step": tensor_by_torch, "tensor step, least": tensor_by_hand})
+    run(tensor(), {"tensor step": tensor_by_torch, "tensor step, lower bound": tensor_by_hand})
     dist.barrier()
     sys.stdout.flush()
-    # gloo's threads may abort an interpreter that leaves in order.
+    # A normal exit may abort in gloo's threads.
     os._exit(0)
 
 

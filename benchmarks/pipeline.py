@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a small llama in a pipeline behind an unchanged loop, beside the same stages by hand in plain PyTorch.
+"""Pipeline-parallel steps of a small Llama, compared with the same stages written in plain PyTorch.
 
-By hand: two or four modules that hold a stage each, torch's `PipelineStage` and `ScheduleGPipe` or `Schedule1F1B`, a
-loss function. The same micro-batches, the same cut. Each rank of a gloo group runs both, in turn. Under
-a package without pipelines for training nothing is printed.
+The baseline uses one module per stage, torch's `PipelineStage` and `ScheduleGPipe` or `Schedule1F1B`, with the same
+stages and micro-batches. The ranks of a gloo group run both in turn. The script prints nothing if the installed
+`accelerate` does not support pipelines for training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
 
-BATCH, LENGTH, PARTS = 8, 64, 4
+BATCH, LENGTH, MICROBATCHES = 8, 64, 4
 CONFIG = LlamaConfig(vocabulary=512, width=128, hidden=256, layers=4)
 
 
@@ -37,7 +37,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class HandStage(nn.Module):
-    """Some of the layers, written out as one would."""
+    """A pipeline stage with some of the layers."""
 
     def __init__(self, model: nn.Module, layers: range, first: bool, last: bool) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class HandStage(nn.Module):
 
 
 def by_hand(schedule: str, cut: list[int]) -> Callable[[], None]:
-    """`cut` are the first layers of the stages, and the end."""
+    """`cut` contains the first layer of each stage, then the number of layers."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -63,13 +63,13 @@ def by_hand(schedule: str, cut: list[int]) -> Callable[[], None]:
     module = HandStage(make(), layers, rank == 0, rank == ranks - 1)
     stage = PipelineStage(module, rank, ranks, torch.device("cpu"))
     run = getattr(schedules, schedule)(
-        stage, PARTS, loss_fn=lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        stage, MICROBATCHES, loss_fn=lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     inputs, labels = batch()
 
     def step() -> None:
-        # The loss is wanted everywhere, as ours gives it.
+        # Broadcast the loss to every rank, as Accelerate does.
         losses: list[torch.Tensor] = []
         if rank == 0:
             run.step(inputs)
@@ -77,7 +77,7 @@ def by_hand(schedule: str, cut: list[int]) -> Callable[[], None]:
             run.step(target=labels, losses=losses, return_outputs=False)
         else:
             run.step()
-        loss = torch.stack([part.detach() for part in losses]).mean() if losses else torch.zeros(())
+        loss = torch.stack([each.detach() for each in losses]).mean() if losses else torch.zeros(())
         dist.broadcast(loss, src=ranks - 1)
         optimizer.step()
         optimizer.zero_grad()
@@ -92,7 +92,7 @@ def ours(schedule: str) -> tuple[Callable[[], None], list[int]]:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state()
-    handler = PipelineParallelConfig(schedule=schedule, num_microbatches=PARTS, gather_output=False)
+    handler = PipelineParallelConfig(schedule=schedule, num_microbatches=MICROBATCHES, gather_output=False)
     layout = ParallelismConfig(pp_size=dist.get_world_size() if dist.is_initialized() else ranks(), pp_handler=handler)
     accelerator = Accelerator(cpu=True, parallelism_config=layout)
     model = make()
@@ -105,35 +105,35 @@ def ours(schedule: str) -> tuple[Callable[[], None], list[int]]:
         optimizer.step()
         optimizer.zero_grad()
 
-    held: list[list[int]] = [[] for _ in range(layout.pp_size)]
-    mine = sorted({int(name.split(".")[1]) for name, _ in model.named_parameters() if name.startswith("layers.")})
-    dist.all_gather_object(held, mine)
-    return step, [*(layers[0] for layers in held), CONFIG.layers]
+    stages: list[list[int]] = [[] for _ in range(layout.pp_size)]
+    local = sorted({int(name.split(".")[1]) for name, _ in model.named_parameters() if name.startswith("layers.")})
+    dist.all_gather_object(stages, local)
+    return step, [*(layers[0] for layers in stages), CONFIG.layers]
 
 
 def ranks() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def offered() -> bool:
-    """Whether the interpreter's package has pipelines for training."""
+def supports_pipelines() -> bool:
+    """Return whether the installed `accelerate` supports pipelines for training."""
     from accelerate.parallelism_config import ParallelismConfig
 
     return "pp_size" in ParallelismConfig.__dataclass_fields__
 
 
 def main() -> None:
-    if not offered():
+    if not supports_pipelines():
         return
     torch.set_num_threads(1)
-    for word, schedule in (("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")):
-        own, cut = ours(word)
+    for name, schedule in (("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")):
+        own, cut = ours(name)
         seconds = alternate({"raw": by_hand(schedule, cut), "own": own}, rounds=15, repeat=2, warmup=3)
         if dist.get_rank() == 0:
-            emit(f"pipeline step, {word}, {ranks()} ranks", "ms", seconds["raw"], seconds["own"])
+            emit(f"pipeline step, {name}, {ranks()} ranks", "ms", seconds["raw"], seconds["own"])
     dist.barrier()
     sys.stdout.flush()
-    # gloo's threads may abort an interpreter that leaves in order.
+    # A normal exit may abort in gloo's threads.
     os._exit(0)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All benchmarks under this package and under its peer, in turn, in one run: a table of ratios, printed and kept."""
+"""Run all benchmarks with this package and with its peer, alternately. Print a table and write it to `results`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: its words, how the figure is told, and what it should be at most."""
+    """A row of the table: its title, the metric and the upper limit of the metric."""
 
-    words: str
-    form: str  # "added" (own - raw), "ratio" (own / raw) or "time" (own)
+    title: str
+    metric: str  # "added" (own - raw), "ratio" (own / raw) or "time" (own)
     target: float | None = None
 
 
 @dataclass(frozen=True)
 class Script:
-    """One script and the rows that it prints. With `ranks` it is started by torchrun."""
+    """A script and the rows of its results. If `ranks` is set, torchrun starts it."""
 
     file: str
     rows: dict[str, Row]
@@ -37,7 +37,7 @@ class Script:
 
 SCRIPTS = [
     Script(
-        "step.py", {"step": Row("added per step: Linear(16, 1), batch 8, SGD + LambdaLR, accumulate", "added", 12)}
+        "step.py", {"step": Row("overhead per step: Linear(16, 1), batch 8, SGD + LambdaLR, accumulate", "added", 12)}
     ),
     Script(
         "importing.py",
@@ -52,13 +52,13 @@ SCRIPTS = [
         {
             "launch help": Row("accelerate launch -h", "time", 200),
             "launch one": Row(
-                "launch, one process: shell to the script's first line, over plain python", "added", 150
+                "launch, one process: time to the first line of the script, over plain python", "added", 150
             ),
-            "launch one, torchrun": Row("the same in all (raw: torchrun)", "time"),
+            "launch one, torchrun": Row("launch, one process: total time to the first line (raw: torchrun)", "time"),
             "launch two": Row(
-                "launch, two CPU processes: shell to the last one's first line (raw: torchrun)", "time", 400
+                "launch, two CPU processes: time to the first line of the last one (raw: torchrun)", "time", 400
             ),
-            "launch many": Row("launch of 64 programs, started, joined, logged / torchrun", "ratio", 0.5),
+            "launch many": Row("launch of 64 processes with a log each / torchrun", "ratio", 0.5),
         },
     ),
     Script(
@@ -66,7 +66,9 @@ SCRIPTS = [
         {
             "gather": Row("gather of one tensor, 2 gloo ranks / raw", "ratio", 1.2),
             "gather large": Row("gather of one tensor of 4 MiB, 2 gloo ranks / raw", "ratio", 1.2),
-            "gather nested": Row("gather of a nested batch of 8 tensors, 2 gloo ranks / one flat raw", "ratio", 1.3),
+            "gather nested": Row(
+                "gather of a nested batch of 8 tensors, 2 gloo ranks / one flat tensor, raw", "ratio", 1.3
+            ),
             "gather_object": Row("gather_object, 2 gloo ranks / raw", "ratio", 1.1),
             "gather_object large": Row("gather_object of 240 kB, 2 gloo ranks / raw", "ratio", 1.1),
         },
@@ -82,8 +84,9 @@ SCRIPTS = [
                 f"tensor step, {ranks} ranks": Row(
                     f"tensor-parallel step, {ranks} gloo ranks / torch's parallelize_module", "ratio", 1.03
                 ),
-                f"tensor step, least, {ranks} ranks": Row(
-                    f"the same / two autograd functions and plain tensors, {ranks} ranks", "ratio"
+                f"tensor step, lower bound, {ranks} ranks": Row(
+                    f"tensor-parallel step, {ranks} gloo ranks / lower bound: two autograd functions, plain tensors",
+                    "ratio",
                 ),
             },
             ranks=ranks,
@@ -94,10 +97,10 @@ SCRIPTS = [
         Script(
             "pipeline.py",
             {
-                f"pipeline step, {word}, {ranks} ranks": Row(
-                    f"pipeline step ({word}), {ranks} gloo ranks / torch's stages and schedule by hand", "ratio", 1.03
+                f"pipeline step, {name}, {ranks} ranks": Row(
+                    f"pipeline step ({name}), {ranks} gloo ranks / torch's stages and schedule by hand", "ratio", 1.03
                 )
-                for word in ("gpipe", "1f1b")
+                for name in ("gpipe", "1f1b")
             },
             ranks=ranks,
         )
@@ -108,17 +111,17 @@ SCRIPTS = [
         {
             "checkpoint save": Row("save_state of 1.2 GB / torch.save and fsync", "ratio", 1.0),
             "checkpoint load": Row("load_state of 1.2 GB / reading its bytes from the disk", "ratio", 1.2),
-            "checkpoint wait": Row("time the loop waits for a save, in the background where offered", "time"),
-            "checkpoint load memory": Row("most memory of load_state over what was resident", "time", 4.2),
+            "checkpoint wait": Row("time that a save blocks the loop, in the background if supported", "time"),
+            "checkpoint load memory": Row("peak memory of load_state over the resident memory", "time", 4.2),
             "checkpoint verify": Row("verifying 1.2 GB / reading its bytes from the disk", "ratio", 1.1),
-            "checkpoint resume data": Row("from 1,000 batches into an epoch to the next batch", "time", 5),
+            "checkpoint resume data": Row("resume after 1,000 batches of an epoch: time to the next batch", "time", 5),
         },
     ),
     Script(
         "data_loader.py",
         {
             f"loader: {kind}, batch {size}": Row(f"prepared loader / raw, {kind}, batch {size}", "ratio", 1.0)
-            for kind in ("tensors", "samples", "stream")
+            for kind in ("tensors", "samples", "stream", "generator stream")
             for size in (8, 64)
         },
     ),
@@ -126,45 +129,51 @@ SCRIPTS = [
 
 
 def run_script(python: str, script: Script, timeout: float) -> list[dict[str, object]]:
-    """The figures that a script prints under an interpreter."""
+    """Run a script with an interpreter and return its results."""
     command = [python]
     if script.ranks:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(script.ranks)]
-    # The peer takes part in a CPU group only when it is told that this is one.
+    # The peer joins a CPU process group only if ACCELERATE_USE_CPU is set.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*command, str(HERE / script.file)], capture_output=True, text=True, timeout=timeout, env=env, cwd=HERE
     )
     if done.returncode:
-        raise RuntimeError(f"failed under {python} (exit code {done.returncode}):\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"failed with {python} (exit code {done.returncode}):\n{done.stderr[-3000:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def measure(
     scripts: list[Script], pythons: dict[str, str], rounds: int, timeout: float
 ) -> tuple[dict[str, dict[str, dict]], list[str]]:
-    """what -> contestant -> the medians over all rounds of `raw` and `own`, and the unit; and what failed, in words.
+    """Run the scripts with each interpreter.
 
-    A script that fails under a contestant is not run under it again; what else was measured is kept.
+    A script that fails with an interpreter is not run with it again. The other results are kept.
+
+    Returns:
+        The summaries by benchmark and package, and the messages of the failures.
     """
-    found: dict[str, dict[str, list[dict]]] = {}
+    results: dict[str, dict[str, list[dict]]] = {}
     failures: dict[tuple[str, int, str], str] = {}
     for script in scripts:
-        for turn in range(rounds):
-            # Turn about, so that neither is always the one that runs on a cool machine.
-            for who in sorted(pythons, reverse=bool(turn % 2)):
-                if (script.file, script.ranks, who) in failures:
+        for number in range(rounds):
+            # Alternate the order, so that neither package always runs first.
+            for package in sorted(pythons, reverse=bool(number % 2)):
+                if (script.file, script.ranks, package) in failures:
                     continue
-                print(f"{script.file}: {who}, round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
+                print(f"{script.file}: {package}, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
                 try:
-                    lines = run_script(pythons[who], script, timeout)
+                    lines = run_script(pythons[package], script, timeout)
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
-                    failures[script.file, script.ranks, who] = f"{script.file} of {who}: {error}"
+                    failures[script.file, script.ranks, package] = f"{script.file} with {package}: {error}"
                     continue
                 for line in lines:
-                    found.setdefault(str(line["what"]), {}).setdefault(who, []).append(line)
-    figures = {what: {who: summary(lines) for who, lines in by.items()} for what, by in found.items()}
-    return figures, list(failures.values())
+                    results.setdefault(str(line["name"]), {}).setdefault(package, []).append(line)
+    summaries = {
+        name: {package: summary(lines) for package, lines in by_package.items()}
+        for name, by_package in results.items()
+    }
+    return summaries, list(failures.values())
 
 
 def summary(lines: list[dict]) -> dict:
@@ -173,7 +182,7 @@ def summary(lines: list[dict]) -> dict:
         "unit": lines[0]["unit"],
         "own": statistics.median(line["own"] for line in lines),
         "raw": statistics.median(raws) if raws else None,
-        # Each process's own ratio is the steadier figure: raw and own ran side by side in it.
+        # The ratio within a process varies less, since raw and own ran alternately.
         "ratio": statistics.median(line["own"] / line["raw"] for line in lines if line["raw"]) if raws else None,
         "added": statistics.median(line["own"] - line["raw"] for line in lines if line["raw"] is not None)
         if raws
@@ -181,35 +190,34 @@ def summary(lines: list[dict]) -> dict:
     }
 
 
-def told(figure: dict | None, form: str) -> str:
-    if figure is None:
+def format_value(result: dict | None, metric: str) -> str:
+    if result is None:
         return "-"
-    if form == "added":
-        return f"{figure['added']:+.1f} {figure['unit']}"
-    if form == "ratio":
-        return f"{figure['ratio']:.3f}x" if figure["ratio"] < 2 else f"{figure['ratio']:.2f}x"
-    return f"{figure['own']:.1f} {figure['unit']}"
+    if metric == "added":
+        return f"{result['added']:+.1f} {result['unit']}"
+    if metric == "ratio":
+        return f"{result['ratio']:.3f}x" if result["ratio"] < 2 else f"{result['ratio']:.2f}x"
+    return f"{result['own']:.1f} {result['unit']}"
 
 
-def table(scripts: list[Script], figures: dict[str, dict[str, dict]]) -> str:
-    lines = ["| what | raw PyTorch | peer | ours | target | met |", "|---|---|---|---|---|---|"]
+def table(scripts: list[Script], summaries: dict[str, dict[str, dict]]) -> str:
+    lines = ["| benchmark | raw PyTorch | peer | ours | target | met |", "|---|---|---|---|---|---|"]
     for script in scripts:
-        for what, row in script.rows.items():
-            by = figures.get(what, {})
-            ours, peer = by.get("ours"), by.get("peer")
-            raw = next((figure["raw"] for figure in (ours, peer) if figure and figure["raw"] is not None), None)
+        for name, row in script.rows.items():
+            by_package = summaries.get(name, {})
+            ours, peer = by_package.get("ours"), by_package.get("peer")
+            raw = next((result["raw"] for result in (ours, peer) if result and result["raw"] is not None), None)
             raw_text = "-" if raw is None else f"{raw:.1f} {(ours or peer or {})['unit']}"
-            target = "" if row.target is None else f"at most {row.target:g}" + ("x" if row.form == "ratio" else "")
-            value = None if ours is None else ours["own" if row.form == "time" else row.form]
+            target = "" if row.target is None else f"at most {row.target:g}" + ("x" if row.metric == "ratio" else "")
+            value = None if ours is None else ours["own" if row.metric == "time" else row.metric]
             met = "" if row.target is None or value is None else ("yes" if value <= row.target else "no")
-            lines.append(
-                f"| {row.words} | {raw_text} | {told(peer, row.form)} | {told(ours, row.form)} | {target} | {met} |"
-            )
+            texts = (row.title, raw_text, format_value(peer, row.metric), format_value(ours, row.metric), target, met)
+            lines.append(f"| {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
-def host() -> dict[str, object]:
-    """This machine in words, without its name."""
+def machine_info() -> dict[str, object]:
+    """Return the properties of this machine and of its software."""
     import torch
 
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
@@ -222,38 +230,43 @@ def host() -> dict[str, object]:
     }
 
 
-def keep(text: str, figures: dict[str, dict[str, dict]], rounds: int, about: dict[str, object], folder: Path) -> Path:
-    """Write the table and the figures; the file is named by the day and the kind of machine."""
-    kind = f"{about['system']}-{about['cores']}cpu".lower().replace(" ", "-")
-    if about["gpu"]:
-        kind += "-" + str(about["gpu"]).lower().replace(" ", "-")
+def write_results(
+    text: str, summaries: dict[str, dict[str, dict]], rounds: int, machine: dict[str, object], folder: Path
+) -> Path:
+    """Write the table and the summaries to files named after the date and the kind of machine."""
+    kind = f"{machine['system']}-{machine['cores']}cpu".lower().replace(" ", "-")
+    if machine["gpu"]:
+        kind += "-" + str(machine["gpu"]).lower().replace(" ", "-")
     path = folder / f"{datetime.date.today():%Y-%m-%d}-{kind}.md"
     folder.mkdir(exist_ok=True)
-    machine = ", ".join(f"{key} {value}" for key, value in about.items() if value is not None)
-    how = f"Medians; both contestants ran in turn, rounds: {rounds}."
-    path.write_text(f"# Benchmarks\n\nMachine: {machine}. {how}\n\n{text}\n")
-    path.with_suffix(".json").write_text(json.dumps({"machine": about, "figures": figures}, indent=1) + "\n")
+    properties = ", ".join(f"{key} {value}" for key, value in machine.items() if value is not None)
+    method = f"Medians over {rounds} alternating rounds."
+    path.write_text(f"# Benchmarks\n\nMachine: {properties}. {method}\n\n{text}\n")
+    path.with_suffix(".json").write_text(json.dumps({"machine": machine, "figures": summaries}, indent=1) + "\n")
     return path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", help="the interpreter of the environment that has the peer")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each script runs under each contestant")
-    parser.add_argument("--only", nargs="*", metavar="FILE", help="run these scripts only; nothing is written")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds that one run of a script may take")
+    parser.add_argument("--peer", help="Python interpreter of the environment with the peer")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each script per package (default: %(default)s)")
+    parser.add_argument("--only", nargs="*", metavar="FILE", help="run only these scripts and write no results")
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="time limit of a script in seconds (default: %(default)s)"
+    )
     args = parser.parse_args()
     known = {script.file for script in SCRIPTS}
     unknown = set(args.only or ()) - known
     if unknown:
-        parser.error(f"no such script: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+        parser.error(f"no such script: {', '.join(sorted(unknown))} (choose from {', '.join(sorted(known))})")
     scripts = [script for script in SCRIPTS if not args.only or script.file in args.only]
     pythons = {"ours": sys.executable, **({"peer": os.path.abspath(args.peer)} if args.peer else {})}
-    figures, failures = measure(scripts, pythons, args.rounds, args.timeout)
-    text = table(scripts, figures)
+    summaries, failures = measure(scripts, pythons, args.rounds, args.timeout)
+    text = table(scripts, summaries)
     print(text)
     if not args.only:
-        print(f"\nwritten to {keep(text, figures, args.rounds, host(), HERE / 'results')}")
+        path = write_results(text, summaries, args.rounds, machine_info(), HERE / "results")
+        print(f"\nwritten to {path}")
     if failures:
         raise SystemExit("\n".join(failures))
 

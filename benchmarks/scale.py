@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `prepare` costs one of very many ranks: an 8-block transformer on a fake process group, and what a rank holds.
+"""Time and memory of `prepare` on one of many ranks: a Llama with 8 blocks on a fake process group.
 
     python benchmarks/scale.py --ranks 1024 --tp 8 [--pp 4] [--copies 2]
 
-The other ranks of a fake group do not exist: only rank 0's work is done, on this machine. It is the rank that holds
-most, since torch cuts a tensor into equal parts and lets the last ones be smaller. The model is built without storage;
-what this rank holds is allocated and filled. Prints one JSON line.
+The other ranks of a fake group do not exist, so one machine is enough. Rank 0 has the largest shards: torch splits a
+tensor into equal chunks, and only the last ones may be smaller. The model is built on the meta device. `prepare`
+allocates and initializes the shards of this rank. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
 
 
-def share(model: torch.nn.Module) -> int:
-    """Parameters that this process has memory for."""
+def local_parameters(model: torch.nn.Module) -> int:
+    """Return the number of parameters that this process has memory for."""
     return sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
 
 
@@ -40,9 +40,9 @@ def measure(ranks: int, tp: int, pp: int, copies: int, config: LlamaConfig) -> d
 
     with torch.device("meta"):
         model = Llama(config)
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    # Norms are whole on tensor-parallel ranks, and the last of all shards of a tensor may be a smaller one.
-    rows = max(math.prod(parameter.shape[1:]) for parameter in model.parameters())
+    total = sum(parameter.numel() for parameter in model.parameters())
+    # A bound on the uneven split: tensor-parallel ranks replicate norms, and the last shards may be smaller.
+    largest_row = max(math.prod(parameter.shape[1:]) for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.perf_counter()
@@ -59,14 +59,14 @@ def measure(ranks: int, tp: int, pp: int, copies: int, config: LlamaConfig) -> d
     seconds = time.perf_counter() - begin
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     return {
-        "what": "prepare on a fake group",
+        "name": "prepare on a fake group",
         "ranks": ranks,
         "layout": {"dp_replicate": copies, "dp_shard": ranks // (tp * pp * copies), "tp": tp, "pp": pp},
         "seconds": round(seconds, 2),
-        "parameters": whole,
-        "held": share(model),
-        "its share": round(whole * copies / ranks),
-        "largest row": rows,
+        "parameters": total,
+        "local parameters": local_parameters(model),
+        "even share": round(total * copies / ranks),
+        "largest row": largest_row,
         "peak bytes": peak,
     }
 

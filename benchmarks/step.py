@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step costs more than the raw loop: Linear(16, 1), batch 8, SGD and LambdaLR, with `accumulate`."""
+"""Overhead of a training step over plain PyTorch: Linear(16, 1), batch 8, SGD and LambdaLR, with `accumulate`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 STEPS = 300
 
 
-def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def make_training() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -20,7 +20,7 @@ def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_sche
 
 
 def raw_loop(x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
-    model, optimizer, scheduler = parts()
+    model, optimizer, scheduler = make_training()
 
     def run() -> None:
         for _ in range(STEPS):
@@ -37,7 +37,7 @@ def own_loop(x: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model, optimizer, scheduler = accelerator.prepare(*parts())
+    model, optimizer, scheduler = accelerator.prepare(*make_training())
 
     def run() -> None:
         for _ in range(STEPS):

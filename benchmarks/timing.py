@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark scripts share: alternate the contestants, take medians, print one JSON line a figure."""
+"""Helpers of the benchmark scripts: time functions alternately, and print each result as a JSON line."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from collections.abc import Callable, Mapping
 
 
 def alternate(
-    contestants: Mapping[str, Callable[[], object]], rounds: int = 15, repeat: int = 1, warmup: int = 2
+    functions: Mapping[str, Callable[[], object]], rounds: int = 15, repeat: int = 1, warmup: int = 2
 ) -> dict[str, float]:
-    """Seconds a call of each contestant: the median over `rounds`, in each of which every one runs `repeat` times.
+    """Return the median seconds per call of each function.
 
-    They run in turn, so that whatever slows the machine meanwhile slows all of them alike.
+    Each round calls every function `repeat` times, in turn, so that other load on the machine affects all of them
+    equally.
     """
-    for run in contestants.values():
+    for run in functions.values():
         for _ in range(warmup):
             run()
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
-        for name, run in contestants.items():
+        for name, run in functions.items():
             begin = time.perf_counter()
             for _ in range(repeat):
                 run()
@@ -32,8 +33,8 @@ def alternate(
 SCALE = {"s": 1.0, "ms": 1e3, "us": 1e6}
 
 
-def emit(what: str, unit: str, raw: float | None, own: float, **more: object) -> None:
-    """Print one figure. `raw` and `own` are in seconds, printed in `unit`; no `raw`: nothing stands beside it."""
+def emit(name: str, unit: str, raw: float | None, own: float, **more: object) -> None:
+    """Print one result. `raw` (None if there is no baseline) and `own` are in seconds and printed in `unit`."""
     scale = SCALE[unit]
-    line = {"what": what, "unit": unit, "raw": None if raw is None else raw * scale, "own": own * scale, **more}
+    line = {"name": name, "unit": unit, "raw": None if raw is None else raw * scale, "own": own * scale, **more}
     print(json.dumps(line), flush=True)

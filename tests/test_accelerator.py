@@ -148,4 +148,4 @@ def test_uneven_windows_are_said_once_it_is_known_that_items_are_not_counted(acc
                 accelerator.backward(model(x).mean(), **({"num_items": 1} if counted else {}))
                 optimizer.step()
                 optimizer.zero_grad()
-    assert caplog.text.count("has 1 of 4 batches, and each still weighs 1/4") == (0 if counted else 1)
+    assert caplog.text.count("has 1 of 4 batches, and each still has the weight 1/4") == (0 if counted else 1)

@@ -218,7 +218,7 @@ def test_dispatch_refuses_what_cannot_work(model, tmp_path):
         dispatch_model(model, {"embed": "cpu", "body": "cpu"})
     with pytest.raises(ValueError, match=r"We need an `offload_dir` to dispatch .* offloaded: norm, body\."):
         dispatch_model(model, SPREAD)
-    with pytest.raises(ValueError, match=r"offloaded: the whole model\."):
+    with pytest.raises(ValueError, match=r"offloaded: the entire model\."):
         dispatch_model(model, {"": "disk"})
     with init_empty_weights():
         empty = Model()

@@ -59,3 +59,19 @@ def test_imported_names_exist() -> None:
                 home = importlib.import_module(statement.module)
                 lost += [f"{path.name}: {line}" for alias in statement.names if not hasattr(home, alias.name)]
     assert lost == []
+
+
+CHANGES = re.findall(r"^```diff\n(diff --git .*?|--- .*?)^```", (PROJECT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=range(len(CHANGES)))
+def test_changes_shown_to_contributors_apply(change: str, tmp_path: Path) -> None:
+    """The diffs fit the sources as they are now, so that a reader can try them."""
+    (tmp_path / "change.diff").write_text(change)
+    command = ["git", "apply", "--check", str(tmp_path / "change.diff")]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_four_changes_are_shown() -> None:
+    assert len(CHANGES) == 4

@@ -31,7 +31,7 @@ WITHOUT_TORCH = [
     "accelerate.core.errors",
     "accelerate.core.files",
     "accelerate.core.imports",
-    "accelerate.config.launch",
+    "accelerate.core.options",
     "accelerate.config.precision",
     "accelerate.config.training",
     "accelerate.runtime.topology",
@@ -88,7 +88,7 @@ print(*(set(sys.modules) - loaded) & set({HEAVY!r}))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each module is imported in a fork of its own")
 def test_each_module_imports_alone() -> None:
-    """A circle between rooms shows only in the module that is imported first: so each one is, in a fresh process."""
+    """An import cycle fails only in the module that is imported first, so each is, in its own process."""
     names = [module_name(path) for path in FILES if not {"__main__", "scripts"} & {path.stem, *path.parts}]
     # torch's own heavy parts are imported once: circles are among ours.
     source = f"""
@@ -110,7 +110,7 @@ for name in {names!r}:
     assert run_python(source) == ""
 
 
-def test_rooms_import_downward_only() -> None:
+def test_packages_import_lower_layers_only() -> None:
     # In a process of its own: the linter configures logging, and takes away the loggers that are there.
     source = f"""
 from importlinter.cli import lint_imports
@@ -120,11 +120,11 @@ raise SystemExit(lint_imports(config_filename={str(PROJECT / "pyproject.toml")!r
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-BORDER_WORDS = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 
 
-def crossings(tree: ast.AST) -> Iterator[int]:
-    """The lines at which a module reaches for the environment itself."""
+def environment_reads(tree: ast.AST) -> Iterator[int]:
+    """The lines at which a module reads the environment itself."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             words = {node.attr}
@@ -132,17 +132,17 @@ def crossings(tree: ast.AST) -> Iterator[int]:
             words = {alias.name for alias in node.names}
         else:
             continue
-        if words & BORDER_WORDS:
+        if words & ENVIRONMENT_NAMES:
             yield node.lineno
 
 
-def test_the_environment_is_crossed_in_one_place() -> None:
-    border = PACKAGE / "core" / "env.py"
+def test_one_module_reads_the_environment() -> None:
+    reader = PACKAGE / "core" / "env.py"
     found = [
         f"{path.relative_to(PACKAGE)}:{line}"
         for path in FILES
-        if path != border
-        for line in crossings(ast.parse(path.read_text()))
+        if path != reader
+        for line in environment_reads(ast.parse(path.read_text()))
     ]
     assert found == []
 

@@ -40,7 +40,7 @@ def test_split_points_that_do_not_fit_are_refused() -> None:
         cut(["drop"], 2)
     with pytest.raises(PrepareError, match="not in the order in which Model computes"):
         cut(["head.0", "body.blocks.1"], 3)
-    with pytest.raises(PrepareError, match="7 parts"):
+    with pytest.raises(PrepareError, match="7 units"):
         cut("auto", 8)
 
 

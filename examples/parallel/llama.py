@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small llama-shaped language model in plain PyTorch: rotary attention, gated MLP, RMS norms. No layout is in it."""
+"""A small Llama-style language model in plain PyTorch, without any code for parallelism."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from torch import nn
 
 @dataclass
 class LlamaConfig:
-    """Sizes of the model. `kv_heads` groups share their keys and values; `tied` gives the output the embedding."""
+    """Sizes of the model.
+
+    Attributes:
+        kv_heads: Number of key and value heads. Fewer than `heads` is grouped-query attention.
+        tied: Whether the output layer shares the weight of the embedding.
+    """
 
     vocabulary: int = 256
     width: int = 64
@@ -24,7 +29,7 @@ class LlamaConfig:
 
 
 def rotate(x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding of `x` (batch, heads, sequence, features); `position_ids` is (batch, sequence)."""
+    """Apply rotary position embeddings to `x` (batch, heads, sequence, features) at (batch, sequence) positions."""
     half = x.shape[-1] // 2
     frequencies = 10000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
     angles = position_ids[:, None, :, None] * frequencies
@@ -78,10 +83,11 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """`forward(input_ids, position_ids=None, labels=None)`: logits, or (loss, logits) where labels are given.
+    """A decoder-only language model.
 
-    Shapes: all inputs (batch, sequence); logits (batch, sequence, vocabulary). `labels[i]` is the token after
-    `input_ids[i]`; -100 counts nothing. `position_ids` are counted from 0 where they are not given.
+    `forward` takes (batch, sequence) tensors and returns (batch, sequence, vocabulary) logits, or (loss, logits) if
+    `labels` are given. `labels[i]` is the token after `input_ids[i]`, or -100 to ignore it. `position_ids` start
+    at 0 by default.
     """
 
     def __init__(self, config: LlamaConfig) -> None:

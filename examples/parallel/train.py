@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train one small llama-shaped model in any layout with one unchanged loop, and compare the results.
+"""Train a small Llama in any parallel layout with the same loop, and compare the results.
 
-    python examples/parallel/train.py --save runs/parallel/one                      one process: the reference
+    python examples/parallel/train.py --save runs/parallel/one                      reference: one process
     accelerate launch --num_processes 4 examples/parallel/train.py --layout fsdp_tp --compare runs/parallel/one
     accelerate launch --num_processes 2 examples/parallel/train.py --layout pp --model transformers
-    python examples/parallel/train.py --list                                        the layouts
+    python examples/parallel/train.py --list                                        list the layouts
 
-All layouts read the same global batches, so that their curves are the same; `--compare` prints how far the parameters
-are from those that another run saved. `--explain` shows what became of the model. Nothing in `main` knows the layout.
+All layouts read the same global batches, so their loss curves are the same. `--compare` prints the largest difference
+from the parameters that another run saved. `--explain` prints the layout of the prepared model and its memory.
+`main` contains no code for a specific layout.
 """
 
 from __future__ import annotations
@@ -32,39 +33,41 @@ from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 
 @dataclass
 class Layout:
-    """What a layout asks of the Accelerator: sizes of the mesh, each a share of the processes, and plugins."""
+    """The mesh and the plugins of a layout."""
 
     about: str
-    sizes: dict[str, int] = field(default_factory=dict)  # 0: all processes that the others leave
+    sizes: dict[str, int] = field(default_factory=dict)  # mesh dimensions; 0: all remaining processes
     fsdp: bool = False
     fsdp_version: int = 2
     zero_stage: int | None = None
 
 
 LAYOUTS = {
-    "data": Layout("a copy on every process (DistributedDataParallel)"),
-    "fsdp": Layout("one copy, sharded over all (FSDP2)", {"dp_shard": 0}, fsdp=True),
-    "fsdp1": Layout("the same on torch's first FSDP", fsdp=True, fsdp_version=1),
-    "hsdp": Layout("two copies, each sharded", {"dp_replicate": 2, "dp_shard": 0}, fsdp=True),
-    "tp": Layout("every matrix split over all", {"tp": 0}),
-    "dp_tp": Layout("copies of a model split in two", {"dp_replicate": 0, "tp": 2}),
-    "fsdp_tp": Layout("a model split in two, its parts sharded", {"dp_shard": 0, "tp": 2}, fsdp=True),
-    "cp": Layout("the sequence over all, ring or all-gather attention", {"cp": 0}, fsdp=True),
-    "cp_fsdp": Layout("the sequence over two, parameters sharded over all", {"dp_shard": 0, "cp": 2}, fsdp=True),
-    "sp": Layout("the sequence over all, all-to-all around attention", {"sp": 0}, fsdp=True),
-    "sp_fsdp": Layout("the sequence over two, parameters sharded", {"dp_shard": 0, "sp": 2}, fsdp=True),
-    "pp": Layout("the layers over all", {"pp": 0}),
-    "pp_dp": Layout("copies of a pipeline of two", {"pp": 2, "dp_replicate": 0}),
-    "pp_fsdp": Layout("a pipeline of two, its stages sharded", {"pp": 2, "dp_shard": 0}, fsdp=True),
-    "pp_tp": Layout("a pipeline of two, its matrices split", {"pp": 2, "tp": 0}),
-    "zero1": Layout("DeepSpeed, optimizer state sharded", zero_stage=1),
-    "zero2": Layout("DeepSpeed, gradients too", zero_stage=2),
-    "zero3": Layout("DeepSpeed, parameters too", zero_stage=3),
+    "data": Layout("model replicated on every process (DistributedDataParallel)"),
+    "fsdp": Layout("model sharded over all processes (FSDP2)", {"dp_shard": 0}, fsdp=True),
+    "fsdp1": Layout("model sharded over all processes (FSDP1)", fsdp=True, fsdp_version=1),
+    "hsdp": Layout("two replicas, each sharded", {"dp_replicate": 2, "dp_shard": 0}, fsdp=True),
+    "tp": Layout("matrices split over all processes", {"tp": 0}),
+    "dp_tp": Layout("replicas, each with matrices split in two", {"dp_replicate": 0, "tp": 2}),
+    "fsdp_tp": Layout("matrices split in two, then sharded", {"dp_shard": 0, "tp": 2}, fsdp=True),
+    "cp": Layout("sequence split over all processes, ring or all-gather attention", {"cp": 0}, fsdp=True),
+    "cp_fsdp": Layout(
+        "sequence split in two, parameters sharded over all processes", {"dp_shard": 0, "cp": 2}, fsdp=True
+    ),
+    "sp": Layout("sequence split over all processes, all-to-all around attention", {"sp": 0}, fsdp=True),
+    "sp_fsdp": Layout("sequence split in two, parameters sharded", {"dp_shard": 0, "sp": 2}, fsdp=True),
+    "pp": Layout("one pipeline stage per process", {"pp": 0}),
+    "pp_dp": Layout("replicas of a two-stage pipeline", {"pp": 2, "dp_replicate": 0}),
+    "pp_fsdp": Layout("a two-stage pipeline, each stage sharded", {"pp": 2, "dp_shard": 0}, fsdp=True),
+    "pp_tp": Layout("a two-stage pipeline, matrices split", {"pp": 2, "tp": 0}),
+    "zero1": Layout("DeepSpeed ZeRO-1: optimizer state sharded", zero_stage=1),
+    "zero2": Layout("DeepSpeed ZeRO-2: gradients sharded too", zero_stage=2),
+    "zero3": Layout("DeepSpeed ZeRO-3: parameters sharded too", zero_stage=3),
 }
 
 
 def accelerator_options(layout: Layout, processes: int, block: str, clip: float, accumulate: int) -> dict[str, Any]:
-    """The arguments of `Accelerator` that ask for a layout. This is all that differs between layouts."""
+    """Return the `Accelerator` arguments of a layout, the only difference between layouts."""
     if layout.zero_stage is not None:
         from accelerate.utils import DeepSpeedPlugin
 
@@ -99,7 +102,7 @@ def accelerator_options(layout: Layout, processes: int, block: str, clip: float,
 
 
 def make_model(kind: str, length: int) -> tuple[torch.nn.Module, str]:
-    """(model, the class of its repeated blocks): the one in llama.py, or one of transformers' from a configuration."""
+    """Return the model, from llama.py or from transformers, and the class name of its blocks."""
     if kind == "own":
         return Llama(LlamaConfig()), "Block"
     import transformers
@@ -118,14 +121,14 @@ def make_model(kind: str, length: int) -> tuple[torch.nn.Module, str]:
 
 
 class Windows(Dataset):
-    """Windows of `length` bytes of the source of llama.py, and the same moved on by one."""
+    """Windows of `length` bytes of llama.py. The labels are the same windows shifted by one byte."""
 
     def __init__(self, length: int) -> None:
         text = Path(__file__).with_name("llama.py").read_bytes()
         self.data, self.length = torch.frombuffer(bytearray(text), dtype=torch.uint8).long(), length
 
     def __len__(self) -> int:
-        # A number that the default batches and accumulation divide: no window of an epoch stays short.
+        # A multiple of 32, so that the default batches and accumulation steps divide an epoch evenly.
         return (len(self.data) - 1) // self.length // 32 * 32
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -147,7 +150,7 @@ def main() -> None:
     accelerator = Accelerator(
         mixed_precision=arguments.mixed_precision,
         gradient_accumulation_steps=arguments.accumulate,
-        # The batch size of the loader is that of all processes together, whatever share of them reads data.
+        # batch_size is the global batch size in every layout.
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         **accelerator_options(
             LAYOUTS[arguments.layout], PartialState().num_processes, block, arguments.clip, arguments.accumulate
@@ -199,13 +202,13 @@ def main() -> None:
 
 def compare_and_save(state: dict[str, torch.Tensor], arguments: argparse.Namespace) -> None:
     if arguments.compare:
-        known = load_file(Path(arguments.compare) / "parameters.safetensors")
-        far = max((state[name].cpu() - value).abs().max().item() for name, value in known.items())
-        print(f"{arguments.layout}: parameters differ by at most {far:.2e} from {arguments.compare}")
+        expected = load_file(Path(arguments.compare) / "parameters.safetensors")
+        difference = max((state[name].cpu() - value).abs().max().item() for name, value in expected.items())
+        print(f"{arguments.layout}: parameters differ by at most {difference:.2e} from {arguments.compare}")
     if arguments.save:
         Path(arguments.save).mkdir(parents=True, exist_ok=True)
-        plain = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-        save_file(plain, Path(arguments.save) / "parameters.safetensors")
+        tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+        save_file(tensors, Path(arguments.save) / "parameters.safetensors")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -214,24 +217,24 @@ def parse_arguments() -> argparse.Namespace:
         epilog=__doc__[__doc__.index("\n\n") + 2 :],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--layout", choices=LAYOUTS, default="data", help="(%(default)s)")
-    parser.add_argument("--list", action="store_true", help="show the layouts")
-    parser.add_argument("--model", choices=("own", "transformers"), default="own", help="(%(default)s)")
-    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of the weights")
+    parser.add_argument("--layout", choices=LAYOUTS, default="data", help="(default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="list the layouts and exit")
+    parser.add_argument("--model", choices=("own", "transformers"), default="own", help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="dtype of the weights")
     parser.add_argument("--mixed_precision", choices=("no", "bf16", "fp16"), help="default: the launcher's, else no")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (%(default)s)")
-    parser.add_argument("--accumulate", type=int, default=2, help="batches a step (%(default)s)")
-    parser.add_argument("--batch_size", type=int, default=8, help="windows a batch, of all processes (%(default)s)")
-    parser.add_argument("--length", type=int, default=64, help="bytes a window (%(default)s)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="(%(default)s)")
-    parser.add_argument("--clip", type=float, default=1.0, help="norm that gradients are cut to (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument("--log_every", type=int, default=5, help="steps (%(default)s)")
-    parser.add_argument("--explain", action="store_true", help="show at the end what became of the model")
-    parser.add_argument("--save", help="folder for the trained parameters")
-    parser.add_argument("--compare", help="folder of another run's parameters")
-    parser.add_argument("--checkpoint", help="folder for the state of the run, which any layout loads")
-    parser.add_argument("--load", help="folder of such a state to begin from")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: %(default)s)")
+    parser.add_argument("--accumulate", type=int, default=2, help="gradient accumulation steps (default: %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=8, help="global batch size (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=64, help="sequence length (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="(default: %(default)s)")
+    parser.add_argument("--clip", type=float, default=1.0, help="maximum gradient norm (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument("--log_every", type=int, default=5, help="steps between log lines (default: %(default)s)")
+    parser.add_argument("--explain", action="store_true", help="print the layout and the memory of the prepared model")
+    parser.add_argument("--save", help="folder to save the trained parameters to")
+    parser.add_argument("--compare", help="folder of parameters to compare with")
+    parser.add_argument("--checkpoint", help="folder to save the training state to; any layout can load it")
+    parser.add_argument("--load", help="folder to load the training state from")
     return parser.parse_args()
 
 

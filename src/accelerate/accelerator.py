@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facade: `Accelerator`. Its methods are short; each hands on to the room that knows."""
+"""`Accelerator`, the facade: short methods that delegate to the modules that do the work."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ from .config.training import DataLoaderConfiguration, ProfileKwargs, ProjectConf
 from .core import memory
 from .core.enums import DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
+from .core.lazy import public_names
+from .core.retired import ACCELERATOR_ARGUMENTS, explain_retired
 from .data_loader import prepare_data_loader, skip_first_batches
 from .first_step import FirstStepCheck
-from .logging import get_logger
+from .logging import MultiProcessAdapter, get_logger
 from .optimizer import AcceleratedOptimizer
 from .parallel.base import Bundle
 from .parallel.ddp.strategy import sync_in_backward
-from .parallel.elementwise import is_elementwise
-from .parallel.items import ItemWindow
+from .parallel.items import ItemWindow, global_loss
+from .parallel.optimizer_scope import is_elementwise
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
+from .placement.dispatch import check_quantized
 from .process_control import ProcessControl
-from .resolve import Request, resolve
+from .resolve import Plan, Request, resolve
 from .run_checkpoints import HookHandle, RunCheckpoints
 from .run_objects import RunObjects
 from .run_options import RunOptions
 from .runtime.communication import raise_lost
 from .scheduler import AcceleratedScheduler
-from .state import GradientState, PartialState
+from .state import AcceleratorState, GradientState, PartialState
 from .telemetry.profile import profile
 from .tracking.group import TrackerGroup
 
@@ -58,38 +61,58 @@ if TYPE_CHECKING:
     from .precision.base import Precision
     from .tracking import GeneralTracker
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
-# Stands for "not given": these arguments have a home in a configuration object, and a default that is a value.
+# Distinguishes "not given" from each value, for arguments that a configuration object also has.
 _NOT_GIVEN: Any = object()
 
 
 class Accelerator(ProcessControl, RunOptions):
-    """Makes a PyTorch training loop run on any device and any number of processes.
+    """Runs a PyTorch training loop on any device and any number of processes.
 
     Args:
-        device_placement: move models and batches to this process's device.
-        mixed_precision: `no`, `fp16` or `bf16`; None takes the launcher's.
-        gradient_accumulation_steps: batches an optimizer step is made of.
-        cpu: use the CPU also where an accelerator is present.
-        dataloader_config: how loaders share their data. rng_types: generators that are synchronised at each epoch.
-        log_with, project_dir, project_config: trackers and folders.
-        step_scheduler_with_optimizer: the scheduler moves only when the optimizer does.
-        kwargs_handlers: objects such as `DistributedDataParallelKwargs`, one of each kind.
-        exact: each sample counts once in every epoch, also where nothing divides; parameters then follow the
-            single-process loop of the same global batch. None takes ACCELERATE_EXACT.
-        strategy: a layout of another package's, by the name it registered, or a class of your own that is made of
-            (device, precision). None takes ACCELERATE_STRATEGY, else what the other arguments ask for.
-        transforms: objects with `apply(model)`, or names that packages registered, applied to each model for training
-            after it is laid out (before, where the object says `before_layout = True`). None takes
-            ACCELERATE_TRANSFORMS, names parted by commas.
-        resume: "auto" goes on from the project's newest checkpoint by itself; see `resumed`.
+        device_placement: whether `prepare` moves models, and loaders move batches, to this process's device.
+        split_batches: whether the loader's batch size is that of all processes together. Sets the field of
+            `dataloader_config`.
+        mixed_precision: "no", "fp16", "bf16" or "fp8". By default the launcher's setting, else "no".
+        gradient_accumulation_steps: the number of batches for each optimizer step.
+        cpu: use the CPU even if an accelerator is available.
+        dataloader_config: how batches are distributed over the processes.
+        deepspeed_plugin: train with DeepSpeed. A dict of plugins by name allows several; the first one is selected.
+        fsdp_plugin: shard models with FSDP.
+        torch_tp_plugin: train with tensor parallelism. `parallelism_config` covers the same.
+        megatron_lm_plugin: options of Megatron-LM.
+        rng_types: the random number generators that are synchronized over the processes at the start of each epoch.
+        log_with: the trackers: names, `LoggerType` members, tracker objects, or "all".
+        project_dir: the folder for logs and checkpoints.
+        project_config: the folders of the project and the naming of checkpoints.
+        gradient_accumulation_plugin: options of gradient accumulation, instead of `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: whether a scheduler steps only when its optimizer does. If False, a scheduler
+            steps at each call.
+        kwargs_handlers: objects with further options, at most one of each class (`DistributedDataParallelKwargs`,
+            `GradScalerKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`, ...).
+        dynamo_backend: the backend of `torch.compile`; models are not compiled by default.
+        dynamo_plugin: the options of `torch.compile`, instead of `dynamo_backend`.
+        deepspeed_plugins: another name for `deepspeed_plugin`.
+        parallelism_config: the sizes of the dimensions of the device mesh.
+        exact: each sample counts once in every epoch, even if the dataset does not divide evenly, so that parameters
+            follow the single-process loop with the same global batch. By default ACCELERATE_EXACT, else False.
+        strategy: the name of a layout that another package registered, or a callable
+            `(device, precision) -> Strategy`. By default ACCELERATE_STRATEGY, else the other arguments decide.
+        transforms: objects with `apply(model)`, or names that packages registered. Each is applied to every model
+            that is prepared for training, after the layout (before it, if the object has `before_layout = True`).
+            By default ACCELERATE_TRANSFORMS, names separated by commas.
+        resume: "auto" resumes from the project's newest checkpoint at the first pass over a loader; see `resume`.
+
+    Raises:
+        ConfigurationError: arguments contradict each other, or a value is not valid.
 
     Example:
         accelerator = Accelerator()
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
+    @explain_retired(ACCELERATOR_ARGUMENTS)
     def __init__(
         self,
         device_placement: bool = True,
@@ -137,20 +160,20 @@ class Accelerator(ProcessControl, RunOptions):
                 kwargs_handlers=kwargs_handlers or [],
             )
         )
-        self.plan = resolved.plan
-        self.state = resolved.state
-        self.precision = resolved.precision
-        self.strategy = resolved.strategy
-        self.gradient_state = GradientState(resolved.plan.accumulation)
+        self.plan: Plan = resolved.plan
+        self.state: AcceleratorState = resolved.state
+        self.precision: Precision = resolved.precision
+        self.strategy: Strategy = resolved.strategy
+        self.gradient_state: GradientState = GradientState(resolved.plan.accumulation)
         self.device_placement = device_placement
-        self.dataloader_config = _loader_config(dataloader_config, split_batches)
+        self.dataloader_config: DataLoaderConfiguration = _loader_config(dataloader_config, split_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = [RNGType.GENERATOR.value] if rng_types is None else [str(kind) for kind in rng_types]
-        self.flag_tensor = None
+        self.rng_types: list[str] = [str(kind) for kind in ([RNGType.GENERATOR] if rng_types is None else rng_types)]
+        self.flag_tensor: torch.Tensor | None = None
 
         self._exact = resolved.plan.exact
         self._accumulation = Accumulation(self.gradient_state)
-        # The block of `accumulate()` without models, made once: it is entered for each batch.
+        # The context of `accumulate()` without models, created once: it is entered for each batch.
         self._batch = AccumulatedBatch(self._accumulation, ())
         self._items = ItemWindow(self.strategy)
         self._divided = False
@@ -170,16 +193,29 @@ class Accelerator(ProcessControl, RunOptions):
         self._first_step = FirstStepCheck(self._objects, self._checkpoints, self.gradient_state)
         if resume is not None:
             if resume != "auto":
-                raise ConfigurationError(f"resume={resume!r}: it is 'auto', or None for a run that starts anew")
+                raise ConfigurationError(f"resume={resume!r}: it is 'auto', or None to start from scratch")
             self._checkpoints.resume_at_first_use()
 
     # -- prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Models, optimizers, schedulers and loaders, made ready for this run, in the order given.
+        """Prepare objects for this run.
 
-        Any other object comes back as it is. `device_placement` says for each object whether it is moved to the
-        device; None takes the accelerator's setting. One object comes back by itself, several as a tuple.
+        Args:
+            args: models, optimizers, schedulers and data loaders, in any order. Objects of other types are returned
+                unchanged.
+            device_placement: for each object, whether it is moved to this process's device; None takes the
+                accelerator's `device_placement`.
+
+        Returns:
+            The prepared objects in the order given: a tuple, or the object itself if there is only one.
+
+        Raises:
+            PrepareError: no object is given, `device_placement` has another length, a model is already wrapped in
+                DistributedDataParallel, or a model with a device map is prepared on several processes.
+
+        Example:
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
         if not args:
             raise PrepareError("prepare() was called without an object")
@@ -199,7 +235,7 @@ class Accelerator(ProcessControl, RunOptions):
         )
         for i, model in zip(models, prepared, strict=True):
             result[i] = model
-        # Schedulers come last: they look their optimizer up among the prepared ones.
+        # Schedulers come last: each looks up its optimizer among the prepared ones.
         for i, obj in enumerate(args):
             if isinstance(obj, torch.utils.data.DataLoader):
                 result[i] = self.prepare_data_loader(obj, device_placement=device_placement[i])
@@ -210,13 +246,25 @@ class Accelerator(ProcessControl, RunOptions):
                 result[i] = self.prepare_scheduler(obj)
         return result[0] if len(result) == 1 else tuple(result)
 
-    def _place(self, asked: bool | None) -> bool:
-        return self.device_placement if asked is None else asked
+    def _place(self, requested: bool | None) -> bool:
+        return self.device_placement if requested is None else requested
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """One model, made ready. With `evaluation_mode` it is placed and lowered but not wrapped for training."""
+        """Prepare one model.
+
+        Args:
+            model: the model.
+            device_placement: whether it is moved to this process's device; None takes the accelerator's setting.
+            evaluation_mode: move and cast the model, but do not wrap it for training.
+
+        Returns:
+            The prepared model.
+
+        Raises:
+            PrepareError: `model` is not a module, or cannot be prepared; see `prepare`.
+        """
         if not isinstance(model, torch.nn.Module):
             raise PrepareError(f"prepare_model takes a torch.nn.Module, not {type(model).__name__}")
         return self._prepare_models([model], [], [self._place(device_placement)], evaluation_mode)[0]
@@ -236,13 +284,16 @@ class Accelerator(ProcessControl, RunOptions):
             evaluation=evaluation,
         )
         for i, model in enumerate(bundle.models):
+            quantized = check_quantized(model, self.device, training=not evaluation)
             if bundle.place[i] and self.verify_device_map(model):
                 bundle.place[i] = False
                 if self.use_distributed and not evaluation:
                     raise PrepareError(
-                        f"{type(model).__name__} is spread over several devices by its device_map: such a model cannot"
-                        " be trained by several processes. Load it without device_map='auto', or start one process."
+                        f"{type(model).__name__} is distributed over several devices by its device_map, and several "
+                        "processes cannot train such a model. Load it without device_map='auto', or start one process."
                     )
+            if quantized:
+                bundle.place[i] = False
         for model in bundle.models:
             self.precision.convert(model, functools.partial(_repoint, bundle.optimizers))
         fresh = self.strategy.prepare(bundle)
@@ -255,12 +306,12 @@ class Accelerator(ProcessControl, RunOptions):
         return [next(modules) if twin is None else twin for twin in known]
 
     def _prepared_twin(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """The prepared form of a model that has been here before."""
+        """The prepared form of a model that was prepared before; None for any other."""
         known = [prepared.module for prepared in self._objects.models]
         if isinstance(model, torch.nn.parallel.DistributedDataParallel) and model not in known:
             raise PrepareError(
-                f"the {type(model.module).__name__} given to prepare is wrapped in DistributedDataParallel already: "
-                "hand in the plain model, prepare wraps it"
+                f"the {type(model.module).__name__} given to prepare is already wrapped in DistributedDataParallel: "
+                "pass the plain model, prepare wraps it"
             )
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
         for prepared in known:
@@ -275,7 +326,18 @@ class Accelerator(ProcessControl, RunOptions):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """One optimizer, wrapped: it steps when an accumulation window ends."""
+        """Prepare one optimizer: it steps only at the end of an accumulation window.
+
+        Args:
+            optimizer: the optimizer.
+            device_placement: accepted for compatibility; the state follows the parameters.
+
+        Returns:
+            The wrapped optimizer.
+
+        Raises:
+            PrepareError: `optimizer` is not a `torch.optim.Optimizer`.
+        """
         if isinstance(optimizer, AcceleratedOptimizer):
             if optimizer not in self._objects.optimizers:
                 self._objects.optimizers.append(optimizer)
@@ -287,14 +349,21 @@ class Accelerator(ProcessControl, RunOptions):
         prepared._before_first_step = self._first_step
         prepared._after_step.extend(self.strategy.after_step)
         if not is_elementwise(optimizer):
-            # It may decide by the loss, as a line search does: all ranks have to decide alike.
-            prepared._global_loss = self.strategy.global_loss
+            # It may decide by the loss, as a line search does: all ranks have to make the same decision.
+            prepared._global_loss = functools.partial(global_loss, self.strategy)
         self._objects.optimizers.append(prepared)
         self._checkpoints.watch_steps()
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
-        """One learning-rate scheduler, wrapped: it moves with the prepared optimizer it belongs to."""
+        """Prepare one learning-rate scheduler: it steps with the prepared optimizer it belongs to.
+
+        Args:
+            scheduler: the scheduler. Prepare its optimizer first.
+
+        Returns:
+            The wrapped scheduler.
+        """
         if isinstance(scheduler, AcceleratedScheduler):
             if scheduler not in self._objects.schedulers:
                 self._objects.schedulers.append(scheduler)
@@ -317,7 +386,18 @@ class Accelerator(ProcessControl, RunOptions):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
-        """One loader, sharded over the processes; its batches come on this process's device."""
+        """Prepare one data loader: each process gets its share of the batches, on its device.
+
+        Args:
+            data_loader: the loader.
+            device_placement: whether batches are moved to this process's device; None takes the accelerator's
+                setting.
+            slice_fn_for_dispatch: `f(batch, slice, process_index, num_processes)` cuts a batch that the main
+                process distributes. By default tensors are sliced along dimension 0.
+
+        Returns:
+            The prepared loader.
+        """
         if data_loader in self._objects.dataloaders:
             return data_loader
         config = self.dataloader_config
@@ -345,38 +425,76 @@ class Accelerator(ProcessControl, RunOptions):
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """The loader without its first batches; for map-style data no sample of them is read."""
+        """Return a loader that starts after its first batches. A map-style dataset does not read the skipped samples.
+
+        Args:
+            dataloader: a loader, prepared or not.
+            num_batches: the number of batches to skip.
+
+        Returns:
+            The loader for the remaining batches of one epoch.
+        """
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     # -- the step
 
     def accumulate(self, *models: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """One batch of an accumulation window: gradients are synchronised at the window's last batch only."""
+        """Return the context of one batch: gradients synchronize only at the last batch of an accumulation window.
+
+        Args:
+            models: the prepared models trained in the block.
+
+        Returns:
+            A context manager, to be entered for each batch.
+
+        Example:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).loss)
+        """
         if not models:
             return self._batch
-        # The usual case, without a generator: this is called for each batch.
+        # Called for each batch: the usual case avoids a generator.
         prepared = (self.prepared_model(models[0]),) if len(models) == 1 else tuple(map(self.prepared_model, models))
         return AccumulatedBatch(self._accumulation, prepared)
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Backwards in the block accumulate gradients without communicating."""
+        """Run a block in which backward passes accumulate gradients without communication.
+
+        Args:
+            model: a prepared model.
+        """
         with self.prepared_model(model).no_sync():
             yield
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """A block whose backward synchronizes gradients although the forward ran under `no_sync`."""
+        """Synchronize gradients in the next backward, although the forward ran under `no_sync`.
+
+        Args:
+            model: a prepared model.
+
+        Returns:
+            A context manager around the backward.
+        """
         return sync_in_backward(model)
 
     def backward(self, loss: torch.Tensor, num_items: int | float | torch.Tensor | None = None, **kwargs: Any) -> None:
-        """Backward of a loss, divided by the accumulation steps and scaled as the precision needs.
+        """Compute gradients of a loss, divided by the accumulation steps and scaled as the precision requires.
 
         Args:
-            loss: a tensor of one element.
-            num_items: the loss is a mean over so many items (tokens, say). Then nothing is divided by steps: when
-                gradients synchronise they are the mean over all items of the window on all processes.
-            kwargs: handed to `loss.backward`.
+            loss: a tensor with one element.
+            num_items: the number of items (tokens, for example) that the loss is a mean over. The loss is then not
+                divided by the accumulation steps: when gradients synchronize, they are the mean over all items of
+                the window on all processes.
+            kwargs: passed to `loss.backward`.
+
+        Raises:
+            CommunicationError: another process ended, or made another call.
+
+        Example:
+            accelerator.backward(loss)
+            optimizer.step()
         """
         if num_items is not None:
             models = [prepared.module for prepared in self._accumulation.models or self._objects.models]
@@ -408,7 +526,15 @@ class Accelerator(ProcessControl, RunOptions):
             raise
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Backward of a LOMO optimizer, which updates the parameters during it."""
+        """Compute gradients and update parameters in one pass, for LOMO optimizers.
+
+        Args:
+            loss: a tensor with one element.
+            learning_rate: the learning rate of the update.
+
+        Raises:
+            ValueError: no LOMO optimizer is prepared.
+        """
         fused = [found for found in self._objects.optimizers if hasattr(found.optimizer, "fused_backward")]
         if not fused:
             raise ValueError("lomo_backward needs a prepared LOMO optimizer (package lomo_optim)")
@@ -416,11 +542,29 @@ class Accelerator(ProcessControl, RunOptions):
             optimizer.optimizer.fused_backward(loss, learning_rate)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[None]:
-        """A block that computes in the run's mixed precision."""
+        """Return a context in which operations run in the run's mixed precision.
+
+        Args:
+            autocast_handler: options of autocast; by default those of `kwargs_handlers`.
+
+        Returns:
+            A context manager.
+
+        Example:
+            with accelerator.autocast():
+                loss = loss_function(outputs, targets)
+        """
         return self.precision.autocast(autocast_handler)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Take the loss scale of fp16 training out of the gradients; once between two steps, however often called."""
+        """Divide gradients by the loss scale of fp16 training. Further calls before the next step have no effect.
+
+        Args:
+            optimizer: a prepared optimizer or a list of them; all prepared optimizers by default.
+
+        Raises:
+            PrepareError: an optimizer was not prepared.
+        """
         if self.scaler is None:
             return
         given = self._objects.optimizers if optimizer is None else optimizer
@@ -432,7 +576,7 @@ class Accelerator(ProcessControl, RunOptions):
             found.unscale()
 
     def _unscaled(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
-        """The parameters, after unscaling the gradients of exactly those optimizers that hold some of them."""
+        """The parameters, after unscaling the gradients of the optimizers that contain some of them."""
         if isinstance(parameters, torch.Tensor):
             parameters = [parameters]
         if self.scaler is None:
@@ -447,7 +591,23 @@ class Accelerator(ProcessControl, RunOptions):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: int | float = 2
     ) -> torch.Tensor | None:
-        """Scale gradients so that their total norm is at most `max_norm`. Returns the norm before."""
+        """Scale gradients so that their total norm over all shards is at most `max_norm`.
+
+        Call it when gradients are synchronized (`sync_gradients`).
+
+        Args:
+            parameters: the parameters whose gradients are scaled together.
+            max_norm: the largest norm.
+            norm_type: the order of the norm; `inf` for the largest absolute value.
+
+        Returns:
+            The total norm before clipping. DeepSpeed clips in its own step, by its `gradient_clipping`, and returns
+            the norm of the last step.
+
+        Example:
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        """
         parameters = self._unscaled(parameters)
         try:
             return self.strategy.clip_grad_norm(parameters, max_norm, norm_type=norm_type)
@@ -456,16 +616,26 @@ class Accelerator(ProcessControl, RunOptions):
             raise
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Cut each element of the gradients to [-clip_value, clip_value]."""
+        """Clamp each element of the gradients to [-clip_value, clip_value].
+
+        Args:
+            parameters: the parameters whose gradients are clamped.
+            clip_value: the largest absolute value.
+        """
         parameters = self._unscaled(parameters)
         self.strategy.clip_grad_value(parameters, clip_value)
 
     def join_uneven_inputs(
         self, joinables: list[Any], even_batches: bool | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """A block in which processes may have different numbers of batches (torch's Join).
+        """Return a context in which processes may have different numbers of batches (torch's `Join`).
 
-        `even_batches` overrides the setting of the prepared map-style loaders inside the block.
+        Args:
+            joinables: the prepared models or optimizers trained in the block.
+            even_batches: replaces `even_batches` of the prepared loaders in the block; for map-style datasets only.
+
+        Returns:
+            A context manager.
         """
         return self.strategy.join(joinables, self._objects.dataloaders, even_batches)
 
@@ -475,28 +645,45 @@ class Accelerator(ProcessControl, RunOptions):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """A block whose buffers hold this rank's part of the sequence under context parallelism; else no effect.
+        """Return a context in which buffers contain this rank's shard of the sequence, under context parallelism.
+
+        Without context parallelism the block has no effect.
 
         Args:
-            buffers: tensors to split in place (token ids, labels, position ids). buffer_seq_dims: the sequence's
-                dimension of each. no_restore_buffers: those that need not be whole again after the block.
+            buffers: the tensors to shard in place (token ids, labels, position ids).
+            buffer_seq_dims: for each buffer, the dimension of the sequence.
+            no_restore_buffers: the buffers that need not be restored after the block.
+
+        Returns:
+            A context manager.
         """
         return self.strategy.context_parallel(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """A prepared loader whose batches come split along the sequence (sp_size); as it is without that.
+        """Return a loader whose batches are sharded along the sequence (`sp_size`); `dl` itself without that layout.
 
-        Batches are mappings with `input_ids` (batch, sequence). This rank's rows come back, with `position_ids`, and
-        with `shift_labels` in the place of `labels`. Then `maybe_context_parallel` is not needed.
+        `maybe_context_parallel` is then not needed.
+
+        Args:
+            dl: a prepared loader of mappings with `input_ids` of shape (batch, sequence).
+            model: the prepared model; accepted for compatibility.
+
+        Returns:
+            A loader of this rank's shards, with `position_ids`, and with `shift_labels` instead of `labels`.
         """
         return self.strategy.split_loader(dl)
 
     def explain(self, all_ranks: bool = False) -> Report:
-        """Print what was asked for and what became of it: the layout, parameters and modules, messages, memory.
+        """Print the requested options, the resulting layout, and the parameters, communication volume and memory.
 
-        Call it after `prepare`; optimizer state is known after the first step. It sends nothing, so one process may
-        call it alone; with `all_ranks` the memory of every rank is shown, and every process must call it. Returns
-        the report on each process that calls it; the main process prints it.
+        Call it after `prepare`; the memory of optimizer states is known after the first step.
+
+        Args:
+            all_ranks: show the memory of every rank. Every process must then call it. Otherwise it communicates
+                nothing, and one process may call it alone.
+
+        Returns:
+            The report, on each process that calls it. The main process prints it.
         """
         from .parallel.report.explain import Row, explain, memory_usage
 
@@ -508,7 +695,7 @@ class Accelerator(ProcessControl, RunOptions):
             # The attribute may be set, and a DeepSpeed configuration may decide.
             decided["gradient_accumulation_steps"] = (steps, "set after the plan")
         requested = [Row(name, str(got), origin) for name, (got, origin) in decided.items()]
-        # An engine that keeps windows by itself reduces where it does.
+        # An engine that manages accumulation windows itself decides when it reduces.
         each = self.gradient_state.sync_each_batch and self.strategy.divides_loss
         usage = None
         if all_ranks:
@@ -520,17 +707,44 @@ class Accelerator(ProcessControl, RunOptions):
     # -- models
 
     def prepared_model(self, model: torch.nn.Module) -> PreparedModel:
-        """How a model is laid out: its state, its memory and what it sends. Also of a module that was not prepared."""
+        """Return the object that describes how a model is laid out: its state, memory and communication.
+
+        Args:
+            model: a module, prepared or not.
+
+        Returns:
+            The `PreparedModel`.
+        """
         return self._objects.find_model(model) or self.strategy.as_prepared(model)
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> torch.nn.Module:
-        """The user's own model inside a prepared one."""
+        """Return the user's model inside a prepared one.
+
+        Args:
+            model: a prepared model.
+            keep_fp32_wrapper: keep the forward that casts outputs to fp32.
+            keep_torch_compile: keep the `torch.compile` wrapper.
+
+        Returns:
+            The model.
+        """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The full state of a prepared model, on every process that can hold it, under the plain model's names."""
+        """Return the full state of a prepared model, under the names of the plain model.
+
+        Every process must call it for sharded layouts.
+
+        Args:
+            model: a prepared model.
+            unwrap: if False, return the state dict of the wrapper.
+
+        Returns:
+            The state dict with unsharded tensors; layouts that gather to one process return an empty one on the
+            others.
+        """
         if any(has_offloaded_params(module) for module in model.modules()):
             return get_state_dict_offloaded_model(model)
         prepared = self.prepared_model(model)
@@ -538,11 +752,25 @@ class Accelerator(ProcessControl, RunOptions):
             return prepared.state_dict() if unwrap else model.state_dict()
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Whether some part of the model is spread over several devices."""
+        """Return whether a module of the model is distributed over several devices by a device map.
+
+        Args:
+            model: the model.
+        """
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Forget all prepared objects and return the device's cached memory; a None comes back for each object."""
+        """Release all prepared objects and the device's cached memory.
+
+        Args:
+            objects: variables to overwrite with the result.
+
+        Returns:
+            None for each object.
+
+        Example:
+            model, optimizer = accelerator.free_memory(model, optimizer)
+        """
         released = memory.release_memory(*objects)
         self.strategy.release()
         self._objects.clear()
@@ -551,7 +779,14 @@ class Accelerator(ProcessControl, RunOptions):
         return released
 
     def clear(self, *objects: Any) -> list[Any]:
-        """The same as `free_memory`."""
+        """Alias of `free_memory`.
+
+        Args:
+            objects: variables to overwrite with the result.
+
+        Returns:
+            None for each object.
+        """
         return self.free_memory(*objects)
 
     # -- checkpoints
@@ -578,20 +813,32 @@ class Accelerator(ProcessControl, RunOptions):
         layout: str = "native",
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Save models, optimizers, schedulers, loaders, generators and registered objects; returns the folder.
+        """Save models, optimizers, schedulers, loaders, random states and registered objects.
 
-        Every process calls it. The folder appears whole or not at all. With automatic naming the folder is
-        `<project_dir>/checkpoints/checkpoint_<iteration>`.
+        Every process must call it. The folder appears complete or not at all.
 
         Args:
-            output_dir: the folder; may be left out with automatic naming.
-            safe_serialization: weights in safetensors, else in torch's own format.
-            blocking: False returns when the state is copied; the disk is written meanwhile.
-            layout: `native`, or `compat` for the API's own file names and formats.
+            output_dir: the folder. May be None with automatic naming, which uses
+                `<project_dir>/checkpoints/checkpoint_<iteration>`.
+            safe_serialization: save weights as safetensors; otherwise in torch's format.
+            blocking: if False, return as soon as the state is copied, and write it in the background.
+            layout: "native", or "compat" for the API's own file names and formats.
+            save_model_func_kwargs: none is supported.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ConfigurationError: an argument is not valid or unknown.
+            CheckpointError: a process did not take part, or the state could not be written.
+
+        Example:
+            if step % 1000 == 0:
+                accelerator.save_state(f"checkpoints/step_{step}")
         """
         if save_model_func_kwargs:
             names = ", ".join(sorted(save_model_func_kwargs))
-            raise ConfigurationError(f"save_state got arguments that nothing here takes: {names}")
+            raise ConfigurationError(f"save_state got unknown arguments: {names}")
         return self._checkpoints.save(output_dir, safe_serialization, blocking, layout)
 
     def load_state(
@@ -600,23 +847,37 @@ class Accelerator(ProcessControl, RunOptions):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> LoadReport:
-        """Load what `save_state` saved, on any number of processes; every process calls it.
+        """Load what `save_state` saved, on any number of processes. Every process must call it.
 
         Args:
-            input_dir: the folder; left out, the newest valid checkpoint of the project.
-            load_kwargs: as for `torch.load`. Of these, `weights_only=False` trusts a folder in the API's own format
-                that holds pickled objects; tensors go to where the run has them, whatever `map_location` says.
-            load_model_func_kwargs: `strict`, `models_only`, `allow_pickle` of `accelerate.checkpointing.load_run`.
+            input_dir: the folder; by default the newest valid checkpoint of the project.
+            load_kwargs: arguments of `torch.load`. Only `weights_only=False` has an effect: it trusts pickled objects
+                in a folder in the API's own format. Tensors are loaded to the devices of the prepared objects,
+                whatever `map_location` is.
+            load_model_func_kwargs: `strict`, `models_only` and `allow_pickle`, as for
+                `accelerate.checkpointing.load_run`.
+
+        Returns:
+            A report of what was loaded.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or it is damaged or does not match the prepared objects.
         """
         return self._checkpoints.load(input_dir, load_kwargs, **load_model_func_kwargs)
 
     def resume(self, signals: Sequence[str] = DEFAULT_SIGNALS) -> LoadReport | None:
-        """Go on from the project's newest valid checkpoint, if there is one; None where the run starts anew.
+        """Load the project's newest valid checkpoint, if there is one, and save when the run is preempted.
 
-        Loaders then go on behind the last batch that was trained on; `report.epoch` is the epoch that they are in.
-        From here on the run also saves when it is asked to stop: at the next batch after one of `signals` has
-        reached any process, all of them save and exit with code 0. An empty list listens to none. Call it when all
-        objects are prepared and registered; `Accelerator(resume="auto")` calls it at the first pass over a loader.
+        Loaders continue after the last batch that was trained on. From then on, the run also saves when it is
+        preempted: at the next batch after any process received one of `signals`, all processes save and exit with code
+        0. Call it after all objects are prepared and registered. `Accelerator(resume="auto")` calls it at the first
+        pass over a loader.
+
+        Args:
+            signals: the names of the signals; an empty list disables this.
+
+        Returns:
+            A report of what was loaded, with the epoch to continue in `epoch`; None if the run starts from scratch.
 
         Example:
             start = accelerator.resume()
@@ -627,19 +888,40 @@ class Accelerator(ProcessControl, RunOptions):
 
     @property
     def resumed(self) -> LoadReport | None:
-        """What `resume` has loaded; None where the run starts anew. With `resume="auto"` it is loaded by now."""
+        """What `resume` loaded; None if the run starts from scratch. With `resume="auto"`, reading it loads."""
         return self._checkpoints.controller.report
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Objects with `state_dict` and `load_state_dict` that `save_state` and `load_state` shall include."""
+        """Include objects in `save_state` and `load_state`.
+
+        Args:
+            objects: objects with `state_dict` and `load_state_dict`.
+
+        Raises:
+            ValueError: an object lacks one of these methods.
+        """
         self._checkpoints.register(*objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> HookHandle:
-        """`hook(models, weights, output_dir)` is called before `save_state` writes; `weights` may be changed."""
+        """Register a hook that is called before `save_state` writes.
+
+        Args:
+            hook: `hook(models, weights, output_dir)`. It may change the list `weights`.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+        """
         return self._checkpoints.register_save_hook(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> HookHandle:
-        """`hook(models, input_dir)` is called before `load_state` loads; models it takes out are not loaded."""
+        """Register a hook that is called before `load_state` loads.
+
+        Args:
+            hook: `hook(models, input_dir)`. Models that it removes from the list are not loaded.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+        """
         return self._checkpoints.register_load_hook(hook)
 
     def save_model(
@@ -649,7 +931,16 @@ class Accelerator(ProcessControl, RunOptions):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """The weights of a prepared model in files of at most `max_shard_size` (bytes, or "10GB"), with an index."""
+        """Save the weights of a prepared model, with an index if there are several files.
+
+        Every process must call it.
+
+        Args:
+            model: a prepared model.
+            save_directory: the folder.
+            max_shard_size: the largest size of a file, in bytes or as text such as "10GB".
+            safe_serialization: save safetensors; otherwise torch's format.
+        """
         state = self.get_state_dict(model)
         save_model(
             state,
@@ -662,21 +953,30 @@ class Accelerator(ProcessControl, RunOptions):
         self.state.wait_for_everyone()
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """`torch.save` (or safetensors) on one process of the run, or of each machine with `save_on_each_node`."""
+        """Save an object on one process of the run, or on one process of each machine (`save_on_each_node`).
+
+        Args:
+            obj: what `torch.save` accepts; a dict of tensors with `safe_serialization`.
+            f: the path of the file.
+            safe_serialization: save safetensors instead of calling `torch.save`.
+        """
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     # -- trackers
 
     @property
     def project_dir(self) -> str | None:
+        """The folder for logs and checkpoints."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
+        """The folder of trackers that write files."""
         return self.project_configuration.logging_dir
 
     @property
     def log_with(self) -> list[Any]:
+        """The trackers that `init_trackers` starts."""
         return self._trackers.log_with
 
     @log_with.setter
@@ -685,7 +985,7 @@ class Accelerator(ProcessControl, RunOptions):
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers that `init_trackers` has started; empty on processes that do not log."""
+        """The trackers that `init_trackers` started; empty on processes that do not log."""
         return self._trackers.trackers
 
     @trackers.setter
@@ -693,37 +993,72 @@ class Accelerator(ProcessControl, RunOptions):
         self._trackers.trackers = trackers
 
     def init_trackers(self, *args: Any, **kwargs: Any) -> None:
-        """`init_trackers(project_name, config=None, init_kwargs={})`: start the trackers of `log_with`.
+        """Start the trackers of `log_with`. Call it on every process; the main process starts them.
 
-        `config` are the run's hyperparameters; `init_kwargs` the arguments of each tracker under its name.
+        The arguments are `init_trackers(project_name, config=None, init_kwargs={})`.
+
+        Args:
+            args: `project_name`: the name of the run. `config`: its hyperparameters, a dict. `init_kwargs`:
+                {tracker name: further arguments of that tracker}.
+            kwargs: the same by name.
         """
         if self.is_main_process:
             self._trackers.start(*args, **kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of this name (its client object with `unwrap`); a blank one where this process does not log."""
+        """Return a started tracker.
+
+        Args:
+            name: the name of the tracker.
+            unwrap: return the run object of its client package instead.
+
+        Returns:
+            The tracker; one whose methods do nothing on processes that do not log.
+
+        Raises:
+            ValueError: other trackers have started, but not this one.
+        """
         return self._trackers.get(name, unwrap)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """`log(values, step=None, log_kwargs={})`: hand a dict of values to every tracker."""
+        """Log values to every tracker. On processes that do not log it does nothing.
+
+        The arguments are `log(values, step=None, log_kwargs={})`.
+
+        Args:
+            args: `values`: a dict of names and values. `step`: the training step. `log_kwargs`:
+                {tracker name: further arguments of that tracker's `log`}.
+            kwargs: the same by name.
+
+        Example:
+            accelerator.log({"loss": loss}, step=step)
+        """
         self._trackers.log(*args, **kwargs)
 
     def end_training(self) -> None:
-        """Finish what runs in the background, close the trackers, leave the process group."""
+        """Finish background writes, close the trackers and leave the process group. Call it on every process."""
         self._checkpoints.end_training()
 
     # -- profile
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
-        """A block under torch's profiler; with `output_trace_dir` each process writes its trace there."""
+        """Return a context in which torch's profiler runs.
+
+        Args:
+            profile_handler: options of the profiler; by default those of `kwargs_handlers`. With
+                `output_trace_dir`, each process writes its trace there.
+
+        Returns:
+            A context manager, which yields the profiler.
+        """
         options = profile_handler or self.plan.handlers.profile
         return profile(options, self.state.process_index, self.state.wait_for_everyone)
 
-    # -- what was prepared, under the names that libraries read
+    # -- the prepared objects, under the names that libraries read
 
     @property
     def step(self) -> int:
-        """Batches of the present accumulation window so far."""
+        """The number of batches so far in the current accumulation window."""
         return self._accumulation.step
 
     @step.setter
@@ -751,12 +1086,12 @@ class Accelerator(ProcessControl, RunOptions):
         return self._objects.custom
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        # Its state is shared by design: a copied model or trainer keeps this one.
+        # A copied model or trainer refers to the same run.
         return self
 
 
 def _repoint(optimizers: list[torch.optim.Optimizer], pairs: Any) -> None:
-    # Only a conversion of layers needs it, and it brings all of torch's distributed tensors along.
+    # Only a conversion of layers needs it, and it imports all of torch's distributed tensors.
     from .parallel.remap import repoint_all
 
     repoint_all(optimizers, pairs)
@@ -791,3 +1126,7 @@ def _project(project: ProjectConfiguration | None, project_dir: str | None) -> P
     if project_dir is not None and project.project_dir is None:
         project.set_directories(project_dir)
     return project
+
+
+if not TYPE_CHECKING:
+    __getattr__ = public_names(__name__)

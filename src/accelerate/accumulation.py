@@ -15,18 +15,18 @@ class Accumulation:
 
     Attributes:
         step: batches of the present window so far.
-        models: the models that `accumulate` was given for the present batch.
+        models: the models passed to `accumulate` for the present batch.
     """
 
     __slots__ = ("gradient_state", "models", "step")
 
     def __init__(self, gradient_state: GradientState) -> None:
-        self.gradient_state = gradient_state
-        self.step = 0
+        self.gradient_state: GradientState = gradient_state
+        self.step: int = 0
         self.models: tuple[PreparedModel, ...] = ()
 
     def advance(self) -> bool:
-        """Count a batch; whether its backward synchronizes gradients."""
+        """Count a batch. Returns whether its backward synchronizes gradients."""
         state = self.gradient_state
         options = state.plugin_kwargs
         if options.get("sync_with_dataloader", True) and state.end_of_dataloader:
@@ -40,13 +40,13 @@ class Accumulation:
 
 
 class AccumulatedBatch:
-    """One batch of an accumulation window: its backward does not communicate unless it is the last one."""
+    """A context for one batch of an accumulation window: only the last one's backward communicates."""
 
     __slots__ = ("accumulation", "contexts", "models")
 
     def __init__(self, accumulation: Accumulation, models: tuple[PreparedModel, ...]) -> None:
-        self.accumulation = accumulation
-        self.models = models
+        self.accumulation: Accumulation = accumulation
+        self.models: tuple[PreparedModel, ...] = models
         self.contexts: list[contextlib.AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:

@@ -8,12 +8,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .core import env
+from .core.lazy import public_names
 from .hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -31,7 +32,7 @@ from .placement.offload import INDEX_NAME, OffloadedWeightsLoader, offload_state
 from .placement.tensors import set_module_tensor_to_device
 
 # Layers that compute in one dtype throughout, so that their weights may be stored in another.
-_CASTABLE = (
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     nn.Conv1d,
     nn.Conv2d,
     nn.Conv3d,
@@ -155,7 +156,7 @@ def cpu_offload_with_hook(
     execution_device: Place | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep the whole of `model` on the CPU until its forward; then it stays on `execution_device` until told to go.
+    """Keep `model` on the CPU until its forward. It then stays on `execution_device` until `offload()` is called.
 
     Returns the model and a handle with `offload()` and `remove()`. Models that run one after the other form a chain:
     each gets the handle of the one before as `prev_module_hook`, and sends that away when its own turn comes.
@@ -181,12 +182,12 @@ def dispatch_model(
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Put the parts of `model` where `device_map` says (a device, `"cpu"` or `"disk"`) so that it runs as one.
+    """Distribute `model` over the devices in `device_map` (a device, `"cpu"` or `"disk"`) so that it can run.
 
-    Parts on the disk, and on the CPU where there is an accelerator in the map, run on `main_device` (default: the
+    Modules on the disk, and on the CPU if there is an accelerator in the map, run on `main_device` (default: the
     first accelerator of the map, else the CPU). Disk weights come from `offload_dir`, to which they are written where
     it has none, or from the files that `offload_index` names; CPU weights from `state_dict`, by default the model's.
-    A model that goes to one device as a whole is moved there, without hooks unless `force_hooks`.
+    A model that goes to a single device is moved there, without hooks unless `force_hooks`.
 
     Raises ValueError for tensors without a device, and for disk weights without a folder.
     """
@@ -228,7 +229,7 @@ def load_checkpoint_and_dispatch(
     `device_map` is a map, a way to plan one ("auto", "balanced", "balanced_low_0", "sequential", within `max_memory`
     and without splitting `no_split_module_classes`), or None: load where the model is, and no more. The other
     arguments are those of `load_checkpoint_in_model` and `dispatch_model`. As one tensor is read at a time,
-    `offload_state_dict` is off unless it is asked for.
+    `offload_state_dict` is off by default.
 
     Example:
         with init_empty_weights():
@@ -303,8 +304,12 @@ def _attach_casting(
 ) -> None:
     if isinstance(module, classes) or any(re.search(pattern, name) for pattern in patterns):
         return
-    if isinstance(module, _CASTABLE):
+    if isinstance(module, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
         add_hook_to_module(module, LayerwiseCastingHook(*options), append=True)
         return
     for child_name, child in module.named_children():
         _attach_casting(join(name, child_name), child, patterns, classes, options)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = public_names(__name__)

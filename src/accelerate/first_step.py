@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked at the first step of each prepared optimizer: whether it trains what it seems to train."""
+"""A check before the first step of each prepared optimizer: whether it trains the prepared models."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ logger = get_logger(__name__)
 
 
 class FirstStepCheck:
-    """Called with an optimizer before its first step; logs a warning for what looks wrong, each once a run.
+    """Logs a warning for what looks wrong before an optimizer's first step, each message once a run.
 
-    The run's objects are held weakly: their optimizers hold this check until they step.
+    References to the run's objects are weak, since their optimizers refer to this check until they step.
     """
 
     def __init__(self, objects: RunObjects, checkpoints: RunCheckpoints, gradient_state: GradientState) -> None:
@@ -28,6 +28,7 @@ class FirstStepCheck:
         self._logged: set[str] = set()
 
     def __call__(self, optimizer: AcceleratedOptimizer) -> None:
+        """Check the run before the first step of `optimizer`."""
         objects, checkpoints = self._objects(), self._checkpoints()
         if objects is None or checkpoints is None:
             return
@@ -37,7 +38,7 @@ class FirstStepCheck:
         self._check_parameters(optimizer, objects)
 
     def check_window(self) -> None:
-        """Called before the first loss that is divided by the accumulation steps."""
+        """Check the length of the epoch before the first loss is divided by the accumulation steps."""
         loader = self._gradient_state.active_dataloader
         self._log_once(None if loader is None else uneven_window(loader, self._gradient_state.num_steps))
 

@@ -11,7 +11,15 @@ if TYPE_CHECKING:
 
 
 class GradientState:
-    """Whether this batch ends an accumulation window, and which loader is being read. Shared by all instances."""
+    """Whether this batch ends an accumulation window, and which loader is being read. Shared by all instances.
+
+    Args:
+        gradient_accumulation_plugin: the options of accumulation, which replace those given before.
+
+    Attributes:
+        sync_gradients: the backward of this batch synchronizes gradients, and the optimizer steps after it.
+        plugin_kwargs: the options of accumulation.
+    """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
@@ -26,7 +34,6 @@ class GradientState:
             self.__dict__.update(
                 sync_gradients=True, _references=[None], plugin_kwargs={}, _is_xla_gradients_synced=False
             )
-        # A second Accelerator's options replace the first one's, as the API has it.
         if gradient_accumulation_plugin is not None:
             kwargs = gradient_accumulation_plugin.to_kwargs()
             if self.plugin_kwargs != kwargs:
@@ -34,24 +41,28 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
+        """Whether an instance has been made."""
         return "sync_gradients" in self.__dict__
 
     @property
     def num_steps(self) -> int:
-        """Batches a step of the optimizer is made of."""
+        """Batches in one step of the optimizer."""
         steps: int = self.plugin_kwargs.get("num_steps", 1)
         return steps
 
     @property
     def adjust_scheduler(self) -> bool:
+        """Whether schedulers count the batches at which the optimizer does not step."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", False))
 
     @property
     def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader ends the accumulation window."""
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
     def sync_each_batch(self) -> bool:
+        """Whether every batch synchronizes gradients, which saves memory under FSDP."""
         return bool(self.plugin_kwargs.get("sync_each_batch", False))
 
     @property
@@ -76,16 +87,18 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples of the active loader's last global batch that are no repetitions; -1 where that is not known."""
+        """Samples of the active loader's last global batch without repetitions; -1 where that is not known."""
         loader = self.active_dataloader
         return -1 if loader is None else int(loader.remainder)
 
     @property
     def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being read."""
         return self.active_dataloader is not None
 
     @property
     def is_xla_gradients_synced(self) -> bool:
+        """Whether the gradients of this step have been reduced on XLA devices."""
         return self._is_xla_gradients_synced
 
     @is_xla_gradients_synced.setter
@@ -113,5 +126,5 @@ class GradientState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget the shared state."""
+        """Clear the shared state."""
         GradientState._shared_state.clear()

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks around a module's forward: of the whole model that moves as one, of casts, and those of placement."""
+"""Hooks around a module's forward: moving a model, casting its weights, and the hooks of placement."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .core import devices
+from .core.lazy import public_names
 from .core.trees import send_to_device
 from .placement.align import (
     AlignDevicesHook,
@@ -43,7 +44,7 @@ __all__ = [
 
 
 class CpuOffload(ModelHook):
-    """Keeps a whole model on the CPU until its forward, and then on `execution_device` until it is told to leave.
+    """Keeps a model on the CPU until its forward, and then on `execution_device` until it is offloaded.
 
     It leaves by the `offload` of its UserCpuOffloadHook, or when the next model of a chain comes: `prev_module_hook`
     is that of the model before this one, which goes as this one is brought. The default device is the accelerator in
@@ -54,12 +55,14 @@ class CpuOffload(ModelHook):
         self, execution_device: Place | None = None, prev_module_hook: UserCpuOffloadHook | None = None
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device = main_device() if execution_device is None else execution_device
+        self.execution_device: Place = main_device() if execution_device is None else execution_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the module to the CPU."""
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Offload the previous model of the chain, and move the module and its inputs to the execution device."""
         target = as_device(self.execution_device)
         previous = self.prev_module_hook
         if previous is not None and as_device(previous.hook.execution_device) == target:
@@ -77,9 +80,11 @@ class UserCpuOffloadHook:
         self.hook = hook
 
     def offload(self) -> None:
+        """Move the model to the CPU."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
+        """Remove the hook from the model."""
         remove_hook_from_module(self.model)
 
 
@@ -92,12 +97,19 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: nn.Module) -> nn.Module:
+        """Cast the module to the storage dtype."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast the module to the compute dtype."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Cast the module back to the storage dtype."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
+
+
+if not TYPE_CHECKING:
+    __getattr__ = public_names(__name__)

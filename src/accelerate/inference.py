@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelined inference: a model cut into one stage a process, through which the parts of a batch flow.
+"""Pipelined inference: a model split into one stage per process. Each batch is processed in micro-batches.
 
 It runs as pipelines do in training, without a tracer: `parallel.pipeline`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,12 @@ from torch import nn
 
 from .core import trees
 from .core.errors import PrepareError
+from .core.lazy import public_names
 from .parallel.pipeline.batch import Stage
-from .parallel.pipeline.flow import observe
-from .parallel.pipeline.inputs import Divider, keep_to_tensors
-from .parallel.pipeline.order import conflict
+from .parallel.pipeline.dataflow import observe
+from .parallel.pipeline.microbatch import BatchSplitter, restrict_outputs
 from .parallel.pipeline.p2p import P2PChannel
-from .parallel.pipeline.run import Runner
+from .parallel.pipeline.runner import Runner
 from .parallel.pipeline.split import (
     StageSplit,
     Unit,
@@ -33,6 +33,7 @@ from .parallel.pipeline.split import (
     module_bytes,
 )
 from .parallel.pipeline.stage import StagedModel
+from .parallel.pipeline.stage_plan import order_conflict
 from .state import PartialState
 
 
@@ -45,20 +46,27 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """`model`, its forward run by all processes: each has one stage, a batch flows through in `num_chunks` parts.
+    """Return `model` with a forward that all processes run together: each runs one stage, on micro-batches.
+
+    Every process must call this function, and later the model, with the same inputs. The batch size may vary. The
+    modules of a stage are moved to the device of its process. On one process the model is returned unchanged.
 
     Args:
-        split_points: names of the modules at which the second and each later stage begins, one fewer than processes;
-            "auto" balances the stages by the bytes of their parameters.
-        no_split_module_classes: classes of modules that "auto" keeps whole.
-        example_args, example_kwargs: inputs of the forward. It runs once on their shapes (on their values, where it
-            looks at them) to see in which order modules compute and what they use of each other.
-        num_chunks: parts of a batch; None: as many as processes.
-        gather_output: every process gets the output; otherwise the last one does, the others get None.
+        model: the model, which is set to evaluation mode.
+        split_points: the names of the modules at which the second and each later stage begins, one fewer than
+            processes. "auto" balances the stages by the bytes of their parameters.
+        no_split_module_classes: classes of modules that "auto" does not split.
+        example_args: positional inputs of the forward. It runs once on their shapes (on their values, if it reads
+            them) to find the order in which modules compute and the tensors that they share.
+        example_kwargs: keyword inputs of the forward, used in the same way.
+        num_chunks: the number of micro-batches. By default the number of processes.
+        gather_output: whether every process gets the output. Otherwise the last one does, and the others get None.
 
-    Every process calls it, and later the model, with the same inputs, of any batch size. The modules of its stage go
-    to the process's device, the others stay where they are. On one process the model is handed back as it is.
-    Raises PrepareError for split points that do not fit, and for an output that holds more than tensors.
+    Returns:
+        The model.
+
+    Raises:
+        PrepareError: the split points do not fit, or the output contains objects other than tensors.
     """
     state = PartialState()
     model.eval()
@@ -70,7 +78,7 @@ def prepare_pippy(
     example = (example_args, dict(example_kwargs or {}))
     if trees.first_leaf(example) is None:
         raise PrepareError("prepare_pippy needs example_args or example_kwargs: a batch of tensors")
-    keep_to_tensors(model)
+    restrict_outputs(model)
     points, cut, carried, reads = _cut(
         model, split_points, no_split_module_classes or (), example, state.num_processes
     )
@@ -81,17 +89,17 @@ def prepare_pippy(
     stages = {state.process_index: Stage(state.process_index, modules[start:stop])}
     group = dist.group.WORLD
     assert group is not None
-    wire, divider = P2PChannel(group, state.device), Divider(model.forward, (), chunks)
-    runner = Runner(staged, cut, stages, range(state.num_processes), wire, divider)
-    whole = model.forward
+    channel, splitter = P2PChannel(group, state.device), BatchSplitter(model.forward, (), chunks)
+    runner = Runner(staged, cut, stages, range(state.num_processes), channel, splitter)
+    full_forward = model.forward
 
     # The user's module keeps its class, configuration and names; only what runs is another.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if staged.part is not None:
-            return whole(*args, **kwargs)
+        if staged.segment is not None:
+            return full_forward(*args, **kwargs)
         with torch.no_grad():
             args, kwargs = trees.send_to_device((args, kwargs), state.device)
-            return runner.forward(runner.open(args, kwargs), everywhere=gather_output)
+            return runner.forward(runner.new_batch(args, kwargs), on_all_ranks=gather_output)
 
     model.forward = MethodType(forward, model)
     model.hf_split_points = points  # type: ignore[assignment]
@@ -100,19 +108,19 @@ def prepare_pippy(
 
 def _cut(
     model: nn.Module,
-    asked: str | Sequence[str],
-    whole: Sequence[str],
+    requested: str | Sequence[str],
+    no_split: Sequence[str],
     example: tuple[tuple[Any, ...], dict[str, Any]],
     stages: int,
 ) -> tuple[list[str], StageSplit, dict[str, int], set[str]]:
-    """The split points, the cut, the units whose output travels on beside, and tensors used outside of their unit."""
-    points = [] if asked == "auto" else [asked] if isinstance(asked, str) else list(asked)
+    """(split points, stages, units whose output later stages use, tensors that are used outside of their unit)."""
+    points = [] if requested == "auto" else [requested] if isinstance(requested, str) else list(requested)
     check_names(model, points)
     # What has no parameters computes on each stage.
-    units = [unit for unit in _refined(model, find_units(model, whole, nested=not points), points) if unit.size]
+    units = [unit for unit in _refined(model, find_units(model, no_split, nested=not points), points) if unit.size]
     flow = observe(model, [unit.name for unit in units], *example)
     order = tuple(flow.called)
-    if asked == "auto":
+    if requested == "auto":
         points = _balanced(units, order, stages)
     elif len(points) != stages - 1:
         raise PrepareError(f"{len(points)} split points make {len(points) + 1} stages; there are {stages} processes")
@@ -130,19 +138,19 @@ def _cut(
         )
     carried = flow.carried(order, [*bounds[1:-1], len(order)])
     cut = StageSplit(order, bounds, len(order))
-    if problem := conflict(cut, flow.calls):
+    if problem := order_conflict(cut, flow.calls):
         raise PrepareError(f"{type(model).__name__} cannot be cut at {', '.join(points)}: {problem}")
     return points, cut, last_units(model, order, carried), set(flow.reads)
 
 
 def _refined(model: nn.Module, units: Sequence[Unit], points: Sequence[str]) -> list[Unit]:
-    """The units, those that a split point lies in the middle of in parts."""
+    """The units, with a unit that contains a split point replaced by its children."""
     found = []
     for unit in units:
         if any(point != unit.name and is_inside(point, unit.name) for point in points):
             children = model.get_submodule(unit.name).named_children()
-            parts = [Unit(f"{unit.name}.{name}", module_bytes(child)) for name, child in children]
-            found += _refined(model, parts, points)
+            children_units = [Unit(f"{unit.name}.{name}", module_bytes(child)) for name, child in children]
+            found += _refined(model, children_units, points)
         else:
             found.append(unit)
     return found
@@ -151,7 +159,7 @@ def _refined(model: nn.Module, units: Sequence[Unit], points: Sequence[str]) -> 
 def _balanced(units: Sequence[Unit], order: Sequence[str], stages: int) -> list[str]:
     if len(order) < stages:
         raise PrepareError(
-            f"the model has {len(order)} parts to cut between and there are {stages} processes: name split_points, or "
+            f"the model has {len(order)} units to split between, for {stages} processes: set split_points, or "
             "start fewer processes"
         )
     sizes = {unit.name: unit.size for unit in units}
@@ -169,3 +177,7 @@ def _own_to_device(model: nn.Module, absent: Sequence[nn.Module], reads: set[str
         for name, buffer in module._buffers.items():
             if buffer is not None and (id(module) not in foreign or path + name in reads):
                 module._buffers[name] = buffer.to(device)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = public_names(__name__)

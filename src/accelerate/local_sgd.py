@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD: processes train on their own and average their parameters now and then."""
+"""Local SGD: each process trains separately, and parameters are averaged at intervals."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import collectives
+from .core.lazy import public_names
 
 
 class LocalSGD:
-    """A block in which gradients are not synchronised; parameters are averaged every `local_sgd_steps` steps.
+    """A context in which gradients are not synchronized. Parameters are averaged every `local_sgd_steps` steps.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019).
+
+    Args:
+        accelerator: the accelerator that prepared the model.
+        model: the prepared model.
+        local_sgd_steps: steps of the optimizer between two averages.
+        enabled: False makes the context do nothing.
+
+    Raises:
+        ValueError: `local_sgd_steps` is less than 1.
+        NotImplementedError: the strategy does not keep a full replica of the model on each process.
 
     Example:
         with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
@@ -30,28 +41,29 @@ class LocalSGD:
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled and accelerator.strategy.name not in ("single process", "DistributedDataParallel"):
             raise NotImplementedError(
-                f"LocalSGD averages whole replicas; under {accelerator.strategy.name} no process holds one"
+                f"LocalSGD averages full replicas of the model, and {accelerator.strategy.name} keeps none on a "
+                "process: use DDP, or train without LocalSGD"
             )
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
-        self.num_steps = 0
-        self._block: Any = None
+        self.num_steps: int = 0
+        self._no_sync: Any = None
 
     def __enter__(self) -> LocalSGD:
         if self.enabled:
-            self._block = self.accelerator.no_sync(self.model)
-            self._block.__enter__()
+            self._no_sync = self.accelerator.no_sync(self.model)
+            self._no_sync.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self.enabled:
             if error[0] is None:
                 self._average()
-            self._block.__exit__(*error)
+            self._no_sync.__exit__(*error)
 
     def step(self) -> None:
-        """Count one batch; after `local_sgd_steps` windows the parameters are averaged."""
+        """Count a step of the optimizer, and average the parameters after every `local_sgd_steps` of them."""
         if not self.accelerator.sync_gradients:
             return
         self.num_steps += 1
@@ -68,3 +80,7 @@ class LocalSGD:
                 parameters, collectives.reduce([p.data for p in parameters], "mean"), strict=True
             ):
                 parameter.data.copy_(mean)
+
+
+if not TYPE_CHECKING:
+    __getattr__ = public_names(__name__)

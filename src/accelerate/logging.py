@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A logger that knows the ranks: on the main process only, on all, or on all one after the other."""
+"""A logger for several processes: it logs on the main process only, on all, or on all one after the other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from .core import env
 from .state import PartialState
 
 
-class MultiProcessAdapter(logging.LoggerAdapter):
-    """Adapter whose calls take `main_process_only` (default True) and `in_order` (default False).
+class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
+    """A logger adapter whose calls take `main_process_only` (default True) and `in_order` (default False).
 
-    With `in_order` every process logs, one after the other: all of them must make the call.
+    With `in_order` every process logs, one after the other, so all of them must make the call.
+
+    Example:
+        logger = get_logger(__name__)
+        logger.info("loss %.3f", loss, main_process_only=False)
     """
 
     @staticmethod
@@ -22,9 +26,17 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         return not main_process_only or PartialState().is_main_process
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log on the main process only; on all with `main_process_only=False`; on all in turn with `in_order=True`.
+        """Log a message on the main process.
 
-        Raises RuntimeError where no `PartialState` or `Accelerator` has been made yet.
+        Args:
+            level: the level, as a number of `logging`.
+            msg: the message.
+            *args: what is formatted into the message.
+            **kwargs: `main_process_only=False` logs on all processes, `in_order=True` on one after the other. The
+                rest is passed to `logging.Logger.log`.
+
+        Raises:
+            RuntimeError: no `PartialState` or `Accelerator` has been made yet.
         """
         if not PartialState._shared_state:
             raise RuntimeError(
@@ -36,41 +48,48 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         kwargs.setdefault("stacklevel", 2)
         if not in_order:
             if self.isEnabledFor(level) and self._should_log(main_process_only):
-                self._hand_on(level, msg, args, kwargs)
+                self._emit(level, msg, args, kwargs)
             return
         state = PartialState()
         for rank in range(state.num_processes):
             if rank == state.process_index and self.isEnabledFor(level):
-                self._hand_on(level, msg, args, kwargs)
+                self._emit(level, msg, args, kwargs)
             # Also where this rank's level is too high: the others wait here.
             state.wait_for_everyone()
 
-    def _hand_on(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         text, options = self.process(msg, kwargs)
         options["stacklevel"] += 1
         self.logger.log(level, text, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """The message after the rank that says it."""
+        """Add the rank to the message."""
         return f"[RANK {PartialState().process_index}] {msg}", dict(kwargs)
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """`warning`, once for the same arguments."""
-        said = self.__dict__.setdefault("_said", set())
+        """Log a warning, once for the same arguments."""
+        logged = self.__dict__.setdefault("_logged", set())
         key = repr((args, sorted(kwargs.items())))
-        if key not in said:
-            said.add(key)
+        if key not in logged:
+            logged.add(key)
             self.warning(*args, **{"stacklevel": 3, **kwargs})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """A logger that knows the ranks.
+    """A logger for several processes.
 
     Args:
         name: usually `__name__`.
-        log_level: a level's name; None takes ACCELERATE_LOG_LEVEL, and leaves logging's own where that is not set.
+        log_level: the name of a level. By default the variable ACCELERATE_LOG_LEVEL, else the level is not changed.
+
+    Returns:
+        An adapter whose calls take `main_process_only` and `in_order`.
+
+    Example:
+        logger = get_logger(__name__)
+        logger.info("on every process", main_process_only=False)
     """
-    log_level = log_level or env.get("log_level")
+    log_level = log_level or env.get("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
     if log_level is not None:
         logger.setLevel(log_level.upper())

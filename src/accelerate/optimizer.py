@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer that steps when the accumulation window ends, through the gradient scaler where there is one."""
+"""The prepared optimizer: it steps at the end of an accumulation window, and through the gradient scaler of fp16."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .core.lazy import public_names
 from .core.trees import send_to_device
 from .state import GradientState
 
@@ -16,10 +17,19 @@ from .state import GradientState
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """A prepared optimizer. In the middle of an accumulation window `step` and `zero_grad` do nothing.
 
+    `Accelerator.prepare` makes it. Every other attribute is that of the wrapped optimizer.
+
     Args:
-        optimizer: the user's own. device_placement: move its state to where the parameters are.
+        optimizer: the wrapped optimizer.
+        device_placement: move its state to the devices of the parameters.
         scaler: the gradient scaler of fp16 training.
+
+    Example:
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        optimizer.step()
     """
+
+    _is_accelerate_prepared = True
 
     def __init__(
         self,
@@ -27,25 +37,25 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_placement: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        # No super().__init__(): the parameters stay with the optimizer inside.
+        # No super().__init__(): the parameters stay with the wrapped optimizer.
         self.optimizer: Any = optimizer
         self.scaler = scaler
         self.device_placement = device_placement
-        self.gradient_state = GradientState()
+        self.gradient_state: GradientState = GradientState()
         self._is_overflow = False
         self._unscaled = False
-        self.steps_made = 0  # by this process; those that the gradient scaler left out count too
-        # Called once with this optimizer, before its first step: a check of what it trains.
+        self.steps_made: int = 0  # by this process, including steps that the gradient scaler skipped
+        # A check of what is trained, called once with this optimizer before its first step.
         self._before_first_step: Callable[[AcceleratedOptimizer], None] | None = None
-        # Makes of a closure's loss that of the global batch, for optimizers that decide by it; None where it is.
+        # Averages a closure's loss over the ranks, for optimizers that decide by it; None where that is not needed.
         self._global_loss: Callable[[Any], Any] | None = None
-        # Called after each step: what belonged to the gradients that are used up is closed.
+        # Called after each step, when the gradients have been used.
         self._after_step: list[Callable[[], None]] = []
         if device_placement:
             self._place_state()
 
     def _place_state(self) -> None:
-        """State that was loaded before `prepare` follows its parameter to the device; `step` counters stay."""
+        """Move state that was loaded before `prepare` to its parameter's device; `step` counters stay."""
         for parameter, state in self.optimizer.state.items():
             if not isinstance(parameter, torch.Tensor):
                 continue
@@ -55,6 +65,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
+        """The state of each parameter."""
         return self.optimizer.state
 
     @state.setter
@@ -63,6 +74,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> Any:
+        """The parameters, and the options of each group of them."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -71,6 +83,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> Any:
+        """The options that a new group gets."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -78,16 +91,27 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with their own options, as `torch.optim.Optimizer.add_param_group` does."""
         self.optimizer.add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+        """The state of the wrapped optimizer."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients, at the end of a window only."""
+        """Reset the gradients, at the end of an accumulation window only.
+
+        Args:
+            set_to_none: as in `torch.optim.Optimizer.zero_grad`; None leaves it to the wrapped optimizer.
+
+        Raises:
+            ValueError: the wrapped optimizer has no such option.
+        """
         if not self.gradient_state.sync_gradients:
             return
         if set_to_none is None:
@@ -98,17 +122,24 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"{type(self.optimizer).__name__}.zero_grad takes no set_to_none")
 
     def train(self) -> None:
-        """Schedule-free optimizers keep two sets of weights: take those of training."""
+        """Use the training weights of a schedule-free optimizer, which keeps two sets of weights."""
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
 
     def eval(self) -> None:
-        """Schedule-free optimizers keep two sets of weights: take those of evaluation."""
+        """Use the evaluation weights of a schedule-free optimizer, which keeps two sets of weights."""
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, at the end of a window only. Returns the closure's loss where one is given."""
+        """Update the parameters, at the end of an accumulation window only.
+
+        Args:
+            closure: computes the loss again, for optimizers that call it (LBFGS).
+
+        Returns:
+            The closure's loss where one is given.
+        """
         if not self.gradient_state.sync_gradients:
             return None
         if self._before_first_step is not None:
@@ -135,24 +166,24 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         before = scaler.get_scale()
         result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure)
         scaler.update()
-        # The scale falls exactly when gradients were not finite and the step was left out.
+        # The scale is reduced exactly when gradients were not finite and the step was skipped.
         self._is_overflow = scaler.get_scale() < before
         self._unscaled = False
         return result
 
     def unscale(self) -> None:
-        """Divide the gradients by the loss scale, once between two steps, however often this is called."""
+        """Divide the gradients by the loss scale. Further calls before the next step do nothing."""
         if self.scaler is not None and not self._unscaled:
             self.scaler.unscale_(self.optimizer)
             self._unscaled = True
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because gradients were not finite."""
+        """Whether the last step was skipped because gradients were not finite."""
         return self._is_overflow
 
     def __getattr__(self, name: str) -> Any:
-        # Only what this class does not have: fused_backward, schedule-free extras, hooks of the user's own.
+        # Called for what this class does not have: `fused_backward`, what schedule-free optimizers add, user's hooks.
         if name in ("optimizer", "__setstate__"):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -167,3 +198,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+if not TYPE_CHECKING:
+    __getattr__ = public_names(__name__)

@@ -18,6 +18,7 @@ from .config.parallel import (
 )
 from .core import env
 from .core.errors import ConfigurationError
+from .core.options import options
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 # Outermost first: ranks of the innermost dimensions sit next to each other, where communication is densest.
 MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp")
-_BACKENDS = {"cp": ("torch",), "sp": ("deepspeed",)}
-_DEFAULT_BACKENDS = {"cp": "torch", "sp": "deepspeed"}
 _HANDLERS: dict[str, type] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
@@ -70,8 +69,8 @@ class ParallelismConfig:
         self._variables: dict[str, str] = {}
         for name in _SIZES:
             self._read_size(name)
-        for name, choices in _BACKENDS.items():
-            self._read_backend(name, choices)
+        for name in ("cp", "sp"):
+            self._read_backend(name)
         idle = [name for name, kind in _HANDLERS.items() if not self._take_handler(name, kind)]
         if idle:
             given, ones, sizes = (
@@ -91,7 +90,7 @@ class ParallelismConfig:
             self._check_length()
 
     def _take_handler(self, name: str, kind: type) -> bool:
-        """Check a dimension's handler, or make the one that its size asks for. False: one is given for nothing."""
+        """Check a dimension's handler, or create it if the size needs one. False: one is given without effect."""
         attribute = f"{name}_handler"
         handler = getattr(self, attribute)
         if handler is None:
@@ -133,13 +132,14 @@ class ParallelismConfig:
             raise ConfigurationError(f"{origin} must be at least 1, but got {size}")
         setattr(self, attribute, size)
 
-    def _read_backend(self, name: str, choices: tuple[str, ...]) -> None:
+    def _read_backend(self, name: str) -> None:
         attribute = f"{name}_backend"
+        row = options()[f"parallelism_config_{attribute}"]
         found = getattr(self, attribute)
         if found is None:
-            found = env.get(f"PARALLELISM_CONFIG_{attribute.upper()}", _DEFAULT_BACKENDS[name])
-        if found not in choices:
-            raise ConfigurationError(f"{attribute} must be one of {list(choices)}, but got {found}")
+            found = env.get(row.variable, row.default)
+        if found not in row.choices:
+            raise ConfigurationError(f"{attribute} must be one of {list(row.choices)}, but got {found}")
         setattr(self, attribute, found)
 
     def __repr__(self) -> str:
@@ -160,38 +160,47 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
+        """The product of all sizes: the number of processes."""
         return math.prod(self.sizes.values())
 
     @property
     def data_parallel_size(self) -> int:
+        """The number of ranks that read different samples."""
         return self.dp_replicate_size * self.dp_shard_size  # type: ignore[operator]
 
     @property
     def non_data_parallel_size(self) -> int:
+        """The number of ranks that read the same samples."""
         return self.total_size // self.data_parallel_size
 
     @property
     def dp_replicate_enabled(self) -> bool:
+        """Whether `dp_replicate_size` is greater than 1."""
         return self.dp_replicate_size > 1  # type: ignore[operator]
 
     @property
     def dp_shard_enabled(self) -> bool:
+        """Whether `dp_shard_size` is greater than 1."""
         return self.dp_shard_size > 1  # type: ignore[operator]
 
     @property
     def tp_enabled(self) -> bool:
+        """Whether `tp_size` is greater than 1."""
         return self.tp_size > 1  # type: ignore[operator]
 
     @property
     def cp_enabled(self) -> bool:
+        """Whether `cp_size` is greater than 1."""
         return self.cp_size > 1  # type: ignore[operator]
 
     @property
     def sp_enabled(self) -> bool:
+        """Whether `sp_size` is greater than 1."""
         return self.sp_size > 1  # type: ignore[operator]
 
     @property
     def pp_enabled(self) -> bool:
+        """Whether `pp_size` is greater than 1."""
         return self.pp_size > 1  # type: ignore[operator]
 
     @property
@@ -201,10 +210,12 @@ class ParallelismConfig:
 
     @property
     def dp_dim_names(self) -> list[str]:
+        """Names of the data-parallel dimensions of more than one rank."""
         return self._active("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
+        """Names of all other dimensions of more than one rank."""
         return self._active("tp", "cp", "sp", "pp")
 
     @property
@@ -228,18 +239,18 @@ class ParallelismConfig:
     def validate(self, world_size: int) -> None:
         """Raises ConfigurationError unless the sizes multiply to the number of processes."""
         if self.total_size != world_size:
-            told = {name: f" ({variable})" for name, variable in self._variables.items()}
+            origins = {name: f" ({variable})" for name, variable in self._variables.items()}
             active = {name: size for name, size in self.sizes.items() if size > 1}
-            product = " x ".join(f"{name}_size={size}{told.get(name, '')}" for name, size in active.items()) or "1"
+            product = " x ".join(f"{name}_size={size}{origins.get(name, '')}" for name, size in active.items()) or "1"
             raise ConfigurationError(
-                f"ParallelismConfig asks for {product} = {self.total_size} processes, but {world_size} were started. "
+                f"ParallelismConfig requests {product} = {self.total_size} processes, but {world_size} were started. "
                 f"Start {self.total_size}, or change one of the sizes."
             )
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """The mesh of this layout over all ranks (None where no dimension is in use).
 
-        Its dimensions are the active ones in the order of MESH_ORDER. Flattened ones are added where their parts
+        Its dimensions are the active ones in the order of MESH_ORDER. Flattened ones are added where their dimensions
         exist: `dp` (its ranks see different samples), `dp_shard_cp` (FSDP shards over it), `dp_cp` (losses are
         averaged over it). Ranks that share a sequence, by cp or by sp, are among the last two.
         """
@@ -272,7 +283,7 @@ class ParallelismConfig:
         self._device_mesh = mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh, built at the first call. Raises ValueError where that call does not say the device's type."""
+        """The mesh, built at the first call. Raises ValueError if that call does not give the device's type."""
         if self.device_mesh is None:
             if device_type is None:
                 raise ConfigurationError("You need to pass a device_type e.g cuda to build the device mesh")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facade's part that asks the processes: who am I, who runs this, and data between the ranks."""
+"""The base class of `Accelerator` with the identity of the process, control of execution, and collectives."""
 
 from __future__ import annotations
 
@@ -24,125 +24,196 @@ class ProcessControl:
     gradient_state: GradientState
     flag_tensor: torch.Tensor | None
 
-    # -- who am I
+    # -- identity of the process
 
     @property
     def distributed_type(self) -> DistributedType:
+        """How the processes of the run work together."""
         return self.state.distributed_type
 
     @property
     def num_processes(self) -> int:
+        """The number of processes in the run."""
         return self.state.num_processes
 
     @property
     def process_index(self) -> int:
+        """The rank of this process."""
         return self.state.process_index
 
     @property
     def local_process_index(self) -> int:
+        """The rank of this process on its machine."""
         return self.state.local_process_index
 
     @property
     def device(self) -> torch.device:
+        """The device of this process."""
         return self.state.device
 
     @property
     def mixed_precision(self) -> str:
-        """`no`, `fp16`, `bf16` or `fp8`."""
+        """The precision of the run: "no", "fp16", "bf16" or "fp8"."""
         return self.state.mixed_precision
 
     @property
     def use_distributed(self) -> bool:
+        """Whether several processes work together."""
         return self.state.use_distributed
 
     @property
     def multi_device(self) -> bool:
-        """Whether several processes with an accelerator each train together."""
+        """Whether several processes work together, each on an accelerator."""
         return self.use_distributed and self.device.type != "cpu"
 
     @property
     def is_main_process(self) -> bool:
+        """Whether this is the process with rank 0."""
         return self.state.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
         return self.state.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
+        """Whether this is the process with the highest rank."""
         return self.state.is_last_process
 
     @property
     def deepspeed_plugin(self) -> Any:
+        """The selected DeepSpeed plugin, or None."""
         return self.state.deepspeed_plugin
 
     @property
     def is_fsdp2(self) -> bool:
+        """Whether models are sharded with FSDP2."""
         return self.state.is_fsdp2
 
-    # -- who does what
+    # -- control of execution
 
     def wait_for_everyone(self) -> None:
-        """Return when every process has called this."""
+        """Wait until every process has called this."""
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print` on each machine's first process only."""
+        """Print on the first process of each machine only; the arguments are those of `print`."""
         self.state.print(*args, **kwargs)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorator: run the function on the main process only."""
+        """Decorate a function to run on the main process only; the other processes get None.
+
+        Args:
+            function: the function.
+
+        Returns:
+            The decorated function.
+        """
         return PartialState().on_main_process(function)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorator: run the function on each machine's first process only."""
+        """Decorate a function to run on the first process of each machine only; the other processes get None.
+
+        Args:
+            function: the function.
+
+        Returns:
+            The decorated function.
+        """
         return PartialState().on_local_main_process(function)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: run the function on the last process only."""
+        """Decorate a function to run on the last process only; the other processes get None.
+
+        Args:
+            function: the function.
+
+        Returns:
+            The decorated function.
+        """
         return PartialState().on_last_process(function)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: run the function on the process of this index only."""
+        """Decorate a function to run on one process only; the other processes get None.
+
+        Args:
+            function: the function.
+            process_index: the rank of the process.
+
+        Returns:
+            The decorated function.
+        """
         return PartialState().on_process(function, process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: run the function on the process of this index on each machine only."""
+        """Decorate a function to run on one process of each machine only; the other processes get None.
+
+        Args:
+            function: the function.
+            local_process_index: the rank of the process on its machine.
+
+        Returns:
+            The decorated function.
+        """
         return PartialState().on_local_process(function, local_process_index)
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """The block runs on the main process first, then on all others together."""
+        """Return a context whose block runs on the main process first, then on all others."""
         return self.state.main_process_first()
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """The block runs on each machine's first process first, then on all others together."""
+        """Return a context whose block runs on the first process of each machine first, then on its others."""
         return self.state.local_main_process_first()
 
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> contextlib.AbstractContextManager[Any]:
-        """This process's consecutive part of `inputs`; see `PartialState.split_between_processes`."""
+        """Return a context that yields this process's consecutive share of `inputs`.
+
+        Args:
+            inputs: a list, tuple or tensor, or a dict of them, with the same length on every process.
+            apply_padding: repeat the last element, so that every share has the same length.
+
+        Returns:
+            A context manager.
+        """
         return PartialState().split_between_processes(inputs, apply_padding)
 
     # -- data between the ranks
 
     def gather(self, tensor: Any) -> Any:
-        """Nested tensors of all processes, concatenated along dimension 0 in rank order, on every process.
+        """Concatenate the tensors of all processes along dimension 0, in rank order.
 
-        All ranks give the same structure and shapes. One message, whatever the number of tensors.
+        It sends one message, whatever the number of tensors.
+
+        Args:
+            tensor: nested tensors, with the same structure and shapes on every process.
+
+        Returns:
+            The same structure on every process, with `num_processes` times the rows.
         """
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather` of one row a sample, without the rows that only fill up the last batch.
+        """Gather one row for each sample, without the rows that only fill up the last batch.
 
-        Anything that is not a tensor travels as an object; the result is then the flat list over all ranks. Ranks
-        that read the same samples (tensor, context and pipeline parallelism) give them once; after a forward on split
-        sequences each rank gives what it has of its part.
+        Ranks that read the same samples (tensor, context and pipeline parallelism) contribute them once. After a
+        forward on sharded sequences each rank contributes its shard.
+
+        Args:
+            input_data: nested tensors with one row for each sample of the batch, or other objects.
+            use_gather_object: gather `input_data` as objects even if it consists of tensors.
+
+        Returns:
+            The gathered tensors; for objects, the flat list over all ranks.
+
+        Example:
+            predictions, targets = accelerator.gather_for_metrics((predictions, targets))
         """
         strategy = self.strategy
         return gather_for_metrics(
@@ -155,21 +226,40 @@ class ProcessControl:
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Nested tensors summed (`sum`, also `none`) or averaged (`mean`) over all processes, times `scale`."""
+        """Sum or average tensors over all processes.
+
+        Args:
+            tensor: nested tensors, with the same structure and shapes on every process.
+            reduction: "sum" (or "none", which the API treats the same), or "mean".
+            scale: a factor for the result.
+
+        Returns:
+            The same structure on every process.
+        """
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Nested tensors filled up with `pad_index` along `dim` to the longest of all processes."""
+        """Pad tensors to the largest size on any process.
+
+        Args:
+            tensor: nested tensors.
+            dim: the dimension to pad.
+            pad_index: the value of the padding.
+            pad_first: pad at the beginning instead of the end.
+
+        Returns:
+            The same structure, with the same size along `dim` on every process.
+        """
         return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     # -- a flag that any process may raise
 
     def set_trigger(self) -> None:
-        """Raise a flag on this process; `check_trigger` sees it on all of them."""
+        """Set a flag on this process, which `check_trigger` then reports on every process."""
         self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
-        """Whether any process has raised the flag since the last time it was seen. All processes must ask."""
+        """Return whether any process called `set_trigger` since the last True. Every process must call it."""
         if self.flag_tensor is None:
             self.flag_tensor = torch.tensor(0, device=self.device)
         if bool(collectives.reduce(self.flag_tensor, "sum") >= 1):

@@ -72,7 +72,7 @@ _HANDLER_FIELDS: tuple[tuple[type[KwargsHandler], str], ...] = (
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, by argument. None means: not by argument."""
+    """What the user has requested by argument. None means: not by argument."""
 
     mixed_precision: str | None = None
     cpu: bool = False
@@ -118,6 +118,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Resolved:
+    """The result of `resolve`."""
+
     plan: Plan
     state: AcceleratorState
     precision: Precision
@@ -134,8 +136,9 @@ def resolve(request: Request) -> Resolved:
     accumulation = _accumulation(request, origins)
     dynamo = _dynamo(request, origins)
     plugins = _strategy_plugins(request, origins)
-    exact = _flag(request.exact, "exact", origins)
-    _origin(origins, "mixed_precision", request.mixed_precision is not None)
+    exact = env.get_flag("ACCELERATE_EXACT") if request.exact is None else bool(request.exact)
+    origins["exact"] = _origin(request.exact, "ACCELERATE_EXACT")
+    origins["mixed_precision"] = _origin(request.mixed_precision, "ACCELERATE_MIXED_PRECISION")
 
     init = {} if handlers.init is None else handlers.init.to_kwargs()
     PartialState(request.cpu, **init)
@@ -152,7 +155,7 @@ def resolve(request: Request) -> Resolved:
     )
     if megatron is not None:
         state.__dict__["megatron_lm_plugin"] = megatron
-    if not plugins and request.strategy is None and env.get("strategy") is None:
+    if not plugins and request.strategy is None and env.get("ACCELERATE_STRATEGY") is None:
         plugins = _known_plugins(state)
     if "fsdp_plugin" in plugins and hasattr(state, "fsdp_plugin"):
         # Of the Accelerator made last, whose strategy follows what is changed in it before `prepare`.
@@ -183,23 +186,16 @@ def sort_handlers(given: list[Any] | None) -> Handlers:
     return handlers
 
 
-def _origin(origins: dict[str, str], name: str, argument: bool) -> None:
-    if argument:
-        origins[name] = "argument"
-    elif env.get(name) is not None:
-        origins[name] = f"variable {env.variable(name)}"
-    else:
-        origins[name] = "default"
-
-
-def _flag(argument: bool | None, name: str, origins: dict[str, str]) -> bool:
-    _origin(origins, name, argument is not None)
-    return env.get_flag(name) if argument is None else bool(argument)
+def _origin(argument: object, variable: str) -> str:
+    """Where a value comes from: the argument unless it is None, else the variable if it is set, else the default."""
+    if argument is not None:
+        return "argument"
+    return "default" if env.get(variable) is None else f"variable {variable}"
 
 
 def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumulationPlugin:
     """The API's precedence: plugin, else the variable of the launcher, else the argument."""
-    name = "gradient_accumulation_steps"
+    name, variable = "gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     plugin, steps = request.gradient_accumulation_plugin, request.gradient_accumulation_steps
     if plugin is not None:
         if steps != 1:
@@ -208,14 +204,14 @@ def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumula
                 "set num_steps in the plugin"
             )
         origins[name] = "argument"
-        return plugin if plugin.num_steps is not None else _with_steps(plugin, env.get_int(name) or 1)
+        return plugin if plugin.num_steps is not None else _with_steps(plugin, env.get_int(variable) or 1)
     check_accumulation_steps(steps, "gradient_accumulation_steps")
-    asked = env.get_int(name)
-    if steps != 1 or asked is None:
+    requested = env.get_int(variable)
+    if steps != 1 or requested is None:
         origins[name] = "argument" if steps != 1 else "default"
         return GradientAccumulationPlugin(num_steps=steps)
-    origins[name] = f"variable {env.variable(name)}"
-    return GradientAccumulationPlugin(num_steps=check_accumulation_steps(asked, env.variable(name)))
+    origins[name] = f"variable {variable}"
+    return GradientAccumulationPlugin(num_steps=requested)
 
 
 def _with_steps(plugin: GradientAccumulationPlugin, steps: int) -> GradientAccumulationPlugin:
@@ -225,23 +221,23 @@ def _with_steps(plugin: GradientAccumulationPlugin, steps: int) -> GradientAccum
 
 
 def _dynamo(request: Request, origins: dict[str, str]) -> TorchDynamoPlugin:
-    _origin(origins, "dynamo_backend", request.dynamo_plugin is not None)
+    origins["dynamo_backend"] = _origin(request.dynamo_plugin, "ACCELERATE_DYNAMO_BACKEND")
     return request.dynamo_plugin or TorchDynamoPlugin()
 
 
 def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, Any]:
-    """The plugin of each strategy that is asked for, by argument or by the launcher's variables."""
+    """The plugin of each strategy that is requested, by argument or by the launcher's variables."""
     found: dict[str, Any] = {}
-    for name, flag, make in (
-        ("deepspeed_plugin", "use_deepspeed", _make_deepspeed_plugin),
-        ("fsdp_plugin", "use_fsdp", FullyShardedDataParallelPlugin),
-        ("megatron_lm_plugin", "use_megatron_lm", _make_megatron_plugin),
-        ("parallelism_config", "use_parallelism_config", ParallelismConfig),
+    for name, variable, make in (
+        ("deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED", _make_deepspeed_plugin),
+        ("fsdp_plugin", "ACCELERATE_USE_FSDP", FullyShardedDataParallelPlugin),
+        ("megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM", _make_megatron_plugin),
+        ("parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", ParallelismConfig),
     ):
         given = getattr(request, name)
-        if given is None and env.get_flag(flag):
+        if given is None and env.get_flag(variable):
             given = make()
-            origins[name] = f"variable {env.variable(flag)}"
+            origins[name] = f"variable {variable}"
         elif given is not None:
             origins[name] = "argument"
         if given is not None:
@@ -279,7 +275,7 @@ def _of_kind(name: str, given: Any) -> Any:
 
 
 def _with_tensor_plugin(plugin: Any, layout: Any) -> Any:
-    """The layout that the API's older plugin asks for: every process is a tensor-parallel rank."""
+    """The layout of the API's older plugin: every process is a tensor-parallel rank."""
     layout = ParallelismConfig(tp_size=plugin.tp_size) if layout is None else layout
     if plugin.torch_device_mesh is not None:
         if layout.total_size != plugin.tp_size:
@@ -343,7 +339,7 @@ def _precision(
             f"({origins['mixed_precision']})"
         )
     if name == "no" or state.distributed_type is DistributedType.DEEPSPEED:
-        # An engine computes in what its configuration says, which `state` has written there.
+        # An engine computes in the precision of its configuration, which `state` has set.
         return Precision()
     if name == "bf16":
         if not devices.supports_bf16(device):
@@ -361,44 +357,45 @@ def _precision(
             scaler = get_grad_scaler(DistributedType.FSDP, **kwargs)
         return ScaledPrecision(device, handlers.autocast, handlers.scaler, scaler)
     if name not in PrecisionType.list():
-        return extensions.load("precision", name)(state.device)
+        added: Precision = extensions.load("precision", name)(state.device)
+        return added
     backend, recipe = _fp8_backend(handlers)
     return make_fp8(device, handlers.autocast, backend, recipe, gathers)
 
 
 def _check_engine_precision(state: AcceleratorState, origin: str) -> None:
-    asked, runs = state.__dict__["_mixed_precision"], state.mixed_precision
-    if asked == "fp8":
+    requested, runs = state.__dict__["_mixed_precision"], state.mixed_precision
+    if requested == "fp8":
         raise ConfigurationError(
             "mixed_precision='fp8' does not compose with DeepSpeed here: shard with an fsdp_plugin of version 2"
         )
-    if asked == "no" and runs != "no" and origin == "argument":
+    if requested == "no" and runs != "no" and origin == "argument":
         get_logger(__name__).warning(
             f"mixed_precision='no' ({origin}), and the DeepSpeed config has {runs}.enabled=True, which decides: the "
             f"engine computes in {runs}. Give mixed_precision={runs!r}, or set {runs}.enabled to False there"
         )
 
 
-# Why a strategy has no place for masters of ours.
-_NO_MASTERS = {
-    "deepspeed": "DeepSpeed keeps fp32 masters of bf16 parameters by itself: leave it out",
-    "fsdp1": "FSDP1 keeps flat fp32 shards of its own. Use fsdp_version=2, or leave it out",
+# Why a strategy does not take our master weights.
+_NO_MASTER_WEIGHTS = {
+    "deepspeed": "DeepSpeed keeps fp32 master weights of bf16 parameters itself: leave it out",
+    "fsdp1": "FSDP1 keeps its own flat fp32 shards. Use fsdp_version=2, or leave it out",
     "xla": "torch_xla steps on graphs that are traced from the parameters. Leave it out",
 }
 
 
 def check_master(strategy: Any, mixed_precision: str, origins: dict[str, str]) -> None:
     """Raise ConfigurationError where MasterWeightsKwargs cannot be had."""
-    if strategy in _NO_MASTERS:
-        raise ConfigurationError(f"kwargs_handlers holds MasterWeightsKwargs: {_NO_MASTERS[strategy]}")
+    if strategy in _NO_MASTER_WEIGHTS:
+        raise ConfigurationError(f"kwargs_handlers holds MasterWeightsKwargs: {_NO_MASTER_WEIGHTS[strategy]}")
     if "strategy" in origins:
         raise ConfigurationError(
             f"kwargs_handlers holds MasterWeightsKwargs, and strategy ({origins['strategy']}) lays models out by "
-            "itself: nobody knows when its parameters may be lowered. Leave one out"
+            "itself: it is unknown when its parameters may be cast. Leave one out"
         )
     reasons = {
-        "no": "without mixed precision the parameters are their own masters",
-        "fp16": "it keeps fp32 parameters, which are their own masters",
+        "no": "without mixed precision the parameters are the master weights",
+        "fp16": "it keeps fp32 parameters, which are the master weights",
         "fp8": "fp8 layers cast their own fp32 weights",
     }
     if mixed_precision != PrecisionType.BF16.value:
@@ -421,13 +418,13 @@ def _fp8_backend(handlers: Handlers) -> tuple[FP8BackendType, Any]:
         if given[backend] is not None:
             raise ConfigurationError(f"kwargs_handlers holds two recipes for {backend.value}: give one")
         given[backend] = handlers.fp8
-    asked = [backend for backend, recipe in given.items() if recipe is not None]
-    if len(asked) > 1:
+    requested = [backend for backend, recipe in given.items() if recipe is not None]
+    if len(requested) > 1:
         raise ConfigurationError(
-            f"kwargs_handlers holds recipes for {' and '.join(one.value for one in asked)}: give one"
+            f"kwargs_handlers holds recipes for {' and '.join(one.value for one in requested)}: give one"
         )
-    if asked:
-        return asked[0], given[asked[0]]
+    if requested:
+        return requested[0], given[requested[0]]
     word = env.get("ACCELERATE_FP8_BACKEND")
     if word is not None:
         if word.upper() not in ("AO", "TE", "MSAMP"):
@@ -440,7 +437,7 @@ def _fp8_backend(handlers: Handlers) -> tuple[FP8BackendType, Any]:
 
 
 def _choose(state: AcceleratorState, plugins: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(name, arguments) of the strategy that runs the asked-for layout."""
+    """(name, arguments) of the strategy that runs the requested layout."""
     world, parallelism = state.num_processes, plugins.get("parallelism_config")
     if "deepspeed_plugin" in plugins:
         if parallelism is not None:
@@ -455,25 +452,25 @@ def _own_strategy(
     request: Request, plugins: dict[str, Any], origins: dict[str, str]
 ) -> tuple[Any, dict[str, Any]] | None:
     """The strategy of the user's or of another package's, which needs no plugin of ours."""
-    asked = request.strategy or env.get("strategy")
-    if asked is None:
+    requested = request.strategy or env.get("ACCELERATE_STRATEGY")
+    if requested is None:
         return None
-    _origin(origins, "strategy", request.strategy is not None)
+    origins["strategy"] = _origin(request.strategy, "ACCELERATE_STRATEGY")
     if plugins:
         raise ConfigurationError(
-            f"strategy={asked!r} ({origins['strategy']}) and {next(iter(plugins))} both lay out the model: give one"
+            f"strategy={requested!r} ({origins['strategy']}) and {next(iter(plugins))} exclude each other: give one"
         )
-    return asked, {}
+    return requested, {}
 
 
 def _own_transforms(request: Request, origins: dict[str, str]) -> tuple[Any, ...]:
-    asked: Sequence[Any] = request.transforms if request.transforms is not None else ()
-    if request.transforms is None and (text := env.get("transforms")):
-        asked = [name.strip() for name in text.split(",") if name.strip()]
-    if isinstance(asked, str):
-        raise ConfigurationError(f"transforms={asked!r} is one word: give a list of transforms")
-    _origin(origins, "transforms", request.transforms is not None)
-    found = [extensions.load("transform", one)() if isinstance(one, str) else one for one in asked]
+    requested: Sequence[Any] = request.transforms if request.transforms is not None else ()
+    if request.transforms is None and (text := env.get("ACCELERATE_TRANSFORMS")):
+        requested = [name.strip() for name in text.split(",") if name.strip()]
+    if isinstance(requested, str):
+        raise ConfigurationError(f"transforms={requested!r} is one word: give a list of transforms")
+    origins["transforms"] = _origin(request.transforms, "ACCELERATE_TRANSFORMS")
+    found = [extensions.load("transform", one)() if isinstance(one, str) else one for one in requested]
     for one in found:
         if not callable(getattr(one, "apply", None)):
             raise ConfigurationError(f"transforms holds {one!r}: a transform has a method apply(model)")

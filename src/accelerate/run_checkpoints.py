@@ -50,6 +50,7 @@ class HookHandle:
         self._key = key
 
     def remove(self) -> None:
+        """Remove the hook."""
         self._hooks.pop(self._key, None)
 
 
@@ -200,8 +201,8 @@ class RunCheckpoints:
     def _watch_signals(self, signals: Sequence[str]) -> None:
         if signals and not self.project.automatic_checkpoint_naming:
             raise ConfigurationError(
-                "a run that is asked to stop saves under the next number: set "
-                "ProjectConfiguration(automatic_checkpoint_naming=True), or resume(signals=()) to listen to none"
+                "a run that is stopped by a signal saves under the next number: set "
+                "ProjectConfiguration(automatic_checkpoint_naming=True), or resume(signals=()) to handle no signal"
             )
         self.controller.watch_signals(PartialState(), signals)
         self.watch_steps()
@@ -225,7 +226,7 @@ class RunCheckpoints:
 
     def _save_and_exit(self, why: str) -> None:
         folder = self.save()
-        logger.warning(f"asked to stop ({why}): saved {folder}")
+        logger.warning(f"stop requested ({why}): saved {folder}")
         self.end_training()
         raise SystemExit(0)
 

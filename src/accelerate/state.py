@@ -14,6 +14,8 @@ import torch.distributed as dist
 from .core import devices, env, extensions
 from .core.enums import DistributedType, DynamoBackend, PrecisionType
 from .core.errors import ConfigurationError
+from .core.lazy import public_names
+from .core.retired import STATE_ATTRIBUTES
 from .gradient_state import GradientState as GradientState
 from .runtime import channel, group, process, smddp, xla
 from .runtime.topology import Topology
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PartialState:
-    """Which process this is, on which device, among how many. Every instance shows the same state.
+    """The processes of the run: number, index and device of this one. All instances share one state.
 
     Args:
         cpu: use the CPU also where an accelerator is present.
@@ -62,7 +64,7 @@ class PartialState:
         _use_sagemaker_dp: bool = False,
     ) -> None:
         env.check_run()
-        cpu = cpu or env.get_flag("use_cpu")
+        cpu = cpu or env.get_flag("ACCELERATE_USE_CPU")
         topology = _present_topology()
         device = devices.select(topology.local_rank, topology.local_world_size, cpu)
         kind = devices.kind_of(device)
@@ -70,27 +72,27 @@ class PartialState:
         if topology.world_size > 1:
             # "nccl" is the API's word for the device's own backend.
             wanted = kind.backend if backend in (None, "nccl") else str(backend)
-            if _use_sagemaker_dp or smddp.is_asked_for():
+            if _use_sagemaker_dp or smddp.is_requested():
                 wanted = smddp.BACKEND
             used_backend = group.start(topology, wanted, timeout, init_method or kind.init_method)
             distributed_type = kind.distributed
-        # Everything has succeeded: the state appears whole.
+        # Set at once, after everything has succeeded.
         self.__dict__.update(
             _cpu=cpu,
             backend=used_backend,
             device=device,
-            debug=env.get_flag("debug"),
+            debug=env.get_flag("ACCELERATE_DEBUG_MODE"),
             distributed_type=distributed_type,
             num_processes=topology.world_size,
             process_index=topology.rank,
             local_process_index=topology.local_rank,
-            fork_launched=env.get_flag("fork_launched"),
+            fork_launched=env.get_flag("FORK_LAUNCHED"),
         )
         if self.debug and topology.world_size > 1 and group.is_running():
             from .runtime import whereabouts
 
             whereabouts.start()
-        if env.get_flag("cpu_affinity"):
+        if env.get_flag("ACCELERATE_CPU_AFFINITY"):
             from .runtime.hardware import set_numa_affinity
 
             set_numa_affinity(topology.local_rank)
@@ -107,11 +109,12 @@ class PartialState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget the shared state; a process group stays as it is."""
+        """Clear the shared state; a process group is not changed."""
         PartialState._shared_state.clear()
 
     @property
     def initialized(self) -> bool:
+        """Whether the shared state exists."""
         return "distributed_type" in self.__dict__
 
     @property
@@ -121,24 +124,27 @@ class PartialState:
 
     @property
     def is_main_process(self) -> bool:
+        """Whether this is the process of rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
+        """Whether this is the process of the highest rank."""
         return self.process_index == self.num_processes - 1
 
     @property
     def default_device(self) -> torch.device:
-        """The device a lone process would take: the accelerator, or the CPU."""
+        """The device that a single process would use: the accelerator, or the CPU."""
         kind = devices.accelerator_type()
         return torch.device("cpu") if kind is None else torch.device(kind)
 
     def set_device(self) -> None:
-        """Make this process's device the current one (again)."""
+        """Make this process's device the current one."""
         if self.device.type not in ("cpu", "mps"):
             torch.accelerator.set_device_index(self.device)
 
@@ -148,38 +154,46 @@ class PartialState:
             channel.barrier("wait_for_everyone", self.device, self.backend)
 
     def _meet(self, operation: str, error: str) -> None:
-        """A barrier that belongs to another operation, and hands on the error of a process that failed in it."""
+        """A barrier of another operation, which passes on the error of a process that failed in it."""
         if self.num_processes > 1:
             channel.barrier(operation, self.device, self.backend, error)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave the process group (the default one). The run's end does this by itself."""
+        """Leave the process group (the default one). At the end of the run this happens automatically."""
         from .runtime import group as groups
 
         groups.stop(group)
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's consecutive part of `inputs` (list, tuple, tensor, dataset, or a dict of equally long such).
+        """Yield this process's consecutive slice of `inputs`.
 
-        The parts differ by at most one element; with `apply_padding` the last element of the inputs is repeated so
-        that all are equally long (for a `gather` afterwards).
+        The lengths of the slices differ by at most one element.
+
+        Args:
+            inputs: list, tuple, tensor, dataset, or a dict of such of equal length.
+            apply_padding: repeat the last element so that all slices have the same length, as for a `gather`.
+
+        Example:
+            >>> with state.split_between_processes(["a", "b", "c"]) as inputs:
+            ...     print(inputs)
         """
-        with process.split(inputs, self.process_index, self.num_processes, apply_padding, self.device) as part:
-            yield part
+        with process.split(inputs, self.process_index, self.num_processes, apply_padding, self.device) as own:
+            yield own
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The block runs on the main process first, then on all others together.
+        """Run the block on the main process first, then on all others.
 
-        Where it fails on the main process, the others raise DistributedOperationException with its error.
+        Raises:
+            DistributedOperationException: on the other processes, where the block fails on the main process.
         """
         with process.goes_first(self.is_main_process, functools.partial(self._meet, "main_process_first")):
             yield
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """The block runs on each machine's first process first, then on all others together."""
+        """Run the block on each machine's first process first, then on all others."""
         with process.goes_first(self.is_local_main_process, functools.partial(self._meet, "local_main_process_first")):
             yield
 
@@ -232,26 +246,26 @@ class PartialState:
 
 
 def _present_topology() -> Topology:
-    """The topology of a group that runs already, else what the environment tells."""
-    told = Topology.from_environment()
+    """The topology of an existing process group, else that of the environment."""
+    topology = Topology.from_environment()
     if not group.is_running():
-        return (xla.topology() or told) if told.launcher == "none" else told
+        return (xla.topology() or topology) if topology.launcher == "none" else topology
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if told.world_size == world_size and told.rank == rank:
-        return told
-    # The user made the group with ranks of their own; the machine's part is what the environment tells, if anything.
-    known = told.launcher != "none"
+    if topology.world_size == world_size and topology.rank == rank:
+        return topology
+    # The user created the group with other ranks; only the place on the machine is taken from the environment.
+    known = topology.launcher != "none"
     return Topology(
         rank=rank,
         world_size=world_size,
-        local_rank=told.local_rank if known else rank,
-        local_world_size=told.local_world_size if known else world_size,
+        local_rank=topology.local_rank if known else rank,
+        local_world_size=topology.local_world_size if known else world_size,
         launcher="user",
     )
 
 
 class AcceleratorState:
-    """PartialState and the options of the run: precision, plugins, mesh. Every instance shows the same state."""
+    """PartialState with the options of the run: precision, plugins and mesh. All instances share one state."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     _known_attributes: ClassVar[list[str]] = [
@@ -309,7 +323,7 @@ class AcceleratorState:
         self.__dict__["_mixed_precision"] = precision
 
     def _adopt(self, precision: str, deepspeed_plugin: Any, fsdp_plugin: Any, megatron_lm_plugin: Any) -> None:
-        """Keep the plugin of the strategy in force; the others are absent, as the API's users test with `getattr`."""
+        """Set the plugin of the active strategy. The others stay absent: callers use `getattr`."""
         if deepspeed_plugin is not None:
             self.deepspeed_plugins = deepspeed_plugin
             plugins = deepspeed_plugin if isinstance(deepspeed_plugin, dict) else {"": deepspeed_plugin}
@@ -327,12 +341,12 @@ class AcceleratorState:
     def _check_unchanged(self, mixed_precision: str | None, cpu: bool) -> None:
         if cpu and not self.__dict__["_cpu"]:
             raise ConfigurationError(
-                "AcceleratorState has been made without cpu=True already: pass cpu=True to the first Accelerator() "
+                "AcceleratorState already exists without cpu=True: pass cpu=True to the first Accelerator() "
                 "or PartialState() of the process, or start a new process"
             )
         if mixed_precision is not None and mixed_precision != self.__dict__["_mixed_precision"]:
             raise ConfigurationError(
-                f"AcceleratorState has been made with mixed_precision={self.__dict__['_mixed_precision']!r} already "
+                f"AcceleratorState already exists with mixed_precision={self.__dict__['_mixed_precision']!r} "
                 f"and cannot become {mixed_precision!r}: pass it to the first Accelerator() of the process, or start "
                 "a new one"
             )
@@ -345,18 +359,19 @@ class AcceleratorState:
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget the shared options, and the processes' state too when asked."""
+        """Clear the shared options, and the state of the processes with `reset_partial_state`."""
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
 
     @property
     def initialized(self) -> bool:
+        """Whether the shared state exists."""
         return "_mixed_precision" in self.__dict__
 
     @property
     def mixed_precision(self) -> str:
-        """`no`, `fp16`, `bf16` or `fp8`; under DeepSpeed what its configuration says."""
+        """`no`, `fp16`, `bf16` or `fp8`; under DeepSpeed that of its configuration."""
         plugin = self.deepspeed_plugin
         if plugin is not None:
             config = plugin.deepspeed_config
@@ -367,18 +382,19 @@ class AcceleratorState:
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed plugin in force: the only one, or the selected of several; None without DeepSpeed."""
-        plugins = self.__dict__.get("deepspeed_plugins")
+        """The active DeepSpeed plugin: the only one, or the selected one of several; None without DeepSpeed."""
+        # Absent after a reset: `__getattr__` then raises the error of this property.
+        plugins = self.deepspeed_plugins
         if not isinstance(plugins, dict):
             return plugins
         return next((plugin for plugin in plugins.values() if plugin.selected), None)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """The DeepSpeed plugin of this name (several can be given as a dict)."""
+        """The DeepSpeed plugin of this name, where several were given as a dict."""
         return self.deepspeed_plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Put the DeepSpeed plugin of this name in force."""
+        """Make the DeepSpeed plugin of this name the active one."""
         for key, plugin in self.deepspeed_plugins.items():
             if key != name:
                 plugin._unselect()
@@ -386,69 +402,87 @@ class AcceleratorState:
 
     @property
     def is_fsdp2(self) -> bool:
+        """Whether models are sharded with FSDP2."""
         return self.distributed_type is DistributedType.FSDP and self.fsdp_plugin.fsdp_version == 2
 
     @property
     def fork_launched(self) -> bool:
+        """See `PartialState.fork_launched`."""
         return PartialState().fork_launched
 
     @property
     def use_distributed(self) -> bool:
+        """See `PartialState.use_distributed`."""
         return PartialState().use_distributed
 
     @property
     def is_main_process(self) -> bool:
+        """See `PartialState.is_main_process`."""
         return PartialState().is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
+        """See `PartialState.is_local_main_process`."""
         return PartialState().is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
+        """See `PartialState.is_last_process`."""
         return PartialState().is_last_process
 
     def wait_for_everyone(self) -> None:
+        """See `PartialState.wait_for_everyone`."""
         PartialState().wait_for_everyone()
 
     def destroy_process_group(self, group: Any = None) -> None:
+        """See `PartialState.destroy_process_group`."""
         PartialState().destroy_process_group(group)
 
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> contextlib.AbstractContextManager[Any]:
+        """See `PartialState.split_between_processes`."""
         return PartialState().split_between_processes(inputs, apply_padding)
 
     def main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """See `PartialState.main_process_first`."""
         return PartialState().main_process_first()
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """See `PartialState.local_main_process_first`."""
         return PartialState().local_main_process_first()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
+        """See `PartialState.print`."""
         PartialState().print(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name in PartialState._known_attributes and "_mixed_precision" not in self.__dict__:
+        if name in (*self._known_attributes, "mixed_precision") and "_mixed_precision" not in self.__dict__:
             raise AttributeError(
                 f"`AcceleratorState` object has no attribute `{name}`: the state was reset. "
                 "Make a new `Accelerator()` first."
             )
+        if name in STATE_ATTRIBUTES:
+            raise AttributeError(f"`AcceleratorState` has no `{name}` any more: use {STATE_ATTRIBUTES[name]}")
         raise AttributeError(f"'AcceleratorState' object has no attribute '{name}'")
 
 
-def _parse_precision(asked: str | None) -> str:
+def _parse_precision(requested: str | None) -> str:
     origin = "mixed_precision"
-    if asked is None:
-        asked = env.get("mixed_precision", "no")
-        origin = env.variable("mixed_precision")
-    text = str(getattr(asked, "value", asked)).lower()
+    if requested is None:
+        requested = env.get("ACCELERATE_MIXED_PRECISION", "no")
+        origin = "ACCELERATE_MIXED_PRECISION"
+    text = str(getattr(requested, "value", requested)).lower()
     if text not in PrecisionType.list() and text not in (added := extensions.names("precision")):
         choices = ", ".join([*PrecisionType.list(), *added])
-        raise ConfigurationError(f"{origin}={asked!r} is unknown: use one of {choices}")
+        raise ConfigurationError(f"{origin}={requested!r} is unknown: use one of {choices}")
     return text
 
 
 def wait_for_everyone() -> None:
     """Return when every process has called this."""
     PartialState().wait_for_everyone()
+
+
+if not TYPE_CHECKING:
+    __getattr__ = public_names(__name__)

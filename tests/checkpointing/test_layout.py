@@ -94,7 +94,7 @@ def test_a_replacement_cut_off_at_each_step_loses_nothing(tmp_path, process, mon
             save(process, folder, step=2)
         except Killed:
             pass
-    committing.settle(folder)
+    committing.recover_interrupted_commit(folder)
     assert verify(folder).progress["step"] in (1, 2) and (folder / "mine.txt").read_text() == "mine"
     save(process, folder, step=3)
     assert verify(folder).progress == {"step": 3} and (folder / "mine.txt").read_text() == "mine"

@@ -212,7 +212,7 @@ def test_an_entry_of_another_kind_is_named_and_nothing_moves(tmp_path, process):
     folder = tmp_path / "c"
     folder.mkdir()
     (folder / "adapter").write_text("a file")
-    with pytest.raises(CheckpointError, match=r"adapter is a file in the place of the checkpoint's own"):
+    with pytest.raises(CheckpointError, match=r"adapter is a file where the checkpoint has a file or folder"):
         save(process, folder, save_hooks=[hook])
     assert names(folder) == ["adapter"] and names(tmp_path) == ["c"]
 

@@ -185,7 +185,7 @@ def test_a_forked_child_holds_nothing_of_its_parent(tmp_path):
     if child == 0:
         locks.release()
         run_lock._release_all()
-        os._exit(int(lock.is_ours() or bool(run_lock._HELD)))
+        os._exit(int(lock.is_ours() or bool(run_lock._LOCKS)))
     assert os.waitpid(child, 0)[1] == 0 and lock.is_ours()
     locks.release()
 

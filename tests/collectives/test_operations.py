@@ -25,7 +25,7 @@ from accelerate.collectives import (
     reduce,
     transport,
 )
-from accelerate.collectives.metrics import gather_counted, gather_objects_counted, gather_uneven
+from accelerate.collectives.metrics import gather_counted, gather_objects_counted
 from accelerate.collectives.rng import set_seed, synchronize_rng_state, synchronize_rng_states
 from accelerate.core.errors import ConfigurationError
 from accelerate.runtime.channel import Channel
@@ -279,7 +279,7 @@ def test_objects():
     assert gather_object(list(range(my_rank()))) == [n for rank in all_ranks() for n in range(rank)]
     assert gather_object([torch.tensor(my_rank())]) == [torch.tensor(rank) for rank in all_ranks()]
     assert gather_object({"a": 1}) == ["a"] * world()
-    refuses(TypeError, "rank 0 gave a", gather_object, 5 if my_rank() == 0 else [])
+    refuses(TypeError, "rank 0 passed a", gather_object, 5 if my_rank() == 0 else [])
     refuses(
         TypeError,
         f"rank {world() - 1}: a list cannot be pickled",
@@ -290,7 +290,7 @@ def test_objects():
         for value in ([source, {"k": None}], [], ["y" * 100_000, source]):
             mine = list(value) if source == my_rank() else [None] * len(value)
             assert broadcast_object_list(mine, from_process=source) is mine and mine == value
-    refuses(TypeError, "fills a list in place", broadcast_object_list, (1,))
+    refuses(TypeError, "changes a list in place", broadcast_object_list, (1,))
     refuses(ConfigurationError, "ranks are", broadcast_object_list, [1], world())
     refuses(TypeError, "cannot be pickled", broadcast_object_list, [lambda: 0])
 
@@ -325,10 +325,6 @@ def test_uneven_rows():
         expected["loss"] = torch.tensor([float(rank) for rank in all_ranks() if counts[rank]])
         same(found, expected)
         assert gather_objects_counted(mine["ids"].tolist(), counts) == expected["ids"].tolist()
-        with Messages() as messages:
-            found = gather_uneven([rows(my_rank(), counts[my_rank()]), torch.tensor(my_rank())])
-        assert messages.sent == 2
-        same(found, [joined([rows(rank, counts[rank]) for rank in all_ranks()]), torch.arange(world())])
     refuses(ConfigurationError, "was given a tensor of shape [1]", gather_counted, torch.ones(1), [2] * world())
     refuses(ConfigurationError, "1 counts were given", gather_counted, torch.ones(1), [1])
 

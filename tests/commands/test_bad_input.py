@@ -27,7 +27,7 @@ CASES = [
     (CPU, "--no_python no-such-program", "there is no program 'no-such-program' on the PATH"),
     (CPU, "--num_proceses 2 train.py", "unknown option --num_proceses (did you mean --num_processes?)"),
     (CPU, "--mixed_precision bf61 train.py", "--mixed_precision: value='bf61' is not one of no, fp16, bf16, fp8"),
-    (GPUS, "--num_processes 3 train.py", "asks for 3 processes on this machine, which has 2 cuda devices to use"),
+    (GPUS, "--num_processes 3 train.py", "requests 3 processes on this machine, which has 2 cuda devices to use"),
     (GPUS, "--num_gpus 3 train.py", "num_processes=3 (flag --num_processes)"),
     (GPUS, "--gpu_ids 1,2 train.py", "there is no device 2; this machine has 2 (cuda 0 to 1)"),
     (CPU, "--gpu_ids 0,1 train.py", "gpu_ids='0,1' (flag --gpu_ids): this machine has no accelerator"),

@@ -97,7 +97,7 @@ def test_what_the_hub_does_not_give_is_told(name, monkeypatch, capsys):
     import huggingface_hub
     from huggingface_hub import errors
 
-    def refuse(repository, file):
+    def refuse(repository, file, token=None):
         assert (repository, file) == ("some/model", "config.json")
         kind = getattr(errors, name)
         raise kind.__new__(kind)

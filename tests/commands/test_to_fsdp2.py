@@ -136,5 +136,5 @@ def test_what_cannot_be_is_refused_and_nothing_written(tmp_path, capsys):
     source.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_versoin: 1\n")
     assert "old.yaml:3: unknown key" in refused("--output_file", target)
     source.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: SHARD\n")
-    assert "SHARD is not one of FULL_SHARD" in refused("--output_file", target)
+    assert "'SHARD' is not one of FULL_SHARD" in refused("--output_file", target)
     assert not target.exists()

@@ -253,7 +253,7 @@ def test_words_of_truth_and_what_is_right_pass_without_a_word():
         (1, None, 2, "Use no number, True or False"),
         (4, {"dp_replicate_size": 2, "dp_shard_size": 2}, 4, "the 2 ranks of dp_replicate=2 x dp_shard=2"),
         (8, {"dp_shard_size": 4, "cp_size": 2}, 3, "the 8 ranks of dp_shard=4 x cp=2"),
-        (8, {"dp_shard_size": 4, "tp_size": 2}, 2, "reshard_after_forward=2 beside tp_size=2"),
+        (8, {"dp_shard_size": 4, "tp_size": 2}, 2, "reshard_after_forward=2 with tp_size=2"),
         (4, {"dp_shard_size": 2, "tp_size": 2}, 4, "the 2 ranks of dp_shard=2 x tp=2"),
     ],
 )

@@ -138,3 +138,8 @@ def test_efficient_loading_is_published_and_needs_synchronised_states(monkeypatc
     module = torch.nn.Linear(2, 2, device="meta")
     plugin.param_init_fn(module)
     assert module.weight.device.type == "cpu"
+
+
+@pytest.mark.parametrize("word", ["HYBRID_SHARD_ZERO2", "_hybrid_shard_zero2", "5", 5])
+def test_every_spelling_of_the_api_for_hybrid_sharding(word):
+    assert Plugin(sharding_strategy=word).sharding_strategy is fsdp.ShardingStrategy._HYBRID_SHARD_ZERO2

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from accelerate.commands import to_fsdp2
+from accelerate.commands.config import explain
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.config.explain import explain
 from accelerate.commands.launch import prepared
 from accelerate.config import launch_file
 from accelerate.config.launch_settings import resolve_settings

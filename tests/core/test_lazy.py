@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from types import ModuleType
 
@@ -62,3 +63,12 @@ def test_garbage_collection_is_as_it_was_after_an_import(wing: ModuleType, colle
         assert gc.isenabled() is collecting
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_a_launch_does_not_import_the_modules_of_utils():
+    """`from package import submodule` first looks for an attribute, which may be any public name."""
+    code = """
+import sys, accelerate.commands.launch
+sys.exit(any(name.startswith("accelerate.utils") for name in sys.modules))
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -27,12 +27,12 @@ def dealt(loader, cut, slice_fn=None):
     """What a dispatcher's reader hands out: for each shard its steps, as (samples, counts, last)."""
     plan = plan_for(loader)
     plan.cut = cut
-    rounds = BatchAssigner(plan, slice_fn).rounds(
+    rounds = BatchAssigner(plan, slice_fn).steps(
         BatchSource(loader).open(plan_for(loader), Order(None, Generators()), StreamPosition())
     )
     found = [[] for _ in range(cut.shards)]
     for step in rounds:
-        for shard, part in enumerate(step.parts):
+        for shard, part in enumerate(step.batches):
             if part is not None:
                 found[shard].append((ids(part), step.counts, step.last[shard]))
     return found
@@ -117,10 +117,10 @@ def test_batches_without_tensors_go_round():
     singles = DataLoader(Numbers(5), batch_size=None)
     plan = plan_for(singles)
     plan.cut = ShardSplit(2, even=True)
-    rounds = BatchAssigner(plan).rounds(
+    rounds = BatchAssigner(plan).steps(
         BatchSource(singles).open(plan_for(singles), Order(None, Generators()), StreamPosition())
     )
-    assert [step.parts for step in rounds] == [[0, 1], [2, 3], [4, 0]]
+    assert [step.batches for step in rounds] == [[0, 1], [2, 3], [4, 0]]
 
 
 def test_a_cut_of_the_users_own():

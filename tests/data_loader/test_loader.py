@@ -237,7 +237,7 @@ def test_a_loader_that_cannot_be_shared_out_says_so():
 
     raw = Cached(Ids(6), batch_size=2)
     assert len(list(single(raw))) == 3
-    with pytest.raises(ValueError, match=r"Cached does not take its batches from its `batch_sampler`"):
+    with pytest.raises(ValueError, match=r"Cached does not use its `batch_sampler`"):
         list(prepare_data_loader(raw, num_processes=2, process_index=0))
 
 

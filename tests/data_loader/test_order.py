@@ -277,7 +277,7 @@ def test_a_length_that_is_wrong_is_found_out():
         return [loader.end_of_dataloader for _ in loader]
 
     assert ends(Long) == [False] * 13 + [True]
-    with pytest.warns(UserWarning, match="says that it has 56 elements and gives fewer"):
+    with pytest.warns(UserWarning, match="has a length of 56 and yields fewer elements"):
         assert len(ends(Short)) == 14
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.data_loader import prepare_data_loader
 from accelerate.data_loader.prefetch import DeviceFeed, PlainFeed, feed_for
+from accelerate.data_loader.steps import ShardStep
 
 
 class Device:
@@ -65,11 +66,11 @@ def test_the_next_batch_is_copied_before_the_present_one_is_handed_out():
     def batches():
         for number in (1, 2, 3):
             device.diary.append(f"read {number}")
-            yield torch.tensor([number]), (1,), number, number == 3
+            yield ShardStep(torch.tensor([number]), (1,), number, number == 3)
 
-    for batch, _, place, last in feed.ahead(batches()):
-        assert batch.tolist() == [place] and last == (place == 3)
-        device.diary.append(f"step {place}")
+    for step in feed.ahead(batches()):
+        assert step.data.tolist() == [step.position] and step.last == (step.position == 3)
+        device.diary.append(f"step {step.position}")
     assert device.diary == [
         "read 1",
         "side waits for main",
@@ -110,8 +111,9 @@ def test_no_feed_where_there_is_nothing_to_copy_to():
 
 def test_a_device_without_streams_is_copied_to_when_a_batch_is_asked_for():
     feed = PlainFeed(torch.device("meta"), non_blocking=True)
-    ((batch, *rest),) = feed.ahead(iter([({"x": torch.ones(2), "name": "kept"}, None, 3, True)]))
-    assert batch["x"].device.type == "meta" and batch["name"] == "kept" and rest == [None, 3, True]
+    (step,) = feed.ahead(iter([ShardStep({"x": torch.ones(2), "name": "kept"}, None, 3, True)]))
+    assert step.data["x"].device.type == "meta" and step.data["name"] == "kept"
+    assert (step.counts, step.position, step.last) == (None, 3, True)
 
 
 @pytest.mark.gpu

@@ -71,12 +71,12 @@ def test_every_shard_reads_its_slices(split, drop_last, even, exact):
         assert len(shard) == len(wanted), case
         assert shard.total_length == len(torchs)
         steps = list(shard.plan().read(iter(range(length))))
-        assert [step[1] for step in steps] == counts, case
-        assert [step[3] for step in steps] == [number == len(wanted) for number in range(1, len(wanted) + 1)], case
+        assert [step.counts for step in steps] == counts, case
+        assert [step.last for step in steps] == [number == len(wanted) for number in range(1, len(wanted) + 1)], case
         if steps and (even or exact):
-            assert steps[-1][2] == (length - length % (batch * (1 if split else shards)) if drop_last else length), (
-                case
-            )
+            assert steps[-1].position == (
+                length - length % (batch * (1 if split else shards)) if drop_last else length
+            ), case
         # A sampler of the user's own with the same batches is cut alike.
         own = BatchSamplerShard(Batches(list(torchs), batch, drop_last), shards, index, split, even, exact)
         assert list(own) == wanted, case
@@ -105,7 +105,7 @@ def test_going_on_in_the_middle_completes_from_the_start_of_the_epoch():
                 group = (group + list(range(min(length, step))) * step)[:step]
                 wanted.append(group[batch * index : batch * (index + 1)])
             plan = ReadPlan(range(length), True, batch, False, ShardSplit(shards, index, even=True))
-            assert [step[0] for step in plan.steps(iter(range(length)), start)] == wanted
+            assert [step.data for step in plan.steps(iter(range(length)), start)] == wanted
 
 
 def test_batches_of_many_lengths_are_all_read_and_none_is_changed():
@@ -116,7 +116,7 @@ def test_batches_of_many_lengths_are_all_read_and_none_is_changed():
     exact = [list(BatchSamplerShard(Batches(batches, 3, False), 2, index, exact=True)) for index in range(2)]
     assert exact == [[[0, 1], [3, 4, 5], [7, 8]], [[2], [6], [7]]]
     plan = BatchSamplerShard(Batches(batches, 3, False), 2, 1, exact=True).plan()
-    assert [step[1] for step in plan.steps(iter(batches))] == [(2, 1), (3, 1), (2, 0)]
+    assert [step.counts for step in plan.steps(iter(batches))] == [(2, 1), (3, 1), (2, 0)]
     even = [list(BatchSamplerShard(Batches(batches, 3, False), 2, index)) for index in range(2)]
     assert even == [[[0, 1], [3, 4, 5], [7, 8, 0]], [[2], [6], [1, 2, 0]]]
     assert batches == [[0, 1], [2], [3, 4, 5], [6], [7, 8]]
@@ -140,11 +140,11 @@ def test_skipped_batches_are_stepped_over_by_index():
 
 
 def test_what_cannot_be_cut_is_refused():
-    with pytest.raises(PrepareError, match=r"batch size 3 is no multiple of 2"):
+    with pytest.raises(PrepareError, match=r"batch size 3 is not a multiple of 2"):
         BatchSamplerShard(BatchSampler(range(10), 3, False), 2, 0, split_batches=True)
-    with pytest.raises(PrepareError, match="tells no batch size"):
+    with pytest.raises(PrepareError, match="has no batch size"):
         BatchSamplerShard([[0], [1]], 2, 0, split_batches=True)
-    with pytest.raises(PrepareError, match=r"IterableDatasetShard.*batch size 3 is no multiple of 2"):
+    with pytest.raises(PrepareError, match=r"IterableDatasetShard.*batch size 3 is not a multiple of 2"):
         IterableDatasetShard(Numbers(3), 3, num_processes=2, split_batches=True)
     with pytest.raises(PrepareError, match="-1"):
         SkipBatchSampler([[0]], -1)

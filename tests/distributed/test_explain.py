@@ -127,7 +127,7 @@ for kind in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD") if world == 2 else ("HYB
             told(words, "all-gather of parameters", counts["allgather"])
             told(words, "reduce-scatter of gradients", counts["reduce_scatter_base"])
         if counts["allreduce"][0]:
-            told(words, "all-reduce of gradients between copies", counts["allreduce"])
+            told(words, "all-reduce of gradients between replicas", counts["allreduce"])
         assert not words, (kind, words, counts)
         assert report.find("model: Llama", "computes in") == {"no": "float32", "bf16": "bfloat16"}[precision]
 if world == 4:
@@ -142,7 +142,7 @@ assert "tp: S(0)" in report.find("model: Llama", "layers.*.attention.q_proj.weig
 
 counts, report = trained()
 assert said(report)["all-reduce of gradients"] == f"about 1 messages, {elements * 4 / 1024:.2f} KiB", said(report)
-assert report.find("model: Llama", "(whole)") == "DistributedDataParallel"
+assert report.find("model: Llama", "(model)") == "DistributedDataParallel"
 print("all as said")
 """
 

@@ -3,6 +3,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import network_namespaces
-from machines import Launch, free_port, is_running, until
+from machines import Launch, children, free_port, is_running, until
 
 TRAINING = Path(__file__).parent / "workers" / "elastic_training.py"
 # How many killed workers the restart test restarts.
@@ -200,3 +201,36 @@ def test_who_is_absent_or_disagrees_is_named(launch):
     assert mixed.end() == static.end() == 2
     assert all("was started with --engine elastic" in launched.text for launched in (mixed, static))
     assert "Traceback" not in "".join(launched.text for launched in (one, alone, lost, other, wrong, static, mixed))
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+@pytest.mark.timeout(180)
+def test_the_agent_of_torch_does_not_notice_a_failure_elsewhere(tmp_path):
+    """Why this engine has its own supervision; when this fails, the agent of torch may replace it."""
+    script, port = tmp_path / "script.py", free_port()
+    script.write_text(
+        "import os, time\nif os.environ['HOST'] == 'false':\n    raise KeyError('the cause')\ntime.sleep(100)\n"
+    )
+    options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
+    options += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    nodes = [
+        subprocess.Popen(
+            [*command, "--rdzv-conf", f"is_host={host}", str(script)],
+            env={**os.environ, "HOST": host}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for host in ("true", "false")
+    ]  # fmt: skip
+    try:
+        _, errors = nodes[1].communicate(timeout=120)
+        assert nodes[1].returncode == 1 and "the cause" in errors
+        with pytest.raises(subprocess.TimeoutExpired):
+            nodes[0].wait(15)
+    finally:
+        for node in nodes:
+            for child in children(node.pid):
+                os.kill(child, signal.SIGKILL)
+            node.kill()
+            node.wait()
+            node.stderr.close()

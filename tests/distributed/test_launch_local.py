@@ -140,7 +140,7 @@ def test_the_first_failing_rank_is_shown_once(launch, tmp_path):
 
 
 def test_signals_and_codes_are_told_in_words(launch):
-    for number, words in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "memory that is not its own")):
+    for number, words in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "invalid memory access")):
         done = launch(
             f"import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n",
             "--cpu", "--num_processes", "2",
@@ -182,6 +182,47 @@ def _alive(pid):
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_what_a_failed_rank_started_is_killed_with_it(launch):
+    done = launch(
+        """
+        import os, subprocess, sys, time
+        if os.environ["RANK"] == "0":
+            print("pid", subprocess.Popen(["sleep", "60"]).pid, flush=True)
+            sys.exit(3)
+        time.sleep(60)
+        """,
+        "--cpu", "--num_processes", "2",
+    )  # fmt: skip
+    assert done.returncode == 3
+    deadline = time.monotonic() + 5
+    while _alive(int(done.stdout.split()[1])):
+        assert time.monotonic() < deadline, "a child outlived its rank"
+        time.sleep(0.02)
+
+
+def test_a_script_that_cannot_be_compiled_is_one_message(launch):
+    for count in ("1", "2"):
+        done = launch("x = (\nprint(x)\n", "--cpu", "--num_processes", count)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert done.stderr.count("SyntaxError: ") == done.stderr.count('script.py", line ') == 1, done.stderr
+
+
+def test_a_script_file_after_dash_m_is_named(launch):
+    done = launch("raise SystemExit('started')", "--cpu", "--num_processes", "2", "-m")
+    assert done.returncode == 2 and "is a script file: leave out -m" in done.stderr, done.stderr
+
+
+def test_a_reader_that_ends_early_causes_no_traceback(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [*COMMAND, "-q", "--cpu", "--num_processes", "2", "--dry_run", str(script)]
+    done = subprocess.run(command, env=environment(tmp_path), stdout=theirs, stderr=subprocess.PIPE, timeout=60)
+    os.close(theirs)
+    assert done.returncode == 141 and not done.stderr
 
 
 def test_twenty_launches_at_once(tmp_path):

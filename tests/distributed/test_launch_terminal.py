@@ -74,6 +74,16 @@ def test_the_terminal_is_as_it_was_after_an_interrupt(tmp_path):
 
 
 @pytest.mark.timeout(120)
+def test_a_terminal_that_is_closed_ends_the_run(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRESS)
+    terminal = Terminal([*MAIN, "launch", "-q", "--cpu", "--num_processes", "2", str(script)], tmp_path)
+    terminal.read_until(b"working")
+    os.close(terminal.ours)
+    assert terminal.process.wait(timeout=60) == 129
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("key", [b"\x03", b"\x04"])
 def test_questions_end_on_ctrl_c_and_ctrl_d(tmp_path, key):
     terminal = Terminal([*MAIN, "config"], tmp_path)

@@ -82,12 +82,12 @@ def test_nobody_is_left_behind(start, number):
         wait_until_gone(pid)
 
 
-def test_a_lost_keeper_is_a_failure(start):
+def test_a_lost_worker_is_a_failure(start):
     launch = start(WAITING, 2, "--cpu")
     pid = int(launch.stdout.readline().split()[1])
     with open(f"/proc/{pid}/status") as status:
-        keeper = int(re.search(r"PPid:\s+(\d+)", status.read()).group(1))
-    os.kill(keeper, signal.SIGKILL)
+        worker = int(re.search(r"PPid:\s+(\d+)", status.read()).group(1))
+    os.kill(worker, signal.SIGKILL)
     code, _, errors = end(launch)
     assert code == 137 and f"(pid {pid}) is lost" in errors and "stopped by the launcher" in errors
 
@@ -99,7 +99,7 @@ def test_a_lost_keeper_is_a_failure(start):
         ([3, "--num_machines", 3, "--cpu"], "3 machines with 1 CPU each do not fit"),
         ([2, "--cpu", "--num_cpu_threads_per_process", 3], "with 3 CPU each do not fit"),
         ([2, "--ray_address", "127.0.0.1:9"], "no Ray cluster answers at 127.0.0.1:9"),
-        ([2, "--ray_address", "somewhere"], "write host:port"),
+        ([2, "--ray_address", "somewhere"], "is not an address of a Ray cluster: host:port"),
         ([2, "--main_process_ip", "10.0.0.1"], "leave out main_process_ip"),
     ],
 )
@@ -113,7 +113,8 @@ def test_a_busy_cluster_is_waited_for(start):
     for _ in range(4):
         busy.stdout.readline()
     code, _, errors = end(start("print('never')", 2, "--cpu", "--rdzv_conf", "join_timeout=4"))
-    assert code == 1 and "waiting for room: 2 x 1 CPU; free now:" in errors and "had no room within 4 s" in errors
+    assert code == 1 and "waiting for resources: 2 x 1 CPU; free now:" in errors
+    assert "had no free resources within 4 s" in errors
     busy.terminate()
     assert end(busy)[0] == 143
 

@@ -80,7 +80,7 @@ def test_a_short_run_learns_and_leaves_what_it_promises(script, tmp_path):
     command += ["--batch_size", 8, "--lr", 0.02, "--warmup", 5, "--eval_every", 20, "--save_every", 10]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "what it writes after 'def '" in done.stdout
+    assert "sample for the prompt 'def '" in done.stdout
     # the tenth, twentieth and thirtieth step's checkpoints were rotated out, the last two stay
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -97,16 +97,16 @@ def test_a_short_run_learns_and_leaves_what_it_promises(script, tmp_path):
 
     again = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "the former run" in again.stdout
+    assert "moved the previous run" in again.stdout
     assert (tmp_path / "gpt.1" / "checkpoints" / "checkpoint_3").is_dir()
 
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (["--max_steps", "0"], "0 is not above zero"),
-        (["--max_steps", "many"], "invalid positive int value: 'many'"),
-        (["--width", "30"], "--width 30 does not divide by --heads 4"),
+        (["--max_steps", "0"], "must be positive, got 0"),
+        (["--max_steps", "many"], "invalid positive_int value: 'many'"),
+        (["--width", "30"], "--width 30 is not divisible by --heads 4"),
     ],
 )
 def test_wrong_arguments_are_told(gpt, monkeypatch, capsys, wrong, told):
@@ -126,7 +126,7 @@ def test_two_processes_go_on_from_a_checkpoint_to_the_same_weights(script, tmp_p
     # the run as it would have been left by a kill after the fifth step
     shutil.copytree(whole / "checkpoints" / "checkpoint_0", resumed / "checkpoints" / "checkpoint_0")
     first, _ = run_ranks(script("train_gpt"), 2, *options, "--output_dir", resumed, "--resume")
-    assert "going on from step 5" in first.stdout
+    assert "resuming from step 5" in first.stdout
     expected = load_file(whole / "model" / "model.safetensors")
     found = load_file(resumed / "model" / "model.safetensors")
     assert found.keys() == expected.keys()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Killed at random moments - a rank, all ranks, the launcher - a run ends at the parameters it would have had.
 
-KILLS sets how many (default 6); `make test-faults` takes 100.
+KILLS sets how many (default 3); `make test-faults` takes 100.
 """
 
 import os
@@ -20,7 +20,7 @@ from accelerate.checkpointing import list_checkpoints, verify
 from accelerate.checkpointing.layout import unfit
 
 WORKER = Path(__file__).parent / "worker.py"
-KILLS = int(os.environ.get("KILLS", "6"))
+KILLS = int(os.environ.get("KILLS", "3"))
 STEPS_A_KILL = 25
 LIMIT = 180.0
 

@@ -71,13 +71,13 @@ class Launch:
 
     def ranks(self) -> list[int]:
         """The process ids of all that it has started."""
-        return _children(self.process.pid)
+        return children(self.process.pid)
 
     def kill_rank(self) -> None:
         os.kill(self.ranks()[0], signal.SIGKILL)
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
     with contextlib.suppress(FileNotFoundError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []

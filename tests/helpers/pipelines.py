@@ -152,6 +152,6 @@ def refused(make, options, named, call=None, *objects):
 
 
 def runs_in_schedule(run, model, kind=None):
-    built = [schedule for schedule, _ in run.prepared_model(model).stages.scheduled._built.values()]
+    built = [schedule for schedule, _ in run.prepared_model(model).stages.schedules._built.values()]
     assert built, "every batch went in GPipe's order"
     assert kind is None or {type(schedule) for schedule in built} == {kind}, built

@@ -245,7 +245,7 @@ class Ranks:
         store = None if alone else TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pairs = [socket.socketpair() for _ in range(self._nproc)]
         ranks = [_Rank(number, Connection(mine.detach()), folder) for number, (mine, _) in enumerate(pairs)]
-        environments = [_rank_environment(rank, self._nproc, store, env) for rank in range(self._nproc)]
+        environments = [rank_environment(rank, self._nproc, store, env) for rank in range(self._nproc)]
         request = {**job, "folder": str(folder), "cwd": os.getcwd(), "dtype": torch.get_default_dtype()}
         try:
             try:
@@ -450,9 +450,10 @@ def _environment(extra: Mapping[str, str | None] | None) -> dict[str, str]:
     return env
 
 
-def _rank_environment(
+def rank_environment(
     rank: int, nproc: int, store: TCPStore | None, extra: Mapping[str, str | None] | None
 ) -> dict[str, str]:
+    """The environment of a rank: as torchrun sets it, none of its variables for one process; None removes one."""
     own: dict[str, str | None] = {}
     if store is not None:
         own = {

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rank_pool import rank_environment
 from torch.distributed import TCPStore
 
 
@@ -48,7 +48,7 @@ def run_ranks(
                 processes.append(
                     subprocess.Popen(
                         [sys.executable, str(path), *map(str, args)],
-                        env=_environment(rank, nproc, store, env),
+                        env=rank_environment(rank, nproc, store, env),
                         stdout=stdout,
                         stderr=stderr,
                         stdin=subprocess.DEVNULL,
@@ -60,10 +60,10 @@ def run_ranks(
             for process, (out, err) in zip(processes, logs, strict=True)
         ]
     if late or (check and any(result.returncode for result in results)):
-        told = [f"ranks {late} did not end within {timeout} s" if late else "a rank failed"]
+        report = [f"ranks {late} did not end within {timeout} s" if late else "a rank failed"]
         for rank, result in enumerate(results):
-            told.append(f"--- rank {rank}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
-        raise AssertionError("\n".join(told))
+            report.append(f"--- rank {rank}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
+        raise AssertionError("\n".join(report))
     return results
 
 
@@ -81,26 +81,3 @@ def _join(processes: list[subprocess.Popen], timeout: float) -> list[int]:
             process.kill()
             process.wait()
     return late
-
-
-def _environment(rank: int, nproc: int, store: TCPStore | None, extra: dict[str, str | None] | None) -> dict[str, str]:
-    env = {name: text for name, text in os.environ.items() if not name.startswith("ACCELERATE_")}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        env.pop(name, None)
-    if store is not None:
-        env.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(nproc),
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE=str(nproc),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(store.port),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-        )
-    env.setdefault("OMP_NUM_THREADS", "1")
-    for name, text in (extra or {}).items():
-        if text is None:
-            env.pop(name, None)
-        else:
-            env[name] = text
-    return env

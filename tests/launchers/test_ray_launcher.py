@@ -20,7 +20,7 @@ def test_without_ray_the_install_command_is_told(monkeypatch):
 @pytest.mark.parametrize("address", ["somewhere", ":6379", "host:port", "ray://host"])
 def test_an_address_that_is_none_is_refused(monkeypatch, address):
     monkeypatch.setattr(engine, "is_available", lambda name: True)
-    with pytest.raises(ConfigurationError, match="write host:port"):
+    with pytest.raises(ConfigurationError, match="host:port"):
         RayLauncher(LaunchSpec(SCRIPT), address).check()
 
 

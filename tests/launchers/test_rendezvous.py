@@ -9,7 +9,7 @@ import pytest
 from accelerate.core.errors import ConfigurationError
 from accelerate.launchers import rendezvous
 from accelerate.launchers.generations import End, Generation, Member
-from accelerate.launchers.messenger import MISSED, Presence
+from accelerate.launchers.messenger import MAX_MISSED, Presence
 from accelerate.launchers.rendezvous import SETTINGS, Rendezvous, settings_of
 from accelerate.launchers.spec import LaunchSpec, Program
 
@@ -40,19 +40,19 @@ def test_machines_that_differ_are_told_in_what(change, told):
     host = {"host": "a", "address": "1", "run": "x", "nnodes": "1:2", "num_processes": 2, "restarts": 0}
     host.update(accelerate="1", torch="2.13")
     ours = {**host, "host": "b", "address": "2"}
-    assert rendezvous._disagreement(host, ours) is None
+    assert rendezvous.disagreement(host, ours) is None
     with pytest.raises(AssertionError, match=told):
-        raise AssertionError(rendezvous._disagreement(host, {**ours, **change}))
+        raise AssertionError(rendezvous.disagreement(host, {**ours, **change}))
 
 
 @pytest.mark.parametrize(("ahead", "told"), [(0.3, None), (7.0, "7.0 s behind"), (-7.0, "7.0 s ahead of")])
 def test_clocks_that_differ_are_an_error(ahead, told, monkeypatch):
     monkeypatch.setattr(rendezvous, "CLOCKS", 0.3)
     store = {"clock": lambda: str(time.time() + ahead)}
-    talk = SimpleNamespace(
-        ask=lambda question: question(SimpleNamespace(check=lambda keys: True, get=lambda key: store[key]()))
+    messenger = SimpleNamespace(
+        request=lambda question: question(SimpleNamespace(check=lambda keys: True, get=lambda key: store[key]()))
     )
-    this = SimpleNamespace(hosts=False, settings=SETTINGS, talk=talk, where="there")
+    this = SimpleNamespace(is_host=False, settings=SETTINGS, messenger=messenger, where="there")
     if told is None:
         Rendezvous.compare_clocks(this)
         return
@@ -64,12 +64,12 @@ def test_a_machine_is_gone_after_so_many_beats_without_a_sign():
     beats = {"alive/1": b"0", "alive/2": b"0"}
     store = SimpleNamespace(multi_get=lambda keys: [beats[key] for key in keys])
     presence = Presence([1, 2])
-    for number in range(MISSED):
-        assert presence.look(store) == []
+    for number in range(MAX_MISSED):
+        assert presence.update(store) == []
         beats["alive/1"] = str(number + 1).encode()
-    assert presence.look(store) == [2]
+    assert presence.update(store) == [2]
     beats["alive/2"] = b"9"
-    assert presence.look(store) == []
+    assert presence.update(store) == []
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_a_machine_is_gone_after_so_many_beats_without_a_sign():
 )
 def test_what_uses_up_a_restart(kind, gone, least, costs):
     members = [Member(number, "host", str(number), 0, 0) for number in (1, 2)]
-    formed = Generation(SimpleNamespace(member=1), 1, members, 0, lambda: 0, least, holds=True)
+    formed = Generation(SimpleNamespace(member=1), 1, members, 0, lambda: 0, least, holds_store=True)
     formed.end = End(kind, "", by=2)
-    formed._presence.missed[2] = MISSED * gone
-    assert formed.costs is costs
+    formed._presence.missed[2] = MAX_MISSED * gone
+    assert formed.uses_restart is costs
     # The holder of the store takes all with it; another one only where too few are left.
     assert formed._kind_of_leaving() == "over"

@@ -400,7 +400,7 @@ def test_failures_and_interruptions(client, capsys):
     with pytest.raises(SystemExit) as ended:
         launched(client, "code/train.py")
     assert ended.value.code == 130
-    assert client.CALLS[-1] == ("stop", "job-1") and "job-1 was asked to stop" in capsys.readouterr().out
+    assert client.CALLS[-1] == ("stop", "job-1") and "stop of job job-1 was requested" in capsys.readouterr().out
 
 
 def test_the_api_s_function_takes_a_configuration_object():

@@ -198,5 +198,5 @@ def test_a_slurm_script_quotes_what_it_must(monkeypatch):
     } <= set(lines)
     assert {"#SBATCH --partition=gpu", "#SBATCH --time=2:00:00", "export OMP_NUM_THREADS=3"} <= set(lines)
     assert lines[-1].startswith("srun --nodes=2 --ntasks=4") and lines[-1].endswith("""'it'"'"'s $RANK'""")
-    with pytest.raises(ConfigurationError, match="no option of sbatch"):
+    with pytest.raises(ConfigurationError, match="not an option of sbatch"):
         SlurmLauncher(launcher.spec, "partition gpu").check()

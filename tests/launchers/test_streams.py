@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's output on its way to the console: whole lines, marks, held tracebacks."""
+"""A rank's output on its way to the console: complete lines, prefixes, delayed tracebacks."""
 
 import os
+import time
 
 import pytest
 
@@ -18,7 +19,7 @@ def console():
         out, sink = os.pipe()
         os.set_blocking(source, False)
         os.set_blocking(out, False)
-        stream = Stream(source, sink, **{"mark": None, "log": None, "holding": True, **options})
+        stream = Stream(source, sink, **{"prefix": None, "log": None, "delay_tracebacks": True, **options})
         made.extend((feed, out, sink))
 
         def read():
@@ -39,54 +40,77 @@ def console():
         os.close(descriptor)
 
 
-def test_lines_come_out_whole(console):
+def test_lines_are_complete(console):
     stream, write, read = console()
     assert write(b"one\ntw") == b"one\n"
     assert write(b"o\n 50%\r") == b"two\n 50%\r"
     write(b"no end")
-    stream.release()
+    stream.flush()
     assert read() == b"no end"
 
 
-def test_lines_are_marked_with_their_rank(console):
-    _, write, _ = console(mark="[rank1]: ", holding=False)
+def test_lines_are_prefixed_with_their_rank(console):
+    _, write, _ = console(prefix="[rank1]: ", delay_tracebacks=False)
     assert write(b"a\nb\n") == b"[rank1]: a\n[rank1]: b\n"
-    # torch has marked the lines of its traceback already.
+    # torch has prefixed the lines of its traceback already.
     assert write(b"[rank1]: c\n") == b"[rank1]: c\n"
 
 
-def test_a_traceback_is_held_from_its_line_on(console):
+def test_a_traceback_is_delayed_from_its_line_on(console):
     stream, write, read = console()
     assert write(b"before\n[rank1]: Trace") == b"before\n"
     assert write(b"back (most recent call last):\n  File\nValueError: x\n") == b""
-    assert stream.drop() == b"[rank1]: Traceback (most recent call last):\n  File\nValueError: x\n"
+    assert stream.take_delayed() == b"[rank1]: Traceback (most recent call last):\n  File\nValueError: x\n"
     assert write(b"Traceback (most recent call last):\nX\n") == b""
-    stream.release()
+    stream.flush()
     assert read() == b"Traceback (most recent call last):\nX\n"
 
 
 def test_a_survived_traceback_is_shown(console, monkeypatch):
     stream, write, _ = console()
     write(b"Traceback (most recent call last):\nX\n")
-    stream.held_since -= 2
+    stream.delayed_since -= 2
     assert write(b"going on\n") == b"Traceback (most recent call last):\nX\ngoing on\n"
 
 
-def test_a_lone_traceback_is_held_for_a_shorter_time(console):
+def test_a_single_traceback_is_delayed_for_a_shorter_time(console):
     stream, write, read = console()
     write(b"Traceback (most recent call last):\nX\n")
-    stream.held_since -= 2
-    stream.release_if_old()
+    stream.delayed_since -= 2
+    stream.flush_expired()
     assert read() == b""
-    stream.release_if_old(alone=True)
+    stream.flush_expired(single=True)
     assert read() == stream.shown == b"Traceback (most recent call last):\nX\n"
 
 
 def test_a_terminal_that_a_killed_process_has_changed_is_brought_back():
-    from accelerate.launchers.streams import Modes
+    from accelerate.launchers.streams import TerminalModes
 
-    modes = Modes()
-    modes.note(b"text \x1b[?25l bar \x1b[?1049h")
-    assert modes.undoing() == b"\x1b[?25h\x1b[?1049l\x1b[0m"
-    modes.note(b"\x1b[?1049l\x1b[?25h")
-    assert modes.undoing() == b""
+    modes = TerminalModes()
+    modes.update(b"text \x1b[?25l bar \x1b[?1049h")
+    assert modes.restore_sequence() == b"\x1b[?25h\x1b[?1049l\x1b[0m"
+    modes.update(b"\x1b[?1049l\x1b[?25h")
+    assert modes.restore_sequence() == b""
+
+
+def test_a_long_line_of_digits_takes_no_longer_than_another(console):
+    """The reports of ended ranks are looked for in all output: also where srun's label could begin anywhere."""
+    stream, write, _ = console(delay_tracebacks=False)
+    began = time.process_time()
+    for _ in range(16):
+        write(b"1" * 65536)
+    assert time.process_time() - began < 1.0 and stream.pending
+
+
+def test_reports_of_ended_ranks_are_taken_out_of_the_output(console):
+    stream, write, _ = console()
+    assert write(b"a\n1: accelerate launch: rank 1 ended, code 0\nb\naccelerate launch: rank 0 en") == b"a\nb\n"
+    assert write(b"ded, code -9\nc\n") == b"c\n"
+    assert stream.ends == [(1, 0), (0, -9)] and stream.before_failure == stream.tail[:-2] == b"a\nb\n"
+
+
+def test_a_prefixed_last_line_is_completed(console):
+    stream, write, read = console(prefix="[rank0]: ")
+    write(b"no end")
+    stream.finish()
+    assert read() == b"[rank0]: no end\n"

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from accelerate.parallel.elementwise import ELEMENTWISE
 from accelerate.parallel.local_step import step_locally
+from accelerate.parallel.optimizer_scope import ELEMENTWISE
 
 SHAPES = [(6, 4), (5,), ()]
 KINDS = sorted(ELEMENTWISE, key=lambda kind: kind.__name__)

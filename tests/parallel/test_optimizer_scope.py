@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.core.errors import PrepareError
-from accelerate.parallel.optimizer_scope import Scope, find_scope, refuse_model_scope, refuse_parts
+from accelerate.parallel.optimizer_scope import Scope, find_scope, refuse_flat_shards, refuse_model_scope
 
 
 class Own(torch.optim.Optimizer):
@@ -107,13 +107,13 @@ def test_scope(kind: Any, scope: Scope) -> None:
 
 
 def test_refusals_name_the_optimizer_and_the_remedy() -> None:
-    with pytest.raises(PrepareError, match=r"ByNorm needs whole tensors.*FSDP1.*Set fsdp_version=2, or"):
-        refuse_parts(ByNorm(matrices()), "FSDP1", "set fsdp_version=2")
+    with pytest.raises(PrepareError, match=r"ByNorm needs entire tensors.*FSDP1.*Set fsdp_version=2, or"):
+        refuse_flat_shards(ByNorm(matrices()), "FSDP1", "set fsdp_version=2")
     with pytest.raises(PrepareError, match=r"ByAll combines values of all its parameters.*pp_size.*use another"):
         refuse_model_scope(ByAll(matrices()), "pp_size", "use another")
     refuse_model_scope(ByNorm(matrices()), "pp_size", "use another")
     with pytest.warns(UserWarning, match="OfDevices: a trial step could not tell"):
-        refuse_parts(OfDevices(matrices()), "FSDP1", "set fsdp_version=2")
+        refuse_flat_shards(OfDevices(matrices()), "FSDP1", "set fsdp_version=2")
     informed = ByNorm(matrices())
     informed.supports_sharded_parameters = True  # type: ignore[attr-defined]
-    refuse_parts(informed, "FSDP1", "set fsdp_version=2")
+    refuse_flat_shards(informed, "FSDP1", "set fsdp_version=2")

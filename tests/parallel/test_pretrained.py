@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`save_pretrained` of models that are held in parts."""
+"""`save_pretrained` of models of which each process has a shard."""
 
 import copy
 
 import pytest
-from ranks import run_ranks
+from rank_pool import on_ranks
+from safetensors.torch import load_file
 from torch import nn
 
+from accelerate import Accelerator
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.core.errors import PrepareError
-from accelerate.parallel.pretrained import ask_for_state
+from accelerate.parallel.pretrained import require_state_dict
+from accelerate.parallelism_config import ParallelismConfig
+
+PRELOADED = ("transformers.models.llama.modeling_llama",)
+SIZES = {
+    "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16,
+}  # fmt: skip
 
 
 class Saved(nn.Linear):
@@ -24,16 +33,16 @@ class SavedByKeywords(nn.Linear):
         return options
 
 
-def test_a_part_is_not_written():
+def test_a_shard_is_not_written():
     model = Saved()
-    ask_for_state(model)
+    require_state_dict(model)
     for where in (model, copy.deepcopy(model)):
-        with pytest.raises(PrepareError, match=r"part of Saved: give it state_dict=accelerator\.get_state_dict"):
+        with pytest.raises(PrepareError, match=r"shard of Saved\. Pass state_dict=accelerator\.get_state_dict"):
             where.save_pretrained("folder", state_dict=None)
         # On a rank that writes nothing the gathered state is empty.
         assert where.save_pretrained("folder", False, {}, a=1) == (id(where), "folder", False, {}, {"a": 1})
     model = SavedByKeywords(2, 2)
-    ask_for_state(model)
+    require_state_dict(model)
     with pytest.raises(PrepareError):
         model.save_pretrained("folder")
     assert model.save_pretrained("folder", state_dict={"a": 1}) == {"state_dict": {"a": 1}}
@@ -42,30 +51,77 @@ def test_a_part_is_not_written():
 def test_models_without_it_and_models_with_a_mesh_of_their_own():
     for model in (nn.Linear(2, 2), Saved()):
         model._device_mesh = object()
-        ask_for_state(model)
+        require_state_dict(model)
         assert "save_pretrained" not in vars(model)
 
 
-def test_a_prepared_model(tmp_path):
-    pytest.importorskip("transformers")
-    script = """
-        import sys
-        import transformers
-        from accelerate import Accelerator
-        from accelerate.core.errors import PrepareError
-        from accelerate.parallelism_config import ParallelismConfig
+class SavesByModuleNames(nn.Module):
+    """As peft does: what belongs to the adapter is found by the names of modules."""
 
-        sizes = dict(hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
-        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
-        model = accelerator.prepare(transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)))
-        try:
-            model.save_pretrained(sys.argv[1])
-        except PrepareError as error:
-            state = accelerator.get_state_dict(model)
-            main = accelerator.is_main_process
-            accelerator.unwrap_model(model).save_pretrained(sys.argv[1], is_main_process=main, state_dict=state)
-            accelerator.wait_for_everyone()
-            found = transformers.LlamaForCausalLM.from_pretrained(sys.argv[1]).state_dict()
-            print(all(found[name].equal(value) for name, value in state.items()))
-    """
-    assert all("True" in result.stdout for result in run_ranks(script, 2, tmp_path))
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(2, 2)
+        self.adapter = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.body(x) + self.adapter(x)
+
+    def save_pretrained(self, folder, **options):
+        prefixes = tuple(f"{name}." for name, _ in self.named_modules() if name.endswith("adapter"))
+        return [name for name in options["state_dict"] if name.startswith(prefixes)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("version", [1, 2])
+def test_modules_are_found_by_their_plain_names(version):
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version, use_orig_params=True if version == 1 else None, activation_checkpointing=True,
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["Linear"],
+    )  # fmt: skip
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = accelerator.prepare(SavesByModuleNames())
+    state = accelerator.get_state_dict(model)
+    inner = accelerator.unwrap_model(model)
+    wrapped = [name for name, _ in inner.named_modules()]
+    assert "adapter" not in wrapped or "_checkpoint_wrapped_module" in str(wrapped)
+    saved = inner.save_pretrained("folder", state_dict=state)
+    assert saved == (["adapter.weight", "adapter.bias"] if accelerator.is_main_process else [])
+    assert [name for name, _ in inner.named_modules()] == wrapped
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_adapter_of_peft(version, tmp_path):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version, use_orig_params=True if version == 1 else None,
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )  # fmt: skip
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    model = accelerator.prepare(peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])))
+    state = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        tmp_path, is_main_process=accelerator.is_main_process, state_dict=state
+    )
+    if accelerator.is_main_process:
+        saved = load_file(tmp_path / "adapter_model.safetensors")
+        expected = {name.replace(".default", ""): value for name, value in state.items() if "lora_" in name}
+        assert saved.keys() == expected.keys() and len(saved) == 4
+        assert all(value.equal(expected[name]) for name, value in saved.items())
+
+
+@on_ranks(2)
+def test_a_prepared_model(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    model = accelerator.prepare(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)))
+    with pytest.raises(PrepareError):
+        model.save_pretrained(tmp_path)
+    state = accelerator.get_state_dict(model)
+    main = accelerator.is_main_process
+    accelerator.unwrap_model(model).save_pretrained(tmp_path, is_main_process=main, state_dict=state)
+    accelerator.wait_for_everyone()
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(found[name].equal(value) for name, value in state.items())

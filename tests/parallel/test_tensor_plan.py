@@ -123,7 +123,7 @@ def test_the_stream_between_split_layers_along_the_sequence():
     model = small()
     found = tensor_sequence.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
     assert isinstance(found["layers.0"], kinds.SequenceEntry) and "layers.1" not in found
-    norms = {name for name, style in found.items() if isinstance(style, kinds.AlongSequence)}
+    norms = {name for name, style in found.items() if isinstance(style, kinds.SequenceNorm)}
     assert norms == {"norm", *(f"layers.{i}.{part}_norm" for i in range(2) for part in ("attention", "mlp"))}
     assert "Shard(dim=1)" in str(found["layers.1.mlp.down_proj"])
     # Without a norm after them, the stream is whole again after the last block; which may be the first.
@@ -135,7 +135,7 @@ def test_the_stream_between_split_layers_along_the_sequence():
     with pytest.raises(PrepareError, match=r"layers\.0\.extra \(Linear\) is neither split nor a norm"):
         tensor_sequence.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
     block = model.layers[0]
-    with pytest.raises(PrepareError, match="stands in no list of blocks"):
+    with pytest.raises(PrepareError, match="is in no list of blocks"):
         tensor_sequence.along_sequence(block, styles(block, tensor_plan.infer_plan(block, 2))[0])
 
 
@@ -143,9 +143,9 @@ def test_the_output_layer_stays_split_for_the_loss():
     model = small(tied=True)
     found, _ = styles(model, {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"})
     tensor_plan.split_losses(model, found)
-    assert isinstance(found["head"], kinds.VocabularyColumns)
+    assert isinstance(found["head"], kinds.VocabularyColwise)
     # The other end of a tie is split alike.
-    assert isinstance(found["embedding"], kinds.Rows)
+    assert isinstance(found["embedding"], kinds.Rowwise)
     with pytest.raises(PrepareError, match="loss_parallel=True: which layer of Block"):
         tensor_plan.split_losses(model.layers[0], {})
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who draws random numbers in training, where regions of a plan begin and end, and what a rank's stream gives."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from accelerate.core.errors import PrepareError
 from accelerate.parallel.compile import compile_regions
 from accelerate.parallel.tensor import plan as tensor_plan
 from accelerate.parallel.tensor import random as tensor_random
-from accelerate.parallel.tensor.dropout import draws
+from accelerate.parallel.tensor.random import draws
 
 
 class Rated(nn.Module):
@@ -85,6 +87,16 @@ class Silent(nn.Module):
 )
 def test_what_draws(module, expected):
     assert draws(module) is expected
+
+
+def test_random_modules_are_found_or_named(monkeypatch):
+    model = nn.ModuleList([nn.Dropout(0.1), nn.ModuleDict({"noise": Silent(), "rest": nn.Linear(2, 2)})])
+    given = []
+    monkeypatch.setattr(tensor_random, "add_regions", lambda *arguments: given.append(arguments[3]))
+    ranks = mock.Mock(device_type="cpu", get_local_rank=lambda: 0)
+    for named in (None, ["1.noi*"], ["1.noise"], ["*.noise"], []):
+        tensor_random.separate_streams(model, {}, ranks, named)
+    assert given == [[model[0]], [model[1]["noise"]], [model[1]["noise"]], [model[1]["noise"]]]
 
 
 def test_what_draws_in_a_model_of_transformers():

@@ -201,6 +201,33 @@ def test_checkpoints_that_are_none(tmp_path, trained):
             load_checkpoint_in_model(trained, tmp_path / name)
 
 
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}], ids=str)
+@pytest.mark.parametrize("damage", ["cut", "shape", "no tensor"])
+def test_nothing_is_loaded_where_the_last_file_is_damaged(trained, tmp_path, device_map, damage):
+    ending = "bin" if damage == "no tensor" else "safetensors"
+    weight_map = {}
+    for part, prefix in enumerate(("embed", "norm", "body")):
+        weights = {name: value.clone() for name, value in stored(trained).items() if name.startswith(prefix)}
+        if prefix == "body" and damage == "shape":
+            weights["body.2.weight"] = torch.zeros(2, 8)
+        elif prefix == "body" and damage == "no tensor":
+            weights["body.2.weight"] = [1.0]
+        path = tmp_path / f"part-{part}.{ending}"
+        if ending == "bin":
+            torch.save(weights, path)
+        else:
+            save_file(weights, path, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(weights, path.name))
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-5])
+    (tmp_path / "model.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    model = Model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises((CheckpointError, ValueError), match=str(tmp_path)):
+        load_checkpoint_in_model(model, tmp_path, device_map=device_map)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 def test_load_state_dict(trained, tmp_path, caplog):
     state = stored(trained)
     save_file(state, tmp_path / "x.safetensors")

@@ -87,3 +87,12 @@ def test_a_lone_device_keeps_some_of_its_own(monkeypatch):
     monkeypatch.setattr(memory, "_free_memory", lambda: {0: 1000, "cpu": 50})
     assert get_balanced_memory(model) == {0: 900, "cpu": 50}
     assert get_balanced_memory(model, {0: 1000, "cpu": 50}, low_zero=True) == {0: 1000, "cpu": 50}
+
+
+def test_memory_that_an_integrated_device_shares_counts_once(monkeypatch):
+    monkeypatch.setattr(memory.devices, "accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(memory.devices, "device_count", lambda kind=None: 1)
+    monkeypatch.setattr(memory.torch, "zeros", lambda *arguments, **options: None)
+    monkeypatch.setattr(memory.torch.accelerator, "get_memory_info", lambda index: (100, 1000))
+    monkeypatch.setattr(memory, "_is_integrated", lambda kind, index: True)
+    assert get_max_memory() == {0: 100}

@@ -363,7 +363,9 @@ def test_layouts_without_a_place_for_masters_are_refused(arguments, reason):
         )
 
 
-@pytest.mark.parametrize(("layout", "reason"), [("deepspeed", "DeepSpeed keeps fp32 masters"), ("xla", "torch_xla")])
+@pytest.mark.parametrize(
+    ("layout", "reason"), [("deepspeed", "DeepSpeed keeps fp32 master weights"), ("xla", "torch_xla")]
+)
 def test_engines_that_need_not_be_here_are_refused(layout, reason):
     with pytest.raises(ConfigurationError, match=f"kwargs_handlers holds MasterWeightsKwargs: {reason}"):
         check_master(layout, "bf16", {})

@@ -40,5 +40,5 @@ def test_a_job_with_data_parallelism_uses_its_backend(tmp_path):
 
 
 def test_an_image_without_the_library_is_told():
-    with pytest.raises(ConfigurationError, match="library is not here"):
+    with pytest.raises(ConfigurationError, match="library is missing"):
         smddp.register_backend()

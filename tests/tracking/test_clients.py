@@ -297,7 +297,7 @@ def test_a_run_can_be_gone_on_with_by_its_key(client, name, opened, key, again):
     place = {"logging_dir": "."} if name == "aim" else {}
     tracker = recorded(name, "p", **place)
     assert tracker.run_key == "r1"
-    recorded(name, "p", **place, **type(tracker).going_on("r1"))
+    recorded(name, "p", **place, **type(tracker).resume_kwargs("r1"))
     assert getattr(package, opened).call_args.kwargs == again
     tracker.finish()
     assert tracker.run_key is None

@@ -3,7 +3,7 @@
 
     save_run(run: RunState, folder, *, process, options=Options(), writer=None) -> Path
     load_run(run, folder, *, process, strict=True, allow_pickle=False, models_only=False) -> LoadReport
-    load_newest(run, directory, *, process, ...) -> LoadReport      # passes over what is damaged, and says so
+    load_newest(run, directory, *, process, ...) -> LoadReport      # skips and reports damaged ones
     resume(run, directory, *, process, ...) -> LoadReport | None    # None where there is no checkpoint yet
     verify(folder) -> Manifest                                      # raises CorruptCheckpoint with the files' names
 
@@ -47,4 +47,4 @@ EXPORTS = {
     "parallel.prepared": ["PreparedModel", "PreparedOptimizer"],
 }
 
-__getattr__, __dir__, __all__ = attach(__name__, EXPORTS)
+__getattr__, __dir__, __all__ = attach(__name__, EXPORTS, all_public=True)

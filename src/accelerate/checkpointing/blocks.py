@@ -28,7 +28,7 @@ Segment = memoryview | bytes | torch.Tensor
 
 
 class CorruptFile(Exception):
-    """A file that is not what its record says. The text says how it differs, without the file's name."""
+    """A file that differs from its record. The message reports how, without the name of the file."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class FileRecord:
     block: int
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as plain data for a manifest."""
         return {"size": self.size, "block": self.block, "crc32": list(self.crc32)}
 
     @classmethod
@@ -72,6 +73,7 @@ def is_host(tensor: torch.Tensor) -> bool:
 
 
 def nbytes(segment: Segment) -> int:
+    """Return the size of a segment in bytes."""
     if isinstance(segment, torch.Tensor):
         return segment.numel() * segment.element_size()
     return memoryview(segment).nbytes
@@ -114,7 +116,7 @@ class BlockIO:
             except BaseException:
                 os.close(descriptor)
                 raise
-            # The sync of one file goes on while the next is written.
+            # One file is synced while the next is written.
             syncing.append(self._syncing.submit(_sync_and_close, descriptor))
         for job in syncing:
             job.result()
@@ -129,13 +131,13 @@ class BlockIO:
                 size = offset + sum(len(piece) for piece in pieces)
             return FileRecord(size, tuple(f"{job.result():08x}" for job in jobs), BLOCK)
         except BaseException:
-            _settle(jobs)
+            _cancel(jobs)
             raise
 
     def read(self, path: Path, targets: Sequence[memoryview], record: FileRecord | None = None) -> None:
-        """Fill `targets`, one after the other, with the whole content of a file; check it against its record.
+        """Fill `targets`, one after another, with the entire content of a file, and compare it with its record.
 
-        Raises CorruptFile when the size or a checksum differs. What was read stays in the targets: hand in memory that
+        Raises CorruptFile when the size or a checksum differs. What was read stays in the targets: pass memory that
         nothing depends on yet, or check the file first.
         """
         total = sum(len(view) for view in targets)
@@ -226,11 +228,11 @@ def _write_block(descriptor: int, offset: int, pieces: list[memoryview]) -> int:
     for piece in pieces:
         value = zlib.crc32(piece, value)
     for chunk in _chunks(pieces):
-        offset = _write_whole(descriptor, chunk, offset)
+        offset = _write_pieces(descriptor, chunk, offset)
     return value
 
 
-def _write_whole(descriptor: int, pieces: list[memoryview], offset: int) -> int:
+def _write_pieces(descriptor: int, pieces: list[memoryview], offset: int) -> int:
     """Write all of the pieces, however many calls the system makes of it; the offset behind them."""
     while pieces:
         done = os.pwritev(descriptor, pieces, offset)
@@ -269,14 +271,16 @@ def _copy_block(source: memoryview, target: memoryview) -> None:
 
 
 def _fetch(descriptor: int, offset: int, size: int) -> None:
-    """Let the system read a part of a file before it is asked for: several threads' reads look random to it."""
+    """Let the system read ahead in a file: it would take the reads of several threads for random access."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
 
 
 def _check_block(descriptor: int, offset: int, block: int, want: str | None, ahead: int = 0) -> int:
-    """The CRC-32 of a block of the file, compared with `want` where there is one; `ahead` bytes on, the next is
-    fetched meanwhile."""
+    """Return the CRC-32 of a block of the file, and compare it with `want` unless that is None.
+
+    With `ahead`, the block that many bytes further on is fetched meanwhile.
+    """
     if ahead:
         _fetch(descriptor, offset + ahead, block)
     value, at, end = 0, offset, offset + block
@@ -307,11 +311,11 @@ def _finish(jobs: Sequence[Future[Any]]) -> None:
         for job in jobs:
             job.result()
     except BaseException:
-        _settle(jobs)
+        _cancel(jobs)
         raise
 
 
-def _settle(jobs: Sequence[Future[Any]]) -> None:
+def _cancel(jobs: Sequence[Future[Any]]) -> None:
     """No job is left running on a descriptor that is about to be closed."""
     for job in jobs:
         if not job.cancel():

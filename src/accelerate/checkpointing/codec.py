@@ -51,6 +51,7 @@ class TensorSink:
         self.small: dict[tuple[Any, ...], tuple[dict[str, Any], torch.Tensor]] = {}
 
     def add(self, path: str, tensor: torch.Tensor) -> str:
+        """Add a tensor, and return its key. A tensor with the same memory is stored once."""
         identity = memory_of(tensor)
         if identity not in self._seen:
             key = path if path not in self.tensors else f"{path}#{len(self.tensors)}"
@@ -231,7 +232,7 @@ class _Encoder:
             return self._masked(value, path)
         view = next((name for name, known in codec_numpy.VIEWS.items() if kind is known), None)
         if kind is not np.ndarray and view is None:
-            raise ValueError("it is a class of its own (numpy.asarray(...) makes a plain array of it)")
+            raise ValueError("it is a subclass of numpy.ndarray (numpy.asarray(...) converts it to a plain array)")
         if value.dtype.hasobject:
             raise CheckpointError(f"{path}: a numpy array of Python objects cannot be saved. {_REMEDY}")
         document = self._values(value.view(np.ndarray), path)
@@ -278,7 +279,7 @@ class _Encoder:
 def decode(data: Any, tensors: Mapping[str, torch.Tensor], where: str, unshare: bool = False) -> Any:
     """What `encode` was given. `where` names the file in errors.
 
-    Two references to one tensor give the same tensor; with `unshare`, each gives a copy of its own.
+    Two references to one tensor give the same tensor; with `unshare`, each gives a separate copy.
     Raises CheckpointError for an encoding, an enum or a tensor that is not known here.
     """
     try:
@@ -431,10 +432,10 @@ class _Decoder:
         if data.get("order") == "F":
             found = np.asfortranarray(found)
         if "class" in data:
-            whole = codec_numpy.read_dtype(data["dtype"])
-            if whole != found.dtype:
-                raise ValueError(f"its dtypes {whole} and {found.dtype} differ")
-            found = found.view(whole).view(codec_numpy.VIEWS[data["class"]])
+            dtype = codec_numpy.read_dtype(data["dtype"])
+            if dtype != found.dtype:
+                raise ValueError(f"its dtypes {dtype} and {found.dtype} differ")
+            found = found.view(dtype).view(codec_numpy.VIEWS[data["class"]])
         return found
 
     def _masked(self, data: dict[str, Any]) -> Any:

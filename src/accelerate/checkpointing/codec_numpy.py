@@ -40,7 +40,7 @@ def describe_dtype(dtype: np.dtype[Any]) -> Any:
     if dtype.hasobject or dtype.kind not in _KINDS or np.dtype(dtype.str) != dtype:
         raise ValueError(f"the dtype {dtype!r} has no plain form")
     if np.dtype(dtype.str).type is not dtype.type:
-        return {"text": dtype.str, "char": dtype.char}  # a C type of the same width, as `longlong` beside `long`
+        return {"text": dtype.str, "char": dtype.char}  # a C type of the same width, such as `longlong` and `long`
     return dtype.str
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python's values without parts for the codec: numbers, bytes, dates, paths, ranges, torch's dtypes and devices."""
+"""Scalar values for the codec: numbers, bytes, dates, paths, ranges, dtypes and devices."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import torch
 from . import codec_numpy
 from .dtypes import dtype_name, torch_dtype
 
-_LONG = 4000  # bits; Python writes and reads out whole numbers of up to 4300 digits only
+_LONG = 4000  # bits; Python converts integers of up to 4300 digits from and to decimal text only
 _PATHS = {kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))}
 
 
 def encode_scalar(value: Any) -> Any:
-    """The encoding of a value without parts, or None. Raises ValueError for a value that has none."""
+    """The encoding of a scalar value; None for any other type. Raises ValueError for a value without an encoding."""
     kind = type(value)
     if kind is int:  # others were taken as JSON's own
         return {"$": "int", "v": hex(value)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder that appears whole or not at all: written beside its place, synced, put there by one atomic rename."""
+"""A folder that appears complete or not at all: written next to its place, synced, then renamed atomically."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ def save_target(folder: Path) -> Path:
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ConfigurationError(
-                f"{target} is {reason}: give a folder of its own, such as {target / 'checkpoint'}"
-            )
+            raise ConfigurationError(f"{target} is {reason}: give a separate folder, such as {target / 'checkpoint'}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -61,10 +59,10 @@ def _same(folder: Path, other: Callable[[], Path]) -> bool:
 def open_temporary(folder: Path) -> Path:
     """A new hidden folder next to `folder`, on the same file system, to write its next content to.
 
-    What a killed save of the same folder has left is put right or removed first: the caller holds the folder's lock.
+    An interrupted save of the same folder is recovered or removed first. The caller owns the folder's lock.
     Errors of the system pass through.
     """
-    settle(folder)
+    recover_interrupted_commit(folder)
     for old in siblings(folder, "tmp"):
         shutil.rmtree(old, ignore_errors=True)
     temporary = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
@@ -73,6 +71,7 @@ def open_temporary(folder: Path) -> Path:
 
 
 def drop_temporary(temporary: Path) -> None:
+    """Remove a temporary folder. Errors are ignored."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -105,7 +104,7 @@ def commit(temporary: Path, folder: Path, manifest: Manifest) -> None:
 
 
 def _move_in(temporary: Path, folder: Path) -> None:
-    """Into a folder that was no checkpoint before: it becomes one with the last rename, that of the manifest.
+    """Commit into a folder that is no checkpoint yet. It becomes one with the last rename, that of the manifest.
 
     A file of the same name is replaced. Nothing else in the folder changes, also in subfolders.
     """
@@ -114,7 +113,9 @@ def _move_in(temporary: Path, folder: Path) -> None:
         if os.path.lexists(target) and (target.is_symlink() or path.is_dir() != target.is_dir()):
             # Found before the first rename, so that nothing is moved.
             kind = "link" if target.is_symlink() else "folder" if target.is_dir() else "file"
-            raise CheckpointError(f"{target} is a {kind} in the place of the checkpoint's own: rename or remove it")
+            raise CheckpointError(
+                f"{target} is a {kind} where the checkpoint has a file or folder of that name: rename or remove it"
+            )
     for entry in sorted(temporary.iterdir()):
         if entry.name != MANIFEST:
             _merge_into(entry, folder / entry.name)
@@ -135,11 +136,12 @@ def _merge_into(entry: Path, target: Path) -> None:
 
 
 def _replace(temporary: Path, folder: Path) -> None:
-    # Under this name the sibling is never taken for rubbish: it may hold files of the user's until the end.
+    # A folder of this name is never removed as a leftover: it may contain files of the user until the end.
     swap = folder.with_name(f".{folder.name}.swap-{uuid.uuid4().hex[:8]}")
     os.rename(temporary, swap)
     if not _exchange(swap, folder):
-        # Without an atomic exchange (macOS, some network file systems) `settle` mends a kill between the two renames.
+        # There is no atomic exchange (macOS, some network file systems). After a kill between the two renames,
+        # `recover_interrupted_commit` completes the second.
         aside = folder.with_name(f".{folder.name}.swap-{uuid.uuid4().hex[:8]}")
         os.rename(folder, aside)
         os.rename(swap, folder)
@@ -148,18 +150,18 @@ def _replace(temporary: Path, folder: Path) -> None:
     _clear(swap, folder)
 
 
-def settle(folder: Path) -> None:
-    """Put right what a kill in the middle of a replacement has left next to `folder`: nothing of it is lost.
+def recover_interrupted_commit(folder: Path) -> None:
+    """Complete a replacement of `folder` that a kill has interrupted. Nothing is lost.
 
-    The caller holds the folder's lock, or knows that no run saves into it.
+    The caller owns the folder's lock, or knows that no run saves into it.
     """
     leftovers = list(siblings(folder, "swap"))
     if not leftovers:
         return
     if not folder.exists():
-        # Killed between the two renames: the newest whole checkpoint takes the place.
-        whole = [old for old in leftovers if (old / MANIFEST).exists()] or leftovers
-        newest = max(whole, key=_saved_at)
+        # Killed between the two renames: the newest complete checkpoint takes the place.
+        complete = [old for old in leftovers if (old / MANIFEST).exists()] or leftovers
+        newest = max(complete, key=_saved_at)
         os.rename(newest, folder)
         leftovers.remove(newest)
     for old in leftovers:
@@ -179,7 +181,7 @@ def restore(folder: Path) -> None:
     with contextlib.suppress(OSError, ConfigurationError):
         target = follow_links(folder, "load_state")
         if not target.exists() and not in_use_elsewhere(target):
-            settle(target)
+            recover_interrupted_commit(target)
 
 
 def _saved_at(folder: Path) -> tuple[str, float]:
@@ -191,7 +193,7 @@ def _saved_at(folder: Path) -> tuple[str, float]:
 
 
 def _clear(old: Path, folder: Path) -> None:
-    """Carry what no checkpoint has written from `old` over to `folder`, and remove the rest."""
+    """Move files that no checkpoint has written from `old` to `folder`, and remove the rest."""
     owned = owned_entries(old)
     for entry in list(old.iterdir()):
         if entry.name not in owned:
@@ -203,7 +205,7 @@ def _clear(old: Path, folder: Path) -> None:
 
 
 def _carry_files(old: Path, inside: Path, folder: Path) -> None:
-    """Carry the files of a subfolder over that the manifest does not list; shards of an unlisted save are not kept."""
+    """Move the files of a subfolder that the manifest does not list. Shards of an unlisted save are not kept."""
     try:
         listed = set(read_manifest(old).files)
     except CheckpointError:

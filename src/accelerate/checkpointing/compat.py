@@ -2,12 +2,13 @@
 """The API's own checkpoint format (`optimizer.bin`, `random_states_0.pkl`, ...): written on demand, read with care.
 
 Its files are pickles. They are read as plain data first (`weights_only`); a file that needs more is refused unless the
-caller trusts it and says so.
+caller passes `allow_pickle=True`.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import zipfile
 from collections.abc import Sequence
@@ -21,8 +22,9 @@ from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCALE
 from ..core.errors import CheckpointError
 from ..core.torch_files import READ_ERRORS, check_archive
 from ..data_loader.position import Position
+from .contents import check_generators
 from .layout import numbered
-from .session import RunState, rng_state
+from .session import RunState, damage, rng_state
 
 _LOADER_NAME = "dl_state_dict"
 _BROKEN = (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)
@@ -37,18 +39,21 @@ _NUMPY_GLOBALS: list[Any] = [
 ]
 
 
-def load_pickled(path: Any, allow_pickle: bool = False, map_location: Any = "cpu", **options: Any) -> Any:
-    """The content of a file that torch.save wrote (a path or a file object), read as plain data.
+def load_pickled(
+    file: Any, allow_pickle: bool = False, map_location: Any = "cpu", name: str = "the file", **options: Any
+) -> Any:
+    """The content of a file that torch.save wrote (a path, or a file object that errors call `name`), as plain data.
 
     Raises CheckpointError, and runs nothing from the file, when it holds more than that and `allow_pickle` is False.
     """
-    check_archive(path)
+    path = file if isinstance(file, (str, os.PathLike)) else name
+    check_archive(file, path)
     try:
         with torch.serialization.safe_globals(_NUMPY_GLOBALS):
-            return torch.load(path, map_location=map_location, weights_only=True, **options)
+            return torch.load(file, map_location=map_location, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         if allow_pickle:
-            return torch.load(path, map_location=map_location, weights_only=False, **options)
+            return torch.load(file, map_location=map_location, weights_only=False, **options)
         reason = str(error).strip().splitlines()[-1] if "GLOBAL" not in str(error) else _named_global(error)
         raise CheckpointError(
             f"{path} holds more than plain data ({reason}). Reading it would run code from the file. If you trust who "
@@ -103,20 +108,22 @@ def read_rank(folder: Path, rank: int, allow_pickle: bool) -> dict[str, Any] | N
     if not path.exists():
         return None
     saved = load_pickled(path, allow_pickle)
-    state = {
-        "python": saved["random_state"],
-        "numpy": saved["numpy_random_seed"],
-        "torch": saved["torch_manual_seed"],
-    }
-    for key, value in saved.items():
-        if key.startswith("torch_") and key.endswith("_manual_seed") and key != "torch_manual_seed":
-            state[key.removeprefix("torch_").removesuffix("_manual_seed")] = (
-                value if isinstance(value, list) else [value]
-            )
+    with damage(path):
+        state = {
+            "python": saved["random_state"],
+            "numpy": saved["numpy_random_seed"],
+            "torch": saved["torch_manual_seed"],
+        }
+        for key, value in saved.items():
+            if key.startswith("torch_") and key.endswith("_manual_seed") and key != "torch_manual_seed":
+                kind = key.removeprefix("torch_").removesuffix("_manual_seed")
+                state[kind] = value if isinstance(value, list) else [value]
+        check_generators(state)
     return {"rng": state, "step": saved.get("step", 0)}
 
 
 def read_optimizer(folder: Path, index: int, allow_pickle: bool) -> Any:
+    """Read the state of an optimizer from a checkpoint in the API's format."""
     return load_pickled(folder / numbered(OPTIMIZER_NAME, index, ".bin"), allow_pickle)
 
 
@@ -125,9 +132,10 @@ def read_loader(folder: Path, index: int, allow_pickle: bool, notes: list[str]) 
     path = folder / numbered(_LOADER_NAME, index, ".bin")
     if path.exists():
         state = load_pickled(path, allow_pickle)
-        if "format" in state:
-            return state
-        done = state.get("_num_yielded", (state.get("_snapshot") or {}).get("_snapshot_step"))
+        with damage(path):
+            if "format" in state:
+                return state
+            done = state.get("_num_yielded", (state.get("_snapshot") or {}).get("_snapshot_step"))
         notes.append(
             f"{path.name} is the position of another kind of loader and was not used: leave the {done} batches that "
             "were read out with skip_first_batches"
@@ -138,7 +146,7 @@ def read_loader(folder: Path, index: int, allow_pickle: bool, notes: list[str]) 
 def _read_sampler(path: Path, notes: list[str]) -> dict[str, Any] | None:
     """The seed and the epoch of a pickled seedable sampler, as the position of a loader at the start of that epoch.
 
-    The sampler holds the whole dataset, of any class: nothing of the file is built but numbers and plain containers.
+    The pickle contains the dataset too, of any class: only numbers and plain containers of the file are created.
     """
     if not path.exists():
         return None
@@ -154,7 +162,7 @@ def _read_sampler(path: Path, notes: list[str]) -> dict[str, Any] | None:
 
 
 class _Inert:
-    """Stands for an object of any class: takes what a pickle says of it, and does nothing."""
+    """A placeholder for an object of any class: accepts the state in the pickle and does nothing."""
 
     state: Any = None
 
@@ -179,7 +187,8 @@ class _Inert:
     extend = add = append
 
 
-class _Numbers(pickle.Unpickler):
+# The unpickler written in C takes memory for any index of its memo that a file names.
+class _Numbers(pickle._Unpickler):
     """Reads a pickle in which every class and function is inert, and no tensor has content."""
 
     def find_class(self, module: str, name: str) -> Any:

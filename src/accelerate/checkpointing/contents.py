@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The form of what a checkpoint's documents hold, checked before anything of a run changes."""
+"""Validation of the documents of a checkpoint, before anything in a run changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_shared(state: Any, path: Path) -> dict[str, Any]:
 
 
 def check_progress(progress: Mapping[str, Any]) -> None:
-    """Raise ValueError where the run's position is not made of numbers."""
+    """Raise ValueError unless the entries of the run's position are non-negative integers."""
     for name in _NUMBERS:
         value = progress.get(name, 0)
         if value is not None and (type(value) is not int or value < 0):
@@ -60,7 +60,7 @@ def check_rank(state: Any, path: Path) -> dict[str, Any]:
 
 
 def check_generators(state: Mapping[str, Any]) -> None:
-    """Raise what a generator raises that cannot take its saved state; the process's own stay as they are."""
+    """Try the saved states on new generators, and raise their errors. The generators of the process are unchanged."""
     python = state["python"]
     random.Random().setstate((python[0], tuple(python[1]), python[2]))
     np.random.RandomState().set_state(state["numpy"])
@@ -81,15 +81,14 @@ def check_loaders(saved: Sequence[Any], here: Sequence[Any], folder: Path) -> No
 
 @contextlib.contextmanager
 def taking(what: str, path: Path) -> Iterator[None]:
-    """What an object raises that cannot take its saved state, as a CheckpointError that names both."""
+    """Convert an error of an object that rejects its saved state to a CheckpointError that names both."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{path}: {what} cannot take its saved state ({type(error).__name__}: {str(error)[:500]}). Objects before "
-            "it are loaded: load another checkpoint, or start the run again."
+            f"{path}: {what} cannot take its saved state ({type(error).__name__}: {str(error)[:500]})"
         ) from error
 
 

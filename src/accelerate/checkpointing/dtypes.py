@@ -30,6 +30,7 @@ BY_NAME = {name: dtype for dtype, name in NAMES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a torch dtype without its prefix, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank has for itself: gradients of a window that is not complete, and what its layout keeps beside."""
+"""State of a single rank: the gradients of an unfinished accumulation window, and what its layout keeps."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class RankState:
         self.layout = {"strategy": layout, **mesh}
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank as plain data."""
         own = [state for model in self.models if (state := model.rank_state()) is not None]
         return {
             "layout": self.layout,
@@ -33,13 +34,13 @@ class RankState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Take the state back; a note for what has no place here."""
+        """Restore the state. Returns notes on what could not be restored."""
         window = state["window"]
         if state["layout"] != self.layout:
             lost = "unfinished gradients, " if window is not None and window["gradients"] else ""
             return [
-                f"saved under {_told(state['layout'])}, loaded under {_told(self.layout)}: {lost}places in streams of "
-                "random numbers of single processes are dropped"
+                f"saved under {_layout_text(state['layout'])}, loaded under {_layout_text(self.layout)}: {lost}"
+                "positions in the random streams of single processes are dropped"
             ]
         if window is not None and self.window is not None:
             self.window.load_state_dict(window)
@@ -49,7 +50,7 @@ class RankState:
         return []
 
 
-def _told(layout: Mapping[str, Any]) -> str:
+def _layout_text(layout: Mapping[str, Any]) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in layout.items() if name != "strategy" and size != 1)
     return f"{layout['strategy']} ({sizes})" if sizes else str(layout["strategy"])
 
@@ -62,9 +63,11 @@ class OpenWindow:
         self.items = items
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the gradients and the counts of items of the window."""
         return {"gradients": self.gradients.state_dict(), "items": self.items.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the gradients and the counts of items."""
         self.gradients.load_state_dict(state["gradients"])
         self.items.load_state_dict(state["items"])
 
@@ -72,7 +75,7 @@ class OpenWindow:
 class PendingGradients:
     """The gradients of models in the middle of a window.
 
-    `pending` says whether there is such a window now; at the end of one nothing is saved. `models` are plain modules,
+    `pending` returns whether such a window is open; otherwise nothing is saved. `models` are plain modules,
     with the gradients at their parameters, or whatever else has the gradients of one as its state.
     """
 
@@ -81,6 +84,7 @@ class PendingGradients:
         self.pending = pending
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the gradients by model and parameter; empty at the end of a window."""
         if not self.pending():
             return {}
         return {
@@ -102,13 +106,19 @@ class PlainGradients:
     """The gradients of a plain module as a state."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # Those of now: while a state is taken the model may show others in their places.
+        # The current ones: while a state is taken, the model may have master weights instead.
         self.parameters = dict(model.named_parameters())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the gradient of each parameter that has one."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore the gradients.
+
+        Raises:
+            CheckpointError: a saved gradient has another shape than its parameter.
+        """
         for name, parameter in self.parameters.items():
             saved = state.get(name)
             if saved is not None and saved.shape != parameter.shape:

@@ -32,6 +32,7 @@ def model_shards(folder: Path, index: int) -> Path:
 
 
 def optimizer_shards(folder: Path, index: int) -> Path:
+    """Return the folder of a sharded optimizer's state."""
     return folder / f"{OPTIMIZER_NAME}_{index}"
 
 
@@ -41,6 +42,7 @@ def is_numbered(folder: Path) -> bool:
 
 
 def checkpoints_dir(project_dir: str | Path) -> Path:
+    """Return the folder of a project's numbered checkpoints."""
     return Path(project_dir) / "checkpoints"
 
 
@@ -70,14 +72,14 @@ def list_damaged(directory: str | Path) -> list[Path]:
 
 @dataclass
 class Candidates:
-    """Checkpoints to try, newest first, and those passed over: (folder, why)."""
+    """Checkpoints to try, newest first, and (folder, reason) of the damaged ones."""
 
     folders: list[Path]
     skipped: list[tuple[Path, str]] = field(default_factory=list)
 
 
 def candidates(directory: str | Path) -> Candidates:
-    """The checkpoints of a directory that look whole: their manifest can be read and every file has its size."""
+    """The checkpoints of a directory that seem complete: a readable manifest, and every file with its size."""
     found = Candidates([])
     for _, folder in reversed(list_checkpoints(directory)):
         reason = unfit(folder)
@@ -89,7 +91,7 @@ def candidates(directory: str | Path) -> Candidates:
 
 
 def unfit(folder: Path) -> str | None:
-    """Why a folder cannot be a valid checkpoint, found without reading its files; None where nothing does."""
+    """Why a folder is not a valid checkpoint, without reading its files; None if no problem is found."""
     try:
         check_sizes(folder, read_manifest(folder))
     except CheckpointError as error:
@@ -98,7 +100,7 @@ def unfit(folder: Path) -> str | None:
 
 
 def newest_valid(directory: str | Path) -> Path | None:
-    """The newest `checkpoint_N` that looks whole (sizes, not checksums), or None."""
+    """The newest `checkpoint_N` that seems complete (by sizes, not checksums), or None."""
     found = candidates(directory)
     return found.folders[0] if found.folders else None
 

@@ -22,9 +22,10 @@ from .source import CheckpointReader, CompatReader, NativeReader, WeightsReader,
 
 logger = logging.getLogger(__name__)
 
-ARRIVAL = 30.0  # seconds in which every rank must have called
-COMPLETION = 1800.0  # seconds in which every rank must have read and checked its part
+ARRIVAL = 30.0  # seconds within which every rank must have called
+COMPLETION = 1800.0  # seconds within which every rank must have read and checked its files
 _ABSENT = "Every process must call it, at the same place: not under `if accelerator.is_main_process`."
+_PARTLY_LOADED = "The run is partly loaded: load another checkpoint, or start it again."
 
 
 @dataclass
@@ -32,9 +33,12 @@ class LoadReport:
     """What a load has done.
 
     Fields:
-        folder: the checkpoint. progress: the run's position at its save. world_size: how many processes saved it (0
-            when the folder does not say). skipped: newer checkpoints passed over, and why. notes: what could not be
-            put back as it was, one line each.
+        folder: the checkpoint.
+        progress: the run's position when it was saved.
+        world_size: how many processes saved it; 0 if the folder has no manifest.
+        skipped: newer checkpoints that were skipped, and why.
+        notes: what could not be restored exactly, one line each.
+        manifest: the checkpoint's manifest; None for a folder of another library.
     """
 
     folder: Path
@@ -46,7 +50,7 @@ class LoadReport:
 
     @property
     def epoch(self) -> int:
-        """The epoch to go on in: the one that the training loader was in, or the next where it had ended."""
+        """The epoch to continue in: that of the training loader, or the next one if it had ended."""
         return int(self.progress.get("epoch", 0))
 
     @property
@@ -62,7 +66,7 @@ class LoadReport:
 
 @dataclass
 class _LoadPlan:
-    """Everything of a checkpoint but the weights, read and checked; applying it needs no file but theirs."""
+    """The content of a checkpoint, read and checked, except for the weights. Applying it reads only their files."""
 
     models: list[tuple[PreparedModel, WeightsReader]]
     optimizers: list[Callable[[], Any]]
@@ -82,12 +86,12 @@ def load_run(
     arrival_timeout: float = ARRIVAL,
     timeout: float = COMPLETION,
 ) -> LoadReport:
-    """Load a checkpoint into a run; every rank calls it. Any number of processes may have saved it.
+    """Load a checkpoint into a run. Every rank calls it. Any number of processes may have saved it.
 
-    Every file is compared with its checksum, and models and optimizers with what was saved, before anything of the run
-    changes. With `strict=False` models take what fits, and the report's notes list what does not. `models_only` loads
-    nothing else. Folders in the API's own format (without a manifest) have no checksums; `allow_pickle` lets them
-    hold pickled objects, which can run any code.
+    Before the run changes, every file is compared with its checksum, and models and optimizers with what was saved.
+    With `strict=False` models load what fits, and the report's notes list what does not. `models_only` loads nothing
+    else. Folders in the API's own format (without a manifest) have no checksums. `allow_pickle` accepts pickled
+    objects in them, which can run any code.
 
     Raises on every rank: CorruptCheckpoint with the bad files' names, CheckpointMismatch with the lists of missing,
     unexpected and differently shaped entries, CheckpointError for anything else.
@@ -96,8 +100,8 @@ def load_run(
     agreement = Agreement(process)
     rows = agreement.exchange("load_state", str(folder), arrival_timeout, _ABSENT)
     if len(set(rows)) > 1:
-        told = "; ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
-        raise CheckpointError(f"load_state was called with another folder on other ranks: {told}. Use one on all.")
+        reports = "; ".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
+        raise CheckpointError(f"load_state was called with another folder on other ranks: {reports}. Use one on all.")
     source: CheckpointReader | None = None
     try:
         if process.local_process_index == 0 and not folder.exists():
@@ -117,9 +121,10 @@ def load_run(
         try:
             _apply(run, source, plan, strict, models_only)
         except Exception as caught:
-            # Others may wait for this rank in a collective of their part: it does not wait for them.
-            text = f"load_state: rank {process.process_index} failed: {type(caught).__name__}: {caught}"
-            agreement.refuse(text)
+            # Other ranks may wait for this one in a collective: it does not wait for them.
+            agreement.refuse(f"load_state: rank {process.process_index} failed: {type(caught).__name__}: {caught}")
+            if isinstance(caught, CheckpointError) and not isinstance(caught, CheckpointMismatch):
+                raise type(caught)(f"{caught}. {_PARTLY_LOADED}") from caught
             raise
         agreement.exchange("load_state: apply", None, timeout)
         for note in plan.notes if process.process_index == 0 else ():
@@ -132,10 +137,10 @@ def load_run(
 
 
 def _agree(agreement: Agreement, error: Exception | None, folder: Path, timeout: float) -> None:
-    """Raise on every rank when one could not read its part; the kind of the error is that of the first."""
+    """Raise on every rank when one could not read its files, with the class of the first rank's error."""
     mine = None if error is None else {"kind": _kind(error), "text": f"{error}" or type(error).__name__}
-    told = agreement.exchange("load_state: read", mine, timeout)
-    failed = [(rank, row) for rank, row in enumerate(told) if row is not None]
+    reports = agreement.exchange("load_state: read", mine, timeout)
+    failed = [(rank, row) for rank, row in enumerate(reports) if row is not None]
     if not failed:
         return
     if error is not None and isinstance(error, CheckpointError):
@@ -154,7 +159,7 @@ def _kind(error: Exception) -> str:
 
 
 def _read(run: RunState, source: CheckpointReader, process: Process, strict: bool, models_only: bool) -> _LoadPlan:
-    """Read and check everything, changing nothing."""
+    """Read and check everything. Changes nothing."""
     notes: list[str] = []
     source.check_sizes()
     if not models_only:
@@ -163,17 +168,17 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
     if not run.load_hooks:
         models = _match(run.models, source, strict, notes)
     if process.local_process_index == 0:
-        # One rank a machine reads what is not read into fresh memory below; the others share its file cache.
+        # One rank of each machine checks what is not read into new memory below; the others share its file cache.
         source.check_weights()
-    if run.sharded is not None and not source.is_whole:
-        notes.extend(run.sharded.check(source.folder, strict))
+    if run.sharded is not None and not source.is_unsharded:
+        notes.extend(run.sharded.check(source.folder, strict, models_only))
     if models_only:
         return _LoadPlan(models, [], {"progress": source.progress}, {}, notes)
-    for index, part in enumerate(run.optimizers if not source.is_whole else ()):
+    for index, part in enumerate(run.optimizers if not source.is_unsharded else ()):
         if part.saves_shards and source.about_optimizer(index) is not None:
             check_optimizer(index, part, dict, source.about_optimizer(index), source.folder)
     optimizers: list[Callable[[], Any]] = []
-    for index, part in enumerate(_held_whole(run.optimizers, source)):
+    for index, part in enumerate(_loaded_unsharded(run.optimizers, source)):
         read = source.optimizer(index)
         check_optimizer(index, part, read, source.about_optimizer(index), source.folder)
         optimizers.append(read)
@@ -184,20 +189,20 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
 
 
 def _match(parts: Sequence[PreparedModel], source: CheckpointReader, strict: bool, notes: list[str]) -> list[Any]:
-    matched = [(part, source.model(index, part)) for index, part in enumerate(_held_whole(parts, source))]
+    matched = [(part, source.model(index, part)) for index, part in enumerate(_loaded_unsharded(parts, source))]
     for index, (part, weights) in enumerate(matched):
         notes.extend(weights.compare(index, part, strict))
     return matched
 
 
-def _held_whole(parts: Sequence[Any], source: CheckpointReader) -> list[Any]:
-    """The parts that are loaded from their whole state: all of them, but where shards meet a sharded run."""
-    return [part for part in parts if not part.saves_shards or source.is_whole]
+def _loaded_unsharded(parts: Sequence[Any], source: CheckpointReader) -> list[Any]:
+    """The models or optimizers to load from a full state: all, unless both the run and the checkpoint are sharded."""
+    return [part for part in parts if not part.saves_shards or source.is_unsharded]
 
 
 def _apply(run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: bool, models_only: bool) -> None:
     if run.load_hooks:
-        # As in the API: a hook takes the models it has loaded itself out of the list.
+        # As in the API, a hook removes the models that it has loaded itself from the list.
         left = [part.module for part in run.models]
         for hook in run.load_hooks:
             hook(left, str(source.folder))
@@ -208,21 +213,21 @@ def _apply(run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: boo
     for index, (part, weights) in enumerate(plan.models):
         with taking(f"model {index}", weights.path):
             weights.load(part, strict)
-    if run.sharded is not None and not source.is_whole:
-        with taking("the sharded part of the run", folder):
+    if run.sharded is not None and not source.is_unsharded:
+        with taking("the sharded models and optimizers", folder):
             run.sharded.load(folder, strict, models_only)
     if models_only:
         return
-    for index, (part, read) in enumerate(zip(_held_whole(run.optimizers, source), plan.optimizers, strict=True)):
+    for index, (part, read) in enumerate(zip(_loaded_unsharded(run.optimizers, source), plan.optimizers, strict=True)):
         with taking(f"optimizer {index}", folder):
             part.load_state_dict(read())
     for index, (scheduler, state) in enumerate(zip(run.schedulers, plan.shared["schedulers"], strict=True)):
         with taking(f"scheduler {index}", folder):
             scheduler.load_state_dict(state)
-    _load_ours(run, plan, folder)
+    _load_other_state(run, plan, folder)
 
 
-def _load_ours(run: RunState, plan: _LoadPlan, folder: Path) -> None:
+def _load_other_state(run: RunState, plan: _LoadPlan, folder: Path) -> None:
     for index, (loader, state) in enumerate(zip(run.dataloaders, plan.rank["dataloaders"], strict=True)):
         if state is not None and callable(getattr(loader, "load_state_dict", None)):
             with taking(f"data loader {index}", folder):
@@ -231,12 +236,12 @@ def _load_ours(run: RunState, plan: _LoadPlan, folder: Path) -> None:
         with taking("the gradient scaler", folder):
             run.scaler.load_state_dict(plan.shared["scaler"])
     if run.rank_state is not None and plan.rank.get("rank_state") is not None:
-        with taking("the rank's own state", folder):
+        with taking("the state of this rank", folder):
             plan.notes.extend(run.rank_state.load_state_dict(plan.rank["rank_state"]) or ())
     for index, (item, state) in enumerate(zip(run.custom, plan.shared["custom"], strict=True)):
         with taking(f"registered object {index} ({type(item).__qualname__})", folder):
             item.load_state_dict(state)
-    # Last, so that nothing loaded above draws from the generators afterwards.
+    # Last: what is loaded above may draw from the generators.
     if plan.rank.get("rng") is not None:
         with taking("the random number generators", folder):
             plan.notes.extend(set_rng_state(plan.rank["rng"]))
@@ -253,8 +258,7 @@ def load_newest(
 ) -> LoadReport:
     """Load the newest valid `checkpoint_N` of a directory; every rank calls it. `options` as in `load_run`.
 
-    Checkpoints that are not whole are passed over; the report says which and why.
-    Raises CheckpointError when none is left.
+    Damaged checkpoints are skipped and listed in the report. Raises CheckpointError when none is left.
     """
     directory = Path(directory)
     agreement = Agreement(process)
@@ -273,7 +277,7 @@ def load_newest(
         newest = int(name.rpartition("_")[2])
         report.skipped = [(path, why) for path, why in passed if int(path.name.rpartition("_")[2]) > newest]
         for path, why in report.skipped if process.process_index == 0 else ():
-            logger.warning("checkpoint %s was passed over: %s", path, why)
+            logger.warning("checkpoint %s was skipped: %s", path, why)
         return report
     raise CheckpointError(_none_left(directory, passed))
 
@@ -281,10 +285,10 @@ def load_newest(
 def _none_left(directory: Path, passed: list[tuple[Path, str]]) -> str:
     if not passed:
         return f"there is no checkpoint in {directory}: it has no folder named checkpoint_N"
-    told = "; ".join(f"{path.name}: {why}" for path, why in passed)
+    reports = "; ".join(f"{path.name}: {why}" for path, why in passed)
     return (
-        f"no valid checkpoint is left in {directory}: {told}. Nothing was moved or removed: restore one of them, or "
-        "move them away to start anew"
+        f"no valid checkpoint is left in {directory}: {reports}. Nothing was moved or removed: restore one of them, "
+        "or move them away to start anew"
     )
 
 
@@ -296,9 +300,9 @@ def resume(
     load: Callable[..., LoadReport] = load_newest,
     **options: Any,
 ) -> LoadReport | None:
-    """Go on from the newest valid checkpoint of a directory, or None where there is none at all.
+    """Load the newest valid checkpoint of a directory. Returns None if it has no checkpoint.
 
-    Raises CheckpointError where there are checkpoints and none is valid: starting anew would hide the loss.
+    Raises CheckpointError if there are checkpoints and none is valid: starting over would hide the loss.
     """
     agreement = Agreement(process)
     here = bool(list_checkpoints(directory)) if process.process_index == 0 else None

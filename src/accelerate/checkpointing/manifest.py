@@ -48,12 +48,12 @@ def is_api_file(name: str) -> bool:
 
 
 class CorruptCheckpoint(CheckpointError):
-    """A folder that is no valid checkpoint: its manifest is missing or unreadable, or a file is not what it says."""
+    """A folder that is no valid checkpoint: its manifest is missing or unreadable, or a file differs from it."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint's folder holds. `progress` is the run's position at the save (step, epoch, iteration, ...)."""
+    """The contents of a checkpoint. `progress` is the position of the run (step, epoch, iteration, ...)."""
 
     layout: str
     world_size: int
@@ -67,12 +67,13 @@ class Manifest:
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
+        """Serialize the manifest to JSON with a checksum."""
         body = {**asdict(self), "files": {name: record.to_json() for name, record in self.files.items()}}
         return json.dumps({"format": FORMAT, "crc32": _checksum(body), "manifest": body}, indent=1).encode()
 
 
 def stamp() -> dict[str, Any]:
-    """The fields of a manifest that say when and with what it was written."""
+    """The fields of a manifest with the time and the versions of the libraries."""
     libraries = {"python": platform.python_version()}
     for name in ("accelerate", "torch", "numpy", "safetensors"):
         try:
@@ -99,7 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CorruptCheckpoint(f"{path} is not the manifest of a checkpoint")
     body = data["manifest"]
     if type(body.get("version")) is not int:
-        raise CorruptCheckpoint(f"{path} does not say the version of its format")
+        raise CorruptCheckpoint(f"{path} does not contain the version of its format")
     if body["version"] > VERSION:
         raise CheckpointError(
             f"{path} has format version {body['version']}; this accelerate reads up to {VERSION}. Update accelerate."
@@ -126,9 +127,9 @@ def _check_body(body: dict[str, Any]) -> None:
     for name in ("models", "optimizers"):
         for row in _list(body[name], name):
             if not isinstance(row, dict) or not isinstance(row.get("sharded"), bool):
-                raise ValueError(f"{name} holds a row that does not say whether it is sharded")
+                raise ValueError(f"{name} has a row without the entry `sharded`")
             if not isinstance(row.get("class"), str):
-                raise ValueError(f"{name} holds a row without a class")
+                raise ValueError(f"{name} has a row without a class")
     for row in body["optimizers"]:
         if any(not isinstance(option, str) for option in _list(row["options"], "options")):
             raise ValueError("the options of an optimizer are not names")
@@ -145,15 +146,17 @@ def _list(value: Any, name: str) -> list[Any]:
 
 
 def reason(error: BaseException) -> str:
-    """What a message says of an error from reading a file that it names already."""
+    """The reason in an error from reading a file, for a message that names the file already."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise CorruptCheckpoint unless each file is there in its size, and no other that a load could take for one of
-    them. Reads no content."""
+    """Raise CorruptCheckpoint unless every file exists with its size. Content is not read.
+
+    Other files that a load could mistake for a file of the checkpoint are an error too.
+    """
     problems = [f"{name} is none of its files" for name in _foreign(folder, manifest)]
     for name, record in manifest.files.items():
         try:
@@ -192,7 +195,7 @@ def check_files(io: BlockIO, folder: Path, manifest: Manifest, names: Iterable[s
 
 
 def verify(folder: str | Path) -> Manifest:
-    """Read a whole checkpoint and compare it with its manifest, which is returned.
+    """Read all files of a checkpoint and compare them with its manifest, which is returned.
 
     Raises CorruptCheckpoint with the name of each file that is missing, cut short or changed.
 
@@ -214,7 +217,7 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 def _inside(name: str, path: Path) -> str:
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts:
+    steps = PurePosixPath(name).parts
+    if not steps or name.startswith("/") or ".." in steps:
         raise CorruptCheckpoint(f"{path} names a file outside of its folder: {name}")
     return name

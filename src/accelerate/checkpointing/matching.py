@@ -22,7 +22,7 @@ _SHOWN = 20  # entries of a list in a message
 
 
 class CheckpointMismatch(CheckpointError):
-    """A checkpoint is whole but belongs to another model, optimizer or set of objects. The message lists how."""
+    """A valid checkpoint of another model, optimizer or set of objects. The message lists the differences."""
 
 
 @dataclass
@@ -37,15 +37,15 @@ class Differences:
         return bool(self.missing or self.unexpected or self.shapes)
 
     def __str__(self) -> str:
-        told = []
+        lines = []
         if self.missing:
-            told.append(f"missing in the checkpoint: {_shown(self.missing)}")
+            lines.append(f"missing in the checkpoint: {_shown(self.missing)}")
         if self.unexpected:
-            told.append(f"not in the model: {_shown(self.unexpected)}")
+            lines.append(f"not in the model: {_shown(self.unexpected)}")
         if self.shapes:
             rows = [f"{name} (saved {list(saved)}, here {list(here)})" for name, (saved, here) in self.shapes.items()]
-            told.append(f"of another shape: {_shown(rows)}")
-        return "; ".join(told)
+            lines.append(f"of another shape: {_shown(rows)}")
+        return "; ".join(lines)
 
 
 def _shown(names: list[str]) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shards of a model put together into one file of weights, a bounded part of the model in memory at a time."""
+"""Merging the shards of a model into one file of weights, with a bounded amount of memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..state import PartialState
 from .blocks import BlockIO, host_view
 from .layout import numbered
 from .manifest import MANIFEST, check_files, read_manifest
-from .sharded import load_entries, shard_entries
+from .sharded import check_shards, load_entries, shard_entries
 from .tensorfile import file_head, widest_first
 from .weights import plan_shards
 
@@ -61,7 +61,7 @@ def merge_fsdp_weights(
 def merge(folder: Path, output: Path, safe: bool = True, remove: bool = False) -> list[Merged]:
     """What `merge_fsdp_weights` does, on this process alone; the files that were written.
 
-    A safetensors file takes 1 GiB of memory (or thrice the largest tensor); torch's format takes the whole model's.
+    A safetensors file takes 1 GiB of memory (or thrice the largest tensor); torch's format takes as much as the model.
     """
     models = find_models(folder)
     if remove:
@@ -78,7 +78,7 @@ def merge(folder: Path, output: Path, safe: bool = True, remove: bool = False) -
 
 
 def find_models(folder: Path) -> dict[int, Path]:
-    """{number of the model: folder of its shards}: the folder itself, or those that a checkpoint has."""
+    """{number of the model: folder of its shards}: the folder itself, or those in a checkpoint."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
     found = {
@@ -89,11 +89,11 @@ def find_models(folder: Path) -> dict[int, Path]:
     if found:
         return dict(sorted(found.items()))
     if folder.name.startswith(f"{OPTIMIZER_NAME}_"):
-        raise CheckpointError(f"{folder} holds the shards of an optimizer: give {MODEL_NAME}_fsdp_0 beside it")
+        raise CheckpointError(f"{folder} holds the shards of an optimizer: give {MODEL_NAME}_fsdp_0 next to it")
     if any(folder.glob("*.safetensors")) or (folder / ".metadata").exists():
         if not (folder / MANIFEST).exists():
             return {0: folder}
-        raise CheckpointError(f"{folder} is a checkpoint of whole models: there is nothing to merge in it")
+        raise CheckpointError(f"{folder} is a checkpoint of unsharded models: there is nothing to merge in it")
     if any(folder.glob(f"{MODEL_NAME}*_rank*.bin")):
         raise CheckpointError(
             f"{folder} holds one file a rank (LOCAL_STATE_DICT), which only as many ranks can read: load it in a run "
@@ -103,7 +103,7 @@ def find_models(folder: Path) -> dict[int, Path]:
 
 
 def _check_removal(folder: Path, models: Mapping[int, Path], output: Path) -> None:
-    """What would be removed must be what was merged, and nothing else."""
+    """Raise ConfigurationError if removing the folder would remove more than what is merged."""
     if folder.is_symlink():
         raise ConfigurationError(f"{folder} is a link, which is not removed: name the folder that it leads to")
     if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(folder)):
@@ -122,16 +122,14 @@ def _check_removal(folder: Path, models: Mapping[int, Path], output: Path) -> No
 
 
 def _check(shards: Path) -> None:
-    """Compare the shards with the manifest of their checkpoint, where there is one."""
+    """Compare the shards with the manifest of their checkpoint, if it has one, and check that they can be read."""
     checkpoint = shards.parent
-    if not (checkpoint / MANIFEST).exists():
-        return
-    manifest = read_manifest(checkpoint)
-    names = [name for name in manifest.files if name.startswith(f"{shards.name}/")]
-    if not names:
-        return
-    with BlockIO() as io:
-        check_files(io, checkpoint, manifest, names)
+    if (checkpoint / MANIFEST).exists():
+        manifest = read_manifest(checkpoint)
+        names = [name for name in manifest.files if name.startswith(f"{shards.name}/")]
+        with BlockIO() as io:
+            check_files(io, checkpoint, manifest, names)
+    check_shards(shards)
 
 
 def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
@@ -148,14 +146,14 @@ def _merge_one(shards: Path, output: Path, index: int, safe: bool) -> Merged:
     prefix = "model." if not own and all(name.startswith("model.") for name in entries) else ""
     name, ending = (SAFE_MODEL_NAME, ".safetensors") if safe else (MODEL_NAME, ".bin")
     path = output / numbered(name, index, ending)
-    (_stream if safe else _write_whole)(shards, entries, prefix, path)
+    (_stream if safe else _write_pickled)(shards, entries, prefix, path)
     size = sum(tensor.numel() * tensor.element_size() for tensor in entries.values())
     logger.info("%s: %d tensors of %s", path, len(entries), shards)
     return Merged(path, len(entries), size)
 
 
 def _stream(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path: Path) -> None:
-    """Write a safetensors file, read in parts from the shards."""
+    """Write a safetensors file, reading a few tensors of the shards at a time."""
     ordered = dict(sorted(entries.items(), key=lambda item: widest_first(item[1])))
     with atomic_write(path) as file:
         file.write(file_head({name.removeprefix(prefix): tensor for name, tensor in ordered.items()}))
@@ -166,7 +164,7 @@ def _stream(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path
                     file.write(host_view(part[name]))
 
 
-def _write_whole(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path: Path) -> None:
+def _write_pickled(shards: Path, entries: Mapping[str, torch.Tensor], prefix: str, path: Path) -> None:
     tensors = _read(shards, entries)
     with atomic_write(path) as file:
         torch.save({name.removeprefix(prefix): tensor for name, tensor in tensors.items()}, file)
@@ -179,7 +177,7 @@ def _read(shards: Path, entries: Mapping[str, torch.Tensor]) -> dict[str, torch.
 
 
 def _check_cover(shards: Path, name: str, entry: TensorStorageMetadata) -> None:
-    """Raise CheckpointError where the shards leave a part of the tensor out: its file is missing."""
+    """Raise CheckpointError if the shards do not cover the tensor: a file is missing."""
     there = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     if there < math.prod(entry.size):
         raise CheckpointError(

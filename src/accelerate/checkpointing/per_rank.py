@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedulers, the scaler and registered objects whose state differs between ranks: found when a run is saved.
 
-The checkpoint's shared document has the state of one rank. Each other rank writes a document of its own with the
-entries that differ, and takes them back on the same number of processes.
+The checkpoint's shared document has the state of one rank. Each other rank writes a document with the entries
+that differ, and restores them on the same number of processes.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class StateEntry:
 
     @property
     def key(self) -> str:
+        """The name of the entry, such as "schedulers[0]"."""
         return f"{self.kind}[{self.index}]"
 
 
@@ -86,7 +87,7 @@ def digest(state: Any, path: str) -> str:
     return found.hexdigest()
 
 
-def check_alike(rows: Sequence[Mapping[str, str] | None]) -> None:
+def check_same_entries(rows: Sequence[Mapping[str, str] | None]) -> None:
     """Raise CheckpointError unless all ranks that could read their state have objects for the same entries."""
     names = {rank: sorted(row) for rank, row in enumerate(rows) if row is not None}
     if len(set(map(tuple, names.values()))) <= 1:

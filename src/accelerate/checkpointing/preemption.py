@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A signal that asks the run to save and leave: noted at once, acted on at a step that all ranks share."""
+"""A signal that requests a save and an exit: recorded at once, handled at a step that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DEFAULT_SIGNALS = ("SIGTERM", "SIGUSR1")
 
 
 class PreemptionWatch:
-    """Notes signals, and tells all ranks at the same step that one of them was asked to stop.
+    """Records signals. All ranks learn at the same step that one of them has received one.
 
-    Call `requested` once a step on every rank. The ranks compare notes every `interval` calls (one small message
-    through the store, some 0.2 ms), so a signal to any of them is acted on at most that many steps later. What else
-    listened to the signal before is put back by `close`; it is not called while the watch is on.
+    Call `requested` once a step on every rank. The ranks exchange what they received every `interval` calls (one small
+    message through the store, about 0.2 ms), so a signal takes effect at most that many steps later. `close` restores
+    the former signal handlers, which are not called while the watch is on.
 
     Example:
         watch = PreemptionWatch(state)
@@ -33,15 +33,15 @@ class PreemptionWatch:
 
     def __init__(self, process: Process, signals: Sequence[str] = DEFAULT_SIGNALS, interval: int = 8) -> None:
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigurationError("signals can be listened to from the main thread only: make the watch there")
+            raise ConfigurationError("signal handlers can be set in the main thread only: create the watch there")
         if interval < 1:
-            raise ConfigurationError(f"interval={interval}: the ranks compare notes every so many steps, from 1 up")
+            raise ConfigurationError(f"interval={interval}: the number of steps between two checks must be at least 1")
         self.process = process
         self.interval = interval
         self.received: str | None = None
         self._calls = 0
         self._decided = False
-        self._council: Agreement | None = None
+        self._agreement: Agreement | None = None
         self._former: dict[signal.Signals, Any] = {}
         for name in signals:
             number = getattr(signal, name, None)
@@ -53,20 +53,20 @@ class PreemptionWatch:
         self.received = signal.Signals(number).name
 
     def requested(self, timeout: float = 1800.0) -> bool:
-        """Whether a rank was asked to stop; the same answer on all ranks, and True from then on."""
+        """Whether a rank has received a signal: the same result on all ranks, and True from then on."""
         if self.process.num_processes == 1:
             return self.received is not None
         self._calls += 1
         if self._decided or self._calls % self.interval:
             return self._decided
-        if self._council is None:
-            self._council = Agreement(self.process, "preemption")
-        notes = self._council.exchange("preemption check", self.received, timeout)
+        if self._agreement is None:
+            self._agreement = Agreement(self.process, "preemption")
+        notes = self._agreement.exchange("preemption check", self.received, timeout)
         self._decided = any(notes)
         return self._decided
 
     def close(self) -> None:
-        """Put the former handlers back."""
+        """Restore the former signal handlers."""
         for number, handler in self._former.items():
             signal.signal(number, handler)
         self._former.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run does by itself: resume from its newest checkpoint, and save and exit when it is asked to stop."""
+"""Automatic actions of a run: resume from its newest checkpoint, and save and exit on a signal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ResumeController:
         leave: bound method that saves the run and ends this process; its argument is the reason.
         is_training: bound method: whether some model of the run is in training mode.
 
-    The methods and the loaders are held weakly, so that a run is freed with its last reference.
+    References to the methods and the loaders are weak, so that a run is freed with its last reference.
 
     A run stops between batches of the loaders that it trains on, so that an evaluation is never cut in two: those
     that were read at an optimizer's step; or any, while models are in training mode, where no step is visible
@@ -131,10 +131,10 @@ class ResumeController:
         trained = _alive(self._trained)
         is_training, leave = self._is_training(), self._leave()
         if is_training is None or leave is None:
-            return  # the run was freed, and a loader of it goes on being read
+            return  # the run was freed, and one of its loaders is still being read
         here = any(loader is one for one in trained) if trained else is_training()
         if here and watch.requested():
-            leave(watch.received or "another process was")
+            leave(watch.received or "a signal to another process")
 
     def close(self) -> None:
         """Restore the handlers of the signals."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run at a time saves into a folder: a lock file that names the run, on local and on network file systems."""
+"""One run at a time saves into a folder: a lock file names it, on local and on network file systems."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .layout import is_numbered
 logger = logging.getLogger(__name__)
 
 HEARTBEAT = 5.0  # seconds between two updates of a lock file's modification time
-SILENCE = 20.0  # seconds without an update after which a holder on another machine counts as dead
+SILENCE = 20.0  # seconds without an update after which a run on another machine counts as dead
 _LONG_DEAD = 120.0  # seconds by the file server's own clock: no need to watch such a lock
-_BUSY = 20.0  # seconds in which another thread of this process must have finished its save
-_RESUME_TIMEOUT = 60.0  # seconds in which every rank must have called resume
+_BUSY = 20.0  # seconds within which another thread of this process must finish its save
+_RESUME_TIMEOUT = 60.0  # seconds within which every rank must have called resume
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
-_SAME_START = 3.0  # seconds: a start time is reckoned from the boot time, which clock corrections shift
+_SAME_START = 3.0  # seconds: a start time is computed from the boot time, which clock corrections shift
 
 
 class FolderInUse(CheckpointError):
@@ -40,7 +40,7 @@ class FolderInUse(CheckpointError):
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lock: the main process of a run."""
+    """The process that owns a lock: the main process of a run."""
 
     token: str
     host: str
@@ -70,7 +70,7 @@ class FolderLock:
         self.pid = os.getpid()
         self.holder = _this_process()
         self.owners: set[object] = set()
-        self.saving = threading.Lock()  # held from a save's first step to its last, which may be in another thread
+        self.saving = threading.Lock()  # locked during a save, which may end in another thread
 
     def take(self) -> None:
         """Create the lock file, or replace that of a dead run. Raises FolderInUse when its run is alive."""
@@ -117,63 +117,66 @@ class FolderLock:
             return
         found = _read(aside)
         if found is not None and _token(found[0]) != _token(holder):
-            # Another run has replaced the stale lock since it was read: this is the new one, which goes back.
+            # Another run has replaced the stale lock since it was read. This is the new one: put it back.
             with contextlib.suppress(OSError):
                 os.link(aside, self.path)
         aside.unlink(missing_ok=True)
 
     def is_ours(self) -> bool:
+        """Whether this process owns the lock file."""
         found = _read(self.path)
         return found is not None and _token(found[0]) == self.holder.token and self.pid == os.getpid()
 
     def keep(self) -> None:
-        """Raise FolderInUse unless the lock is still this process's; a lock file that was deleted is made again."""
+        """Raise FolderInUse if another run has taken the lock. A deleted lock file is created again."""
         if not self.is_ours():
             self.take()
 
     def touch(self) -> None:
+        """Update the time of the lock file, as a heartbeat."""
         with contextlib.suppress(OSError):
             if self.is_ours():
                 os.utime(self.path)
 
     def remove(self) -> None:
+        """Remove the lock file if this process owns it."""
         with contextlib.suppress(OSError):
             if self.is_ours():
                 self.path.unlink()
 
 
 class RunLocks:
-    """The locks of one run: taken at a save, kept until `release`, so that no other run saves in between.
+    """The locks of one run, taken at a save and kept until `release`, so that no other run saves in between.
 
-    Only the process that commits a folder takes its lock. What is still held at the process's exit is released then.
+    Only the process that commits a folder takes its lock. Remaining locks are released when the process exits.
     """
 
     _LIMIT = 8  # folders; a run that saves under ever new names keeps the locks of its last ones
 
     def __init__(self) -> None:
-        self._held: dict[Path, FolderLock] = {}
+        self._locks: dict[Path, FolderLock] = {}
 
     def acquire(self, folder: Path) -> FolderLock:
         """The lock of a folder to save into, whose parent exists. Raises FolderInUse, or OSError of the system."""
         lock = _acquire(lock_path(folder), self)
-        self._held.pop(lock.path, None)
-        self._held[lock.path] = lock
-        while len(self._held) > self._LIMIT:
-            oldest = next(iter(self._held))
-            _release(self._held.pop(oldest), self)
+        self._locks.pop(lock.path, None)
+        self._locks[lock.path] = lock
+        while len(self._locks) > self._LIMIT:
+            oldest = next(iter(self._locks))
+            _release(self._locks.pop(oldest), self)
         return lock
 
     def release(self) -> None:
-        """Give all locks back; their files are removed where no other run of this process needs them."""
-        while self._held:
-            _release(self._held.popitem()[1], self)
+        """Release all locks. A lock file is removed unless another run of this process uses it."""
+        while self._locks:
+            _release(self._locks.popitem()[1], self)
 
 
 class SaveLock:
     """The lock of a folder during one save, from `SaveLock(...)` to `close()`, which another thread may call.
 
-    Without the `locks` of a run the lock file is removed at the end of the save. A save of another thread of this
-    process into the same folder is waited for.
+    Without the `locks` of a run, the lock file is removed at the end of the save. If another thread of this process
+    saves into the same folder, the constructor waits for it.
     """
 
     def __init__(self, folder: Path, locks: RunLocks | None) -> None:
@@ -189,6 +192,7 @@ class SaveLock:
         self._lock.keep()
 
     def close(self) -> None:
+        """Release the lock for the next save. Further calls do nothing."""
         if self._open:
             self._open = False
             self._lock.saving.release()
@@ -202,7 +206,7 @@ class SaveLock:
 def claim_directory(directory: Path, locks: RunLocks, process: Process) -> None:
     """Take the lock of a directory of numbered checkpoints for a run that resumes in it; every rank calls it.
 
-    A directory that does not exist yet, or cannot be written to, is left as it is: the first save takes the lock.
+    Nothing is done for a directory that does not exist or is not writable: the first save takes the lock.
     Raises CheckpointError on every rank when another live run saves into it.
     """
     mine = None
@@ -224,7 +228,7 @@ def in_use_elsewhere(folder: Path) -> bool:
     found = _read(path)
     if found is None:
         return False
-    own = _HELD.get(path)
+    own = _LOCKS.get(path)
     if own is not None and own.is_ours():
         return own.saving.locked()
     return found[0] is None or _is_alive(found[0]) is not False
@@ -232,19 +236,19 @@ def in_use_elsewhere(folder: Path) -> bool:
 
 # --- this process's locks -----------------------------------------------------------------------------------------
 
-_HELD: dict[Path, FolderLock] = {}
+_LOCKS: dict[Path, FolderLock] = {}
 _GUARD = threading.RLock()
 _wake = threading.Event()
-_beating: list[int] = []  # the process whose heartbeat thread runs: a forked child has none
+_beating: list[int] = []  # the id of the process whose heartbeat thread runs; a forked child has none
 
 
 def _acquire(path: Path, owner: object) -> FolderLock:
     with _GUARD:
-        lock = _HELD.get(path)
+        lock = _LOCKS.get(path)
         if lock is None or lock.pid != os.getpid():
             lock = FolderLock(path)
             lock.take()
-            _HELD[path] = lock
+            _LOCKS[path] = lock
         elif not lock.is_ours():
             lock.take()
         lock.owners.add(owner)
@@ -257,36 +261,36 @@ def _acquire(path: Path, owner: object) -> FolderLock:
 def _release(lock: FolderLock, owner: object) -> None:
     with _GUARD:
         lock.owners.discard(owner)
-        if not lock.owners and _HELD.get(lock.path) is lock:
-            del _HELD[lock.path]
+        if not lock.owners and _LOCKS.get(lock.path) is lock:
+            del _LOCKS[lock.path]
             lock.remove()
 
 
 def _release_all() -> None:
     with _GUARD:
-        for lock in list(_HELD.values()):
+        for lock in list(_LOCKS.values()):
             if lock.pid == os.getpid():
                 lock.remove()
-        _HELD.clear()
+        _LOCKS.clear()
 
 
 def _beat() -> None:
     while not _wake.wait(HEARTBEAT):
-        for lock in list(_HELD.values()):
+        for lock in list(_LOCKS.values()):
             lock.touch()
 
 
 def _after_fork() -> None:
-    # The child holds nothing; the guard may have been held by a thread that the child does not have.
+    # The child owns no lock. A thread that does not exist in the child may have locked the guard.
     global _GUARD
     _GUARD = threading.RLock()
-    _HELD.clear()
+    _LOCKS.clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 # Functions registered here run in reverse order, also in children of multiprocessing, which run no `atexit` function.
-# The background writer registers later, so its save is finished before the locks go.
+# The background writer registers later, so its save is complete before the locks are released.
 threading._register_atexit(_release_all)  # type: ignore[attr-defined]
 
 
@@ -300,9 +304,9 @@ def _write(path: Path, holder: Holder) -> None:
 
 
 def _read(path: Path) -> tuple[Holder | None, float] | None:
-    """The holder in a lock file (None where it cannot be understood) and the last update; None without a file."""
+    """(holder, last update) of a lock file; None without a file. The holder is None if it cannot be parsed."""
     try:
-        # Opened, not only asked for its time: opening makes a network file system ask its server.
+        # Opening the file makes a network file system query its server; `stat` alone may return a cached time.
         with open(path, "rb") as file:
             text = file.read(1 << 16)
             updated = os.fstat(file.fileno()).st_mtime
@@ -329,7 +333,7 @@ def _token(holder: Holder | None) -> str | None:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove files that runs of this machine left when they were killed while they took the lock."""
+    """Remove temporary files of runs on this machine that were killed while they took the lock."""
     pattern = re.compile(re.escape(path.name) + r"\.[0-9a-f]{32}(-stale)?")
     with contextlib.suppress(OSError):
         for entry in path.parent.iterdir():
@@ -346,8 +350,8 @@ def _in_use(path: Path, holder: Holder | None) -> str:
         subject = f"{path.with_name(path.name.removeprefix('.').removesuffix('.lock'))}"
     other = "a run that its lock file does not name" if holder is None else f"another run ({holder})"
     return (
-        f"{subject} is in use: {other} saves into it. Stop that run, or give this one another folder. A run gives its "
-        f"folders back at its exit or at end_training(). If that run is dead all the same, delete {path}"
+        f"{subject} is in use: {other} saves into it. Stop that run, or use another folder for this one. A run "
+        f"releases its folders when it exits and at end_training(). If that run is dead, delete {path}"
     )
 
 
@@ -387,9 +391,9 @@ def _start_of(pid: int) -> float | None:
 
 
 def _is_alive(holder: Holder) -> bool | None:
-    """Whether the holder lives and stands in the way of this process; None where this machine cannot know.
+    """Whether the holder is alive and excludes this process; None if this machine cannot find out.
 
-    A process that the holder has started takes its place: a notebook that waits for a script, say.
+    A child process of the holder may take over its lock: a script that a notebook runs, say.
     """
     if holder.machine != _machine():
         return None
@@ -407,9 +411,9 @@ def _is_alive(holder: Holder) -> bool | None:
 
 
 def _shows_life(path: Path, probe: Path, holder: Holder | None) -> bool | None:
-    """Watch a lock of another machine: True when it is updated, False when it is not, None when it has changed hands.
+    """Watch a lock of another machine: True if it is updated, False if not, None if its owner changes.
 
-    Only the file server's clock and this machine's durations count, never two machines' clocks.
+    Uses the file server's clock and durations on this machine, and never compares the clocks of two machines.
     """
     first = _read(path)
     if first is None or _token(first[0]) != _token(holder):
@@ -417,7 +421,7 @@ def _shows_life(path: Path, probe: Path, holder: Holder | None) -> bool | None:
     os.utime(probe)
     if probe.stat().st_mtime - first[1] > _LONG_DEAD:
         return False
-    logger.warning("%s is held by %s: watching for up to %.0f s whether it is alive", path, holder, SILENCE)
+    logger.warning("%s belongs to %s: waiting up to %.0f s for a sign that it is alive", path, holder, SILENCE)
     deadline = time.monotonic() + SILENCE
     while time.monotonic() < deadline:
         time.sleep(0.25)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving a run: gather what each rank must write, write it beside its place, agree, commit."""
+"""Saving a run: collect what each rank writes, write it to a temporary folder, agree with the other ranks, commit."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ARRIVAL = 30.0  # seconds in which every rank must have called
-COMPLETION = 1800.0  # seconds in which every rank must have written its part
-_VISIBLE = 10.0  # seconds until a folder made on another machine must be seen here
+ARRIVAL = 30.0  # seconds within which every rank must have called
+COMPLETION = 1800.0  # seconds within which every rank must have written its files
+_VISIBLE = 10.0  # seconds until a folder made on another machine must be visible here
 _ABSENT = (
     "Every process must call it, at the same place of the loop: not under `if accelerator.is_main_process`. If a rank "
     "may come later than that, call `accelerator.wait_for_everyone()` before."
@@ -44,7 +44,7 @@ _ABSENT = (
 
 @dataclass(frozen=True)
 class DamagedCheckpoint:
-    """A checkpoint that could not be loaded, as it was then."""
+    """A checkpoint that a load has skipped, with the identity of its folder at that time."""
 
     name: str
     reason: str
@@ -52,11 +52,12 @@ class DamagedCheckpoint:
 
     @classmethod
     def found(cls, folder: Path, reason: str) -> DamagedCheckpoint:
+        """Create the record of a damaged checkpoint in `folder`."""
         return cls(folder.name, reason, _identity(folder))
 
 
 def _identity(folder: Path) -> tuple[int, int, int] | None:
-    """Tells whether a folder is still the one that was looked at."""
+    """What identifies a folder: another folder of the same name has another identity."""
     try:
         found = folder.lstat()
     except OSError:
@@ -70,8 +71,8 @@ class Options:
 
     Fields:
         checkpoints: the directory to rotate in after the commit; None for no rotation.
-        locks: the locks that the run keeps until its end; without them a lock is held for this save only.
-        damaged: checkpoints that a load has skipped. Those of the same directory are renamed before the save.
+        locks: the locks that the run keeps until its end. None takes a lock for this save only.
+        damaged: checkpoints that a load has skipped. Those in the same directory are renamed before the save.
     """
 
     layout: str = "native"
@@ -91,7 +92,7 @@ class Options:
 
 @dataclass
 class PendingCheckpoint:
-    """One save between its first and its last step: what this rank writes, and where."""
+    """A save in progress: what this rank writes, and where."""
 
     folder: Path
     temporary: Path
@@ -99,11 +100,11 @@ class PendingCheckpoint:
     files: dict[str, list[Segment]] = field(default_factory=dict)
     pickled: dict[str, Any] = field(default_factory=dict)
     sharded: Any = None
-    extras: bool = False  # others than this room have written into the folder
+    extras: bool = False  # hooks or sharded writers have written into the folder too
     lock: SaveLock | None = None  # on the rank that commits the folder
     error: BaseException | None = None
     about: dict[str, Any] = field(default_factory=dict)
-    shared: dict[str, Any] | None = None  # what the shared document of this rank holds, where it writes one
+    shared: dict[str, Any] | None = None  # the content of the shared document, on a rank that writes one
 
 
 def save_run(
@@ -114,13 +115,13 @@ def save_run(
     options: Options | None = None,
     writer: Writer | None = None,
 ) -> Path:
-    """Save a run into `folder`, which then is a whole checkpoint; every rank calls it. Returns the folder.
+    """Save a run into `folder`, which is then a complete checkpoint. Every rank calls it. Returns the folder.
 
-    With a `writer` the call returns when the state is copied to host memory; the rest goes on in the background and an
-    error of it is raised by the writer's next call. Without one the checkpoint is on the disk when this returns.
+    With a `writer` the call returns when the state has been copied to host memory. The rest runs in the background,
+    and the writer's next call raises its error. Without one, the checkpoint is on disk when this returns.
 
     Raises CheckpointError on every rank when one of them fails, or does not call within `options.arrival_timeout`
-    seconds: nothing of the run is changed, and what `folder` held before is still there.
+    seconds. The run is unchanged then, and so is an earlier checkpoint in `folder`.
     """
     options = options or Options()
     given = user_path(folder, "save_state")
@@ -148,14 +149,14 @@ def _take_states(
     agreement: Agreement,
     writer: Writer | None,
 ) -> None:
-    """Fill the draft: first the states, then what ranks have different from each other, then shards and copies.
+    """Collect what this rank writes: the states, then what differs between ranks, then shards and copies.
 
-    A failure of one rank is raised on every rank, in this call also where the writing goes on in the background. Only
-    where nothing but writing without collectives is left, the ranks compare their errors when that is done.
+    A failure of one rank is raised on every rank, by this call even if files are written in the background. If only
+    writing without collectives is left, the ranks compare their errors after it.
     """
     try:
         try:
-            _collect(pending, run, process, options, functools.partial(_whole_states, run, pending, process))
+            _collect(pending, run, process, options, functools.partial(_unsharded_states, run, pending, process))
         except _ReportedError:
             raise
         except BaseException as error:
@@ -172,25 +173,25 @@ def _take_states(
             except BaseException as error:
                 pending.error = error
     except _ReportedError as reported:
-        raise _own(reported.error, process, pending.folder) from reported.error
+        raise _raised_here(reported.error, process, pending.folder) from reported.error
     if run.sharded is not None or writer is not None:
-        # Shards are written with collectives, and the next call that could raise an error of the background is the
-        # next save: no rank may begin either alone.
-        failed = None if pending.error is None else _tell(pending.error)
-        told = agreement.exchange("save_state: states", failed, options.timeout)
-        _raise_reported(told, pending.error, process, pending.folder)
+        # Writing shards uses collectives, and an error in the background is raised by the next save. No rank may begin
+        # either while another one has failed.
+        failed = None if pending.error is None else _error_text(pending.error)
+        reports = agreement.exchange("save_state: states", failed, options.timeout)
+        _raise_reported(reports, pending.error, process, pending.folder)
 
 
 class _ReportedError(Exception):
-    """An error of this rank where the others may wait for it in a collective; they find it where the ranks agree."""
+    """An error of this rank while others may wait for it in a collective. They read it at the next agreement."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-def _whole_states(run: RunState, pending: PendingCheckpoint, process: Process) -> tuple[list[Any], list[Any]]:
-    """The states of models and optimizers that do not save shards. Where ranks hold parts of them, all work on it."""
+def _unsharded_states(run: RunState, pending: PendingCheckpoint, process: Process) -> tuple[list[Any], list[Any]]:
+    """The states of models and optimizers that do not save shards. A sharded one is gathered by all ranks."""
     models = [part for part in run.models if not part.saves_shards]
     optimizers = [part for part in run.optimizers if not part.saves_shards]
     is_collective = any(part.is_partial for part in models) or any(part.is_partial for part in optimizers)
@@ -212,25 +213,25 @@ def _take_shards(
 
 @contextlib.contextmanager
 def _reported_at_once(pending: PendingCheckpoint, process: Process) -> Iterator[None]:
-    """A block that may use collectives: an error of this rank alone is left for the others, and raised at once.
+    """A block that may use collectives: an error of this rank is published for the others and raised at once.
 
-    To compare errors first could take for ever: the others may wait in a collective until this process has ended.
-    What follows the block must be a round of the foreground.
+    Comparing errors first could deadlock, because other ranks may wait in a collective until this process ends.
+    An agreement of the calling thread must follow the block.
     """
     try:
         yield
     except (_ReportedError, CommunicationError):
-        # Reported already; or another rank's error has broken the collective, which is found where the ranks agree.
+        # Published already; or a failure of another rank has broken the collective, and the next agreement reports it.
         raise
     except Exception as error:
         if is_lost(error) or process.num_processes == 1:
             raise
-        Agreement(process).refuse(_message([(process.process_index, _tell(error))], pending.folder))
+        Agreement(process).refuse(_message([(process.process_index, _error_text(error))], pending.folder))
         raise _ReportedError(error) from error
 
 
 def complete(pending: PendingCheckpoint, process: Process, options: Options, agreement: Agreement) -> None:
-    """Write a draft, agree with the other ranks, commit. Raises CheckpointError on every rank when one fails."""
+    """Write the files, agree with the other ranks, commit. Raises CheckpointError on every rank when one fails."""
     try:
         _complete(pending, process, options, agreement)
     finally:
@@ -243,7 +244,7 @@ def _close(pending: PendingCheckpoint) -> None:
 
 
 def _discard(pending: PendingCheckpoint, process: Process) -> None:
-    """Leave nothing of a save that has failed: its temporary folder goes before the lock."""
+    """Clean up after a failed save: remove its temporary folder, then release the lock."""
     try:
         if pending.home == process.process_index:
             drop_temporary(pending.temporary)
@@ -268,14 +269,16 @@ def _complete(pending: PendingCheckpoint, process: Process, options: Options, ag
     failure: BaseException | None = None
     if pending.home == process.process_index:
         failure = _finish(pending, process, options, files)
-    told = agreement.exchange("save_state: commit", None if failure is None else _tell(failure), options.timeout)
-    _raise_reported(told, failure, process, pending.folder)
+    reports = agreement.exchange(
+        "save_state: commit", None if failure is None else _error_text(failure), options.timeout
+    )
+    _raise_reported(reports, failure, process, pending.folder)
 
 
 def _finish(
     pending: PendingCheckpoint, process: Process, options: Options, files: dict[str, FileRecord]
 ) -> BaseException | None:
-    """Commit and rotate, on the rank whose folder it is; the error instead of raising it."""
+    """Commit and rotate, on the rank that owns the folder. Returns an error instead of raising it."""
     try:
         manifest = Manifest(
             layout=options.layout, world_size=process.num_processes, files=files, **pending.about, **stamp()
@@ -290,7 +293,7 @@ def _finish(
         try:
             removed = rotate(options.checkpoints, options.total_limit)
         except OSError as error:
-            # The checkpoint is there; one too many beside it is no reason to stop a run.
+            # The new checkpoint is complete: failing to remove an old one must not stop the run.
             logger.warning("old checkpoints in %s could not be removed: %s", options.checkpoints, error)
         else:
             if removed:
@@ -309,7 +312,7 @@ def _open(given: Path, process: Process, options: Options) -> PendingCheckpoint:
     error: BaseException | None = None
     try:
         if any(folder.name == damaged.name for damaged in options.damaged):
-            # A link among the damaged ones is renamed itself.
+            # A damaged checkpoint that is a link is renamed itself, not its target.
             folder = follow_links(folder.parent, "save_state") / folder.name
         else:
             folder = follow_links(folder, "save_state")
@@ -322,7 +325,7 @@ def _open(given: Path, process: Process, options: Options) -> PendingCheckpoint:
         "folder": str(given),
         "layout": options.layout,
         "temporary": None if pending is None else pending.temporary.name,
-        "error": None if error is None else _tell(error),
+        "error": None if error is None else _error_text(error),
     }
     try:
         rows = agreement.exchange("save_state", mine, options.arrival_timeout, _ABSENT)
@@ -340,9 +343,10 @@ def _open(given: Path, process: Process, options: Options) -> PendingCheckpoint:
         except Exception as caught:
             error = caught
     try:
-        # A hook may do anything to the folder, and a rank that fails in one removes it: all have found theirs before.
-        told = agreement.exchange("save_state: folder", None if error is None else _tell(error), options.timeout)
-        _raise_reported(told, error, process, folder)
+        # A rank that fails in a hook removes the folder: by then every rank must have found it.
+        failed = None if error is None else _error_text(error)
+        reports = agreement.exchange("save_state: folder", failed, options.timeout)
+        _raise_reported(reports, error, process, folder)
     except BaseException:
         _discard(pending, process)
         raise
@@ -350,7 +354,7 @@ def _open(given: Path, process: Process, options: Options) -> PendingCheckpoint:
 
 
 def _start(folder: Path, options: Options) -> PendingCheckpoint:
-    """On the rank that commits the folder: take its lock, free its name, make the temporary folder."""
+    """On the rank that commits the folder: take its lock, free its name, create the temporary folder."""
     is_damaged = any(folder.name == damaged.name for damaged in options.damaged)
     lock = SaveLock(folder if is_damaged else save_target(folder), options.locks)
     try:
@@ -363,7 +367,7 @@ def _start(folder: Path, options: Options) -> PendingCheckpoint:
 
 
 def _free_numbers(target: Path, options: Options) -> None:
-    """Rename the damaged checkpoints that the run has skipped, so that it can go on with their numbers."""
+    """Rename the damaged checkpoints that the run has skipped, so that it can use their numbers."""
     for damaged in options.damaged:
         folder = target.with_name(damaged.name)
         identity = _identity(folder)
@@ -380,8 +384,10 @@ def _free_numbers(target: Path, options: Options) -> None:
 def _check_same(rows: list[dict[str, Any]]) -> None:
     for name in ("folder", "layout"):
         if len({row[name] for row in rows}) > 1:
-            told = "; ".join(f"rank {rank}: {row[name]}" for rank, row in enumerate(rows))
-            raise CheckpointError(f"save_state was called with another {name} on other ranks: {told}. Use one on all.")
+            values = "; ".join(f"rank {rank}: {row[name]}" for rank, row in enumerate(rows))
+            raise CheckpointError(
+                f"save_state was called with another {name} on other ranks: {values}. Use one on all."
+            )
 
 
 def _find_home(pending: PendingCheckpoint, process: Process, options: Options) -> None:
@@ -423,18 +429,18 @@ def _collect(
     run: RunState,
     process: Process,
     options: Options,
-    whole_states: Callable[[], tuple[list[Any], list[Any]]],
+    unsharded_states: Callable[[], tuple[list[Any], list[Any]]],
 ) -> None:
-    """Fill the draft with what this rank writes. State that takes the ranks' messages is asked for on every rank."""
+    """Collect the states that this rank writes. Every rank calls `unsharded_states`, which may use collectives."""
     if len({part.saves_shards for part in run.models} | {part.saves_shards for part in run.optimizers}) > 1:
         raise CheckpointError("a run whose models and optimizers are partly sharded and partly not cannot be saved")
-    whole = pending.home == process.process_index
+    writes_shared = pending.home == process.process_index
     modules = [part.module for part in run.models]
-    # A hook may communicate: a rank that does not come to it says so at once.
+    # Hooks may communicate: a rank that fails before one must publish its error at once.
     with _reported_at_once(pending, process) if run.save_hooks else contextlib.nullcontext():
-        weights, states = whole_states()
+        weights, states = unsharded_states()
         for hook in run.save_hooks:
-            # As in the API, a hook may write into the folder and take weights away from what is saved here.
+            # As in the API, a hook may write into the folder and remove weights from what is saved here.
             hook(modules, weights, str(pending.temporary))
     pending.about = {
         "progress": _plain(run.progress),
@@ -447,16 +453,16 @@ def _collect(
     pending.extras = bool(run.save_hooks) or run.sharded is not None
     if options.layout == "compat":
         pending.pickled.update(compat.rank_files(run, process.process_index))
-        if whole:
+        if writes_shared:
             pending.pickled.update(compat.shared_files(run, states))
     else:
         pending.files.update(rank_documents(run, process.process_index))
-        if whole:
+        if writes_shared:
             for index, state in enumerate(states):
                 pending.files.update(documents(numbered("optimizer", index, ""), state, f"optimizer {index}"))
             pending.shared = shared_state(run)
             pending.files.update(documents(SESSION_NAME.removesuffix(".json"), pending.shared, "session"))
-    if whole:
+    if writes_shared:
         for index, state in enumerate(weights):
             _collect_weights(pending, index, state, options.safe_serialization)
 
@@ -464,9 +470,9 @@ def _collect(
 def _compare_ranks(
     pending: PendingCheckpoint, run: RunState, process: Process, options: Options, agreement: Agreement
 ) -> Callable[[], dict[str, list[Segment]]]:
-    """Find what this rank has different from the rank whose state is the shared one; the callable encodes it.
+    """Find which states differ from those of the rank that writes the shared document. The callable encodes them.
 
-    Every rank takes part, also one that has failed: what any rank has failed with is raised on all of them.
+    Every rank takes part, including one that has failed: an error of any rank is raised on all of them.
     """
     if process.num_processes == 1:
         return dict
@@ -478,11 +484,11 @@ def _compare_ranks(
             mine = per_rank.digests(rows, strict=options.layout == "native")
         except BaseException as error:
             pending.error = error
-    failed = None if pending.error is None else _tell(pending.error)
+    failed = None if pending.error is None else _error_text(pending.error)
     found = agreement.exchange("save_state: compare", {"error": failed, "digests": mine}, options.timeout)
     digests = [row["digests"] for row in found]
     _raise_reported([row["error"] for row in found], pending.error, process, pending.folder)
-    per_rank.check_alike(digests)
+    per_rank.check_same_entries(digests)
     keys = per_rank.differing(mine or {}, digests[pending.home])
     if not keys:
         return dict
@@ -505,7 +511,7 @@ def _collect_weights(pending: PendingCheckpoint, index: int, state: dict[str, An
         return
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     kept, aliases = without_aliases(tensors)
-    # The entries `alias: name` are what the format's own tools write for shared tensors.
+    # The tools of the safetensors format write the same entries, `alias: name`, for shared tensors.
     metadata = dict(aliases)
     if aliases:
         metadata[ALIASES] = _json(aliases)
@@ -522,7 +528,7 @@ def _json(value: Any) -> str:
 
 
 def _plain(progress: dict[str, Any]) -> dict[str, Any]:
-    """The part of the progress that the manifest can show: short values of JSON's own types."""
+    """The entries of the progress that go into the manifest: values of JSON's own scalar types."""
     return {
         key: value
         for key, value in progress.items()
@@ -554,9 +560,9 @@ def _agree(
     io: BlockIO,
     timeout: float,
 ) -> dict[str, FileRecord]:
-    """The records of all files of this rank's folder, once every rank has written. Raises on every rank otherwise."""
-    told = None if pending.error is None else _tell(pending.error)
-    mine = {"error": told, "home": pending.home, "extras": pending.extras, "files": _to_json(records)}
+    """The records of all files in this rank's folder, once every rank has written. Raises on every rank otherwise."""
+    failed = None if pending.error is None else _error_text(pending.error)
+    mine = {"error": failed, "home": pending.home, "extras": pending.extras, "files": _to_json(records)}
     rows = agreement.exchange("save_state: write", mine, timeout)
     _raise_reported([row["error"] for row in rows], pending.error, process, pending.folder)
     peers = [rank for rank, row in enumerate(rows) if row["home"] == pending.home]
@@ -565,12 +571,12 @@ def _agree(
         failure: BaseException | None = None
         found: dict[str, FileRecord] = {}
         try:
-            # What hooks and sharded writers have left is hashed by the ranks of the folder, each its share.
+            # Files of hooks and sharded writers have no checksum yet: each rank of the folder computes some of them.
             share = sorted(_relative(pending.temporary) - set(files))[peers.index(process.process_index) :: len(peers)]
             found = {name: io.record(pending.temporary / name) for name in share}
         except BaseException as error:
             failure = error
-        mine = {"error": None if failure is None else _tell(failure), "files": _to_json(found)}
+        mine = {"error": None if failure is None else _error_text(failure), "files": _to_json(found)}
         rows = agreement.exchange("save_state: checksums", mine, timeout)
         _raise_reported([row["error"] for row in rows], failure, process, pending.folder)
         files.update(_merge(rows[rank]["files"] for rank in peers))
@@ -589,31 +595,31 @@ def _relative(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def _tell(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     return text if isinstance(error, (CheckpointError, ConfigurationError)) else f"{type(error).__name__}: {text}"
 
 
-def _own(error: BaseException, process: Process, folder: Path) -> BaseException:
-    """The error to raise on the rank where it happened: interrupts as they are, all else as on the other ranks."""
+def _raised_here(error: BaseException, process: Process, folder: Path) -> BaseException:
+    """The error to raise on the rank where it happened: an interrupt itself, any other as on the other ranks."""
     if not isinstance(error, Exception):
         return error
-    return CheckpointError(_message([(process.process_index, _tell(error))], folder))
+    return CheckpointError(_message([(process.process_index, _error_text(error))], folder))
 
 
-def _raise_reported(told: list[str | None], own: BaseException | None, process: Process, folder: Path) -> None:
-    """Raise what any rank has told; on the rank itself its own error is the cause."""
-    if not any(told):
+def _raise_reported(reports: list[str | None], own: BaseException | None, process: Process, folder: Path) -> None:
+    """Raise the reported errors of all ranks, if any; the cause is this rank's own error."""
+    if not any(reports):
         return
     if own is not None and not isinstance(own, Exception):
         raise own
-    raise CheckpointError(_message([(rank, text) for rank, text in enumerate(told) if text], folder)) from own
+    raise CheckpointError(_message([(rank, text) for rank, text in enumerate(reports) if text], folder)) from own
 
 
 def _message(errors: Sequence[tuple[int, str]], folder: Path) -> str:
-    """What is raised on every rank: each rank that failed, and why."""
+    """The message that every rank raises: which ranks failed, and why."""
     lines = "; ".join(f"rank {rank}: {text}" for rank, text in errors)
-    kept = "What it held before is unchanged." if _exists(folder) else "Earlier checkpoints are unchanged."
+    kept = "Its earlier content is unchanged." if _exists(folder) else "Earlier checkpoints are unchanged."
     return f"{folder} was not saved: {lines}. {kept}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's saved state is made of, and the documents that hold everything but the weights."""
+"""The state of a run, and the documents that contain everything but the weights."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ LoadHook = Callable[[list[Any], str], Any]
 class HasState(Protocol):
     """Anything whose state goes into a checkpoint."""
 
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Load a state."""
 
 
 class ShardedPart(Protocol):
-    """How a strategy saves models and optimizers that no rank holds whole. Every rank calls every method."""
+    """How a strategy saves sharded models and optimizers. Every rank calls every method."""
 
     @property
     def is_collective(self) -> bool:
@@ -52,17 +55,17 @@ class ShardedPart(Protocol):
     def stage(self, blocking: bool, compat: bool = False) -> Callable[[Path], None]:
         """Take what this rank must write now; the callable writes it below a folder.
 
-        Without `blocking` it does so from another thread while training goes on: the state must be a copy, and no
-        message may go through the training's own group. `compat` asks for the API's own format.
+        Without `blocking` it is called in another thread while training continues: the state must be a copy, and no
+        message may use the process group of the training. `compat` selects the API's own format.
         """
         ...
 
-    def check(self, folder: Path, strict: bool) -> list[str]:
+    def check(self, folder: Path, strict: bool, models_only: bool = False) -> list[str]:
         """How what was written below a folder differs; with `strict` a CheckpointMismatch. Changes nothing."""
         ...
 
     def load(self, folder: Path, strict: bool, models_only: bool = False) -> None:
-        """Read this rank's part of what any number of ranks has written below a folder."""
+        """Read the shards of this rank from what any number of ranks has written below a folder."""
         ...
 
 
@@ -78,7 +81,7 @@ class RunState:
         rank_state: state that differs on every rank (unfinished gradients, say), or None.
         save_hooks, load_hooks: the user's, called on every rank as the API calls them.
         sharded: writes and reads the models and optimizers that save shards.
-        mesh: {dimension: size} of the layout that saves; told in the manifest.
+        mesh: {dimension: size} of the layout that saves, for the manifest.
     """
 
     models: Sequence[PreparedModel] = ()
@@ -130,7 +133,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> list[str]:
-    """Put generators back; a note for each kind of generator that is not on this machine."""
+    """Restore the generators. Returns a note for each kind of generator that this machine does not have."""
     random.setstate(_as_python_state(state["python"]))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"].cpu())
@@ -160,7 +163,7 @@ _RANK_INLINE = 1 << 14  # bytes: generator states stay in the one file of a rank
 
 
 def documents(name: str, value: Any, root: str, inline: int = 64) -> dict[str, list[Segment]]:
-    """{file name: segments} of a JSON document, and of a tensor file beside it when the value holds tensors."""
+    """{file name: segments} of a JSON document, and of a tensor file if the value contains tensors."""
     sink = TensorSink(inline)
     text = json.dumps(encode(value, sink, root), separators=(",", ":"), allow_nan=False).encode()
     files: dict[str, list[Segment]] = {f"{name}.json": [text]}
@@ -185,8 +188,11 @@ def read_document(io: BlockIO, folder: Path, name: str, manifest: Manifest, unsh
 def read_document_into(
     io: BlockIO, folder: Path, name: str, manifest: Manifest, current: Any, root: str
 ) -> Callable[[], Any]:
-    """As `read_document`, in two steps: the files are checked now; the callable reads them, into the tensors of the
-    `current` value where it has them in the same place, shape and dtype, and returns the saved value."""
+    """Do the same as `read_document` in two steps: check the files now, and return a function that reads them.
+
+    The function returns the saved value. It reads tensors into those of the `current` value if that has a tensor of
+    the same shape and dtype at the same place.
+    """
     path = folder / f"{name}.safetensors"
     sink = TensorSink()
     encode(current, sink, root)
@@ -230,7 +236,7 @@ def _read_text(io: BlockIO, folder: Path, name: str, manifest: Manifest) -> byte
 
 @contextlib.contextmanager
 def damage(path: Path) -> Iterator[None]:
-    """What reading a damaged file raises, as a CorruptCheckpoint that names it."""
+    """Convert errors from reading a damaged file to a CorruptCheckpoint that names it."""
     try:
         yield
     except CheckpointError:
@@ -240,7 +246,7 @@ def damage(path: Path) -> Iterator[None]:
 
 
 def shared_state(run: RunState) -> dict[str, Any]:
-    """What all ranks have in common, but for models and optimizers."""
+    """The state that all ranks share, except for models and optimizers."""
     return {
         "progress": run.progress,
         "schedulers": [item.state_dict() for item in run.schedulers],
@@ -250,7 +256,7 @@ def shared_state(run: RunState) -> dict[str, Any]:
 
 
 def rank_state(run: RunState) -> dict[str, Any]:
-    """What each rank has for itself: its generators, its place in each loader, its own registered state."""
+    """The state of this rank: its generators, its position in each loader, and its `rank_state`."""
     return {
         "rng": rng_state(),
         "dataloaders": [
@@ -261,5 +267,5 @@ def rank_state(run: RunState) -> dict[str, Any]:
 
 
 def rank_documents(run: RunState, rank: int) -> dict[str, list[Segment]]:
-    """The files of what a rank has for itself."""
+    """The files with the state of a rank."""
     return documents(f"random_states_{rank}", rank_state(run), f"rank {rank}", _RANK_INLINE)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State that no rank holds whole: each rank writes and reads its own part, through torch.distributed.checkpoint.
+"""Sharded state: each rank writes and reads its own shards, through torch.distributed.checkpoint.
 
-The shards are safetensors files; what is no tensor is a JSON document beside them.
+The shards are safetensors files. Other values are in a JSON document next to them.
 """
 
 from __future__ import annotations
@@ -81,8 +81,12 @@ class ShardedState:
             self._group = dist.new_group(backend="gloo")
 
     def stage(self, blocking: bool = True, compat: bool = False) -> Callable[[Path], None]:
-        """The shards of this rank as they are now. With `blocking=False` they are copied to host memory, and written
-        with messages on a group of their own. `compat` writes them as the API does."""
+        """Capture the current shards of this rank, and return a function that writes them to a folder.
+
+        Args:
+            blocking: if False, the shards are copied to host memory, and writing them uses a separate group.
+            compat: write the API's format.
+        """
         jobs: list[tuple[Path, dict[str, Any], dict[str, Any]]] = [
             (model_shards(Path(), index), self._model_state(model), {}) for index, model in self.models
         ]
@@ -133,17 +137,17 @@ class ShardedState:
             place, mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
 
-    def check(self, folder: Path, strict: bool) -> list[str]:
+    def check(self, folder: Path, strict: bool, models_only: bool = False) -> list[str]:
         """Notes on how the saved models differ from these; with `strict` a CheckpointMismatch. Reads no tensor."""
         notes = []
         for index, model in self.models:
-            if is_fsdp1(model):
-                continue  # a rank does not see the shapes of what it holds a slice of; `load` compares them
             path = model_shards(folder, index)
             saved = model_shapes(path)
+            if is_fsdp1(model):
+                continue  # a rank does not see the shapes of what it has a slice of; `load` compares them
             template = self.templates.get(index)
-            held = self._model_state(model) if template is None else template.state_dict()
-            here = {name: tuple(value.shape) for name, value in held.items() if isinstance(value, torch.Tensor)}
+            state = self._model_state(model) if template is None else template.state_dict()
+            here = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
             found = Differences(
                 missing=[name for name in here if name not in saved],
                 unexpected=[name for name in saved if name not in here],
@@ -152,26 +156,34 @@ class ShardedState:
             if found and strict:
                 raise CheckpointMismatch(f"{path} does not fit model {index}: {found}. Nothing was loaded.")
             notes += [f"model {index}: {found}"] if found else []
+        for index, model, optimizer in () if models_only else self.optimizers:
+            path = optimizer_shards(folder, index)
+            if not path.is_dir():
+                raise CheckpointError(f"{folder} holds no shards of optimizer {index}: {path.name} is missing")
+            read_options(path)
+            shard_entries(path)
+            if optimizer.state and not self.templates and not is_fsdp1(model):
+                # Other optimizers have no tensors to compare with before `load`.
+                _, tensors, _ = _optimizer_state(path, model, optimizer)
+                match_shards(path, tensors, strict=True)
         return notes
 
     def load(self, folder: Path, strict: bool, models_only: bool = False) -> None:
-        """Read this rank's part of what any number of ranks has written."""
+        """Read the shards of this rank from what any number of ranks has written."""
         for index, model in self.models:
-            state = self._model_state(model)
-            read_shards(model_shards(folder, index), state, strict)
-            set_model_state_dict(model, state, options=StateDictOptions(strict=strict))
+            weights = self._model_state(model)
+            read_shards(model_shards(folder, index), weights, strict)
+            set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
         for index, model, optimizer in () if models_only else self.optimizers:
             path = optimizer_shards(folder, index)
             if is_fsdp1(model):
                 load_nested(path, model, optimizer)
                 continue
-            # An optimizer that has not stepped yet gets its state's tensors here, so that there is a place to read to.
-            flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-            tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
-            without = _without_state(path, model, optimizer)
-            read_shards(path, {n: v for n, v in tensors.items() if _owner_of(n, without) is None}, strict=True)
+            flat, tensors, without = _optimizer_state(path, model, optimizer)
+            read_shards(path, tensors, strict=True)
             options = {name: value for name, value in read_options(path).items() if name in flat or not self.templates}
-            set_optimizer_state_dict(model, optimizer, {**flat, **options, **tensors}, options=_FLAT)
+            state: dict[str, Any] = {**flat, **options, **tensors}
+            set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
             drop_states(model, optimizer, without)
 
     @staticmethod
@@ -183,7 +195,7 @@ class ShardedState:
 def _check_by_tensor(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise CheckpointError(
-            f"the state of {type(optimizer).__name__} is not made of tensors by parameter, and cannot be saved in "
+            f"the state of {type(optimizer).__name__} has no tensors by parameter, and cannot be saved in "
             "shards: set state_dict_type=FULL_STATE_DICT"
         )
 
@@ -191,7 +203,7 @@ def _check_by_tensor(optimizer: torch.optim.Optimizer) -> None:
 def _states_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
     if not is_fsdp1(model):
         return contextlib.nullcontext()
-    # torch of today may lack FSDP1, and is asked for it only here.
+    # Imported here: a future torch may not have FSDP1.
     from ..parallel.fsdp.fsdp1_state import only_with_state
 
     return only_with_state(model, optimizer)
@@ -202,11 +214,28 @@ def _without_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     names = {canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in stepped}
     if not any(folder.glob("*.safetensors")) and not (folder / ".metadata").exists():
-        return set()  # as of plain SGD; where tensors are wanted, reading them says what is missing
+        return set()  # plain SGD; if tensors are expected, reading them reports what is missing
     prefix = _prefix(folder)
     saved = [name.removeprefix(prefix) for name in shard_entries(folder)]
     found = {_owner_of(name, names) for name in saved}
     return {name for name in names if name not in found} if found else set()
+
+
+def _optimizer_state(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], set[str]]:
+    """(flat state, its tensors to read from a folder, names of parameters that the folder has no state of).
+
+    An optimizer that has not stepped yet gets its tensors here, so that there is memory to read to.
+    """
+    flat: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+    without = _without_state(folder, model, optimizer)
+    tensors = {
+        name: value
+        for name, value in flat.items()
+        if isinstance(value, torch.Tensor) and _owner_of(name, without) is None
+    }
+    return flat, tensors, without
 
 
 def _owner_of(entry: str, names: Collection[str]) -> str | None:
@@ -256,7 +285,7 @@ def write_shards(
 ) -> None:
     """Write this rank's shards of `tensors` (DTensors, or plain tensors that all ranks have) below `folder`.
 
-    `compat`: in torch's own format and under the API's names, `rest` beside the tensors too.
+    `compat`: in torch's own format and under the API's names, with `rest` in the same files.
     torch's writer makes the folder, and raises an error of one rank on all of them.
     """
     state: dict[str, Any] = _each_its_own(tensors)
@@ -274,7 +303,7 @@ def write_shards(
 
 
 def write_options(folder: Path, rest: Mapping[str, Any]) -> None:
-    """Write what is no tensor beside the shards, on the first rank. No other rank waits for it here."""
+    """Write the values that are no tensors, on the first rank. No other rank waits for it here."""
     if rest and (not dist.is_initialized() or dist.get_rank() == 0):
         text = json.dumps(encode(dict(rest), TensorSink(inline=1 << 30), "options"), allow_nan=False)
         (folder / _OPTIONS).write_text(text)
@@ -314,7 +343,7 @@ def read_options(folder: Path) -> dict[str, Any]:
     with shards_damage(folder):
         entries = reader.read_metadata().state_dict_metadata
         plain = dict.fromkeys(name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata))
-        dcp.load(plain, storage_reader=reader, planner=PlainPlanner(), no_dist=True)
+        dcp.load(plain, storage_reader=reader, planner=PlainPlanner(folder), no_dist=True)
     return {name.removeprefix(prefix): value for name, value in plain.items()}
 
 
@@ -332,12 +361,19 @@ def _reader(folder: Path) -> Any:
 def shard_entries(folder: Path) -> dict[str, TensorStorageMetadata]:
     """{name: what is known of it} of all tensors whose shards lie in a folder, with the names that the folder uses."""
     if (folder / _OPTIONS).exists() and not any(_shard_files(folder)):
-        return {}  # of an optimizer without tensors, plain SGD's say, torch's writer leaves no file
+        return {}  # for an optimizer without tensors (plain SGD), torch's writer writes no file
     with shards_damage(folder):
         entries = _reader(folder).read_metadata().state_dict_metadata
         found = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
         _check_extents(folder, found)
     return found
+
+
+def check_shards(folder: Path) -> None:
+    """Raise CheckpointError unless the tensors of torch's own shards can be read. Header checks do for safetensors."""
+    if (folder / ".metadata").exists() and not any(folder.glob("*.safetensors")):
+        with shards_damage(folder):
+            PlainReader(folder).check_shards()
 
 
 def _shard_files(folder: Path) -> Iterator[Path]:
@@ -367,12 +403,12 @@ def _check_extents(folder: Path, entries: Mapping[str, TensorStorageMetadata]) -
 
 @contextlib.contextmanager
 def shards_damage(folder: Path) -> Iterator[None]:
-    """What reading damaged shards raises, as a CheckpointError that names their folder."""
+    """Convert errors from reading damaged shards to a CheckpointError that names their folder."""
     try:
         yield
     except CheckpointError:
         raise
-    # torch gathers what its readers raise in an exception of its own, which derives from BaseException.
+    # torch collects the errors of its readers in a CheckpointException, which derives from BaseException.
     except (CheckpointException, SafetensorError, *READ_ERRORS) as error:
         failures = error.failures.values() if isinstance(error, CheckpointException) else ()
         cause = next((failure[0] for failure in failures), error)
@@ -381,26 +417,27 @@ def shards_damage(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"the shards in {folder} cannot be read: {str(cause)[:500]}") from error
 
 
-def read_shards(folder: Path, tensors: dict[str, Any], strict: bool) -> None:
+def read_shards(folder: Path, tensors: Mapping[str, Any], strict: bool) -> None:
     """Fill `tensors` (DTensors or plain ones) in place from shards of any layout.
 
     Raises CheckpointError that lists what is missing or of another shape; without `strict` those are left as they are.
     """
+    if wanted := match_shards(folder, tensors, strict):
+        load_entries(wanted, folder)
+
+
+def match_shards(folder: Path, tensors: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    """The tensors that can be read from the shards in a folder, under its names. Raises as `read_shards` does."""
     if not tensors:
-        return  # as of plain SGD, which keeps no tensors: there is no file of shards then
+        return {}  # plain SGD has no tensors, and torch's writer leaves no file of shards
     prefix = _prefix(folder)
-    saved = {name.removeprefix(prefix): entry for name, entry in shard_entries(folder).items()}
+    saved = {name.removeprefix(prefix): tuple(entry.size) for name, entry in shard_entries(folder).items()}
     missing = [name for name in tensors if name not in saved]
-    shapes = [
-        f"{name} (saved {list(saved[name].size)}, here {list(value.shape)})"
-        for name, value in tensors.items()
-        if name in saved and tuple(saved[name].size) != tuple(value.shape)
-    ]
-    if strict and (missing or shapes):
+    other = [name for name, value in tensors.items() if name in saved and saved[name] != tuple(value.shape)]
+    if strict and (missing or other):
+        shapes = [f"{name} (saved {list(saved[name])}, here {list(tensors[name].shape)})" for name in other]
         raise CheckpointError(f"{folder} does not fit: missing {missing}; of another shape {shapes}")
-    bad = {row.split(" ", 1)[0] for row in shapes}
-    wanted = {f"{prefix}{name}": value for name, value in tensors.items() if name in saved and name not in bad}
-    load_entries(wanted, folder)
+    return {f"{prefix}{name}": value for name, value in tensors.items() if name in saved and name not in other}
 
 
 def load_entries(wanted: dict[str, Any], folder: Path) -> None:
@@ -428,12 +465,13 @@ def _read_full(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def model_shapes(folder: Path) -> dict[str, tuple[int, ...] | None]:
+    """Return the unsharded shape of each entry of a saved model."""
     prefix = _prefix(folder)
     return {name.removeprefix(prefix): tuple(entry.size) for name, entry in shard_entries(folder).items()}
 
 
 def read_model(folder: Path) -> dict[str, torch.Tensor]:
-    """The whole state of a model from its shards."""
+    """The unsharded state of a model."""
     return _read_full(folder)
 
 
@@ -443,7 +481,7 @@ def read_optimizer(
     modules: Iterable[torch.nn.Module],
     groups: Sequence[Iterable[str]] | None = None,
 ) -> dict[str, Any]:
-    """The whole state of an optimizer from its shards, as `optimizer.load_state_dict` takes it.
+    """The unsharded state of an optimizer, in the form that `optimizer.load_state_dict` takes.
 
     Shards know parameters by name; `modules` are the models in which `optimizer` finds them, or `groups` has the names
     of each of its groups.

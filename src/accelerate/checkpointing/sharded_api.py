@@ -59,8 +59,8 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _with_masters(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of (accelerator, model, maybe optimizer) that sees masters in the place of lowered parameters."""
+def _with_master_weights(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of (accelerator, model[, optimizer]) work on fp32 master weights instead of cast parameters."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -69,7 +69,7 @@ def _with_masters(function: Callable[..., Any]) -> Callable[..., Any]:
         accelerator = given["accelerator"]
         precision = getattr(accelerator, "precision", None)
         if precision is None:
-            # Anything that waits for everyone will do; masters are an accelerator's.
+            # Any object with `wait_for_everyone` is accepted; only an Accelerator has master weights.
             return function(*args, **kwargs)
         optimizers = [getattr(one, "optimizer", one) for name, one in given.items() if name == "optimizer"]
         model = given["model"]
@@ -80,7 +80,7 @@ def _with_masters(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@_with_masters
+@_with_master_weights
 def save_fsdp_model(
     fsdp_plugin: Any,
     accelerator: Any,
@@ -109,7 +109,7 @@ def save_fsdp_model(
     accelerator.wait_for_everyone()
 
 
-@_with_masters
+@_with_master_weights
 def load_fsdp_model(
     fsdp_plugin: Any,
     accelerator: Any,
@@ -142,7 +142,7 @@ def load_fsdp_model(
     return set_model_state_dict(model, state, options=options)
 
 
-@_with_masters
+@_with_master_weights
 def save_fsdp_optimizer(
     fsdp_plugin: Any,
     accelerator: Any,
@@ -166,7 +166,7 @@ def save_fsdp_optimizer(
     accelerator.wait_for_everyone()
 
 
-@_with_masters
+@_with_master_weights
 def load_fsdp_optimizer(
     fsdp_plugin: Any,
     accelerator: Any,

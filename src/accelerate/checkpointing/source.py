@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint as something to read from, whether in our own format or in the API's."""
+"""Reading a checkpoint, in the native format or in the API's."""
 
 from __future__ import annotations
 
@@ -23,15 +23,8 @@ from .session import RunState, damage, read_document, read_document_into
 from .tensorfile import read_header, read_into, read_tensors
 
 
-def _shards() -> Any:
-    # torch.distributed.checkpoint takes longer to import than all of this package: only who loads a run waits for it.
-    from . import sharded
-
-    return sharded
-
-
 class CheckpointReader:
-    """What loading asks of a checkpoint. Nothing here changes the run but `WeightsReader.load`."""
+    """Reads a checkpoint. Only `WeightsReader.load` changes the run."""
 
     manifest: Manifest | None = None
 
@@ -42,24 +35,28 @@ class CheckpointReader:
         self.io = BlockIO()
 
     def close(self) -> None:
+        """Stop the threads that read."""
         self.io.__exit__()
 
     @property
     def world_size(self) -> int:
+        """The number of processes that saved the checkpoint; 0 if it has no manifest."""
         return self.manifest.world_size if self.manifest else 0
 
     @property
     def progress(self) -> dict[str, Any]:
+        """The counters of the run; empty if the checkpoint has no manifest."""
         return dict(self.manifest.progress) if self.manifest else {}
 
     @property
-    def is_whole(self) -> bool:
-        """Whether no part of it was saved in shards."""
+    def is_unsharded(self) -> bool:
+        """Whether nothing in it was saved in shards."""
         if self.manifest is None:
             return not any(self.folder.glob(f"{MODEL_NAME}_fsdp_*"))
         return not any(row["sharded"] for row in (*self.manifest.models, *self.manifest.optimizers))
 
     def check_sizes(self) -> None:
+        """Compare the files with their sizes in the manifest, if there is one."""
         if self.manifest is not None:
             check_sizes(self.folder, self.manifest)
 
@@ -68,11 +65,20 @@ class CheckpointReader:
         if self.manifest is not None:
             names = [name for name in self.manifest.files if not self.read_fresh(name)]
             check_files(self.io, self.folder, self.manifest, names)
+        if not self.is_unsharded:
+            from .sharded import check_shards
+
+            folders = [model_shards(self.folder, index) for index in range(len(self.run.models))]
+            folders += [optimizer_shards(self.folder, index) for index in range(len(self.run.optimizers))]
+            for folder in folders:
+                check_shards(folder)
 
     def read_fresh(self, name: str) -> bool:
+        """Whether a file is always read into new memory, and checked when it is read."""
         return False
 
     def model(self, index: int, part: PreparedModel) -> WeightsReader:
+        """Return the reader for the weights of a model."""
         for name in (numbered(SAFE_MODEL_NAME, index, ".safetensors"), numbered(MODEL_NAME, index, ".bin")):
             path = self.folder / name
             if path.exists():
@@ -87,6 +93,7 @@ class CheckpointReader:
         return {}
 
     def counts(self) -> dict[str, int | None]:
+        """Return the number of saved objects by kind, as far as it is known."""
         raise NotImplementedError
 
     def optimizer(self, index: int) -> Callable[[], Any]:
@@ -94,8 +101,11 @@ class CheckpointReader:
         raise NotImplementedError
 
     def sharded_optimizer(self, index: int) -> Any:
+        """Read the state of an optimizer that was saved in shards."""
+        from .sharded import read_optimizer  # slow to import, and not needed for an unsharded checkpoint
+
         optimizer = self.run.optimizers[index]
-        return _shards().read_optimizer(
+        return read_optimizer(
             optimizer_shards(self.folder, index),
             optimizer.inner,
             [part.state_template for part in self.run.models],
@@ -103,9 +113,11 @@ class CheckpointReader:
         )
 
     def about_optimizer(self, index: int) -> Mapping[str, Any] | None:
+        """Return an optimizer's entry in the manifest; None without a manifest."""
         return self.manifest.optimizers[index] if self.manifest else None
 
     def shared(self) -> dict[str, Any]:
+        """Return the state that all ranks share."""
         raise NotImplementedError
 
     def shared_of(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
@@ -113,6 +125,7 @@ class CheckpointReader:
         return self.shared()
 
     def rank(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
+        """Return the state of one rank."""
         raise NotImplementedError
 
 
@@ -135,11 +148,13 @@ class NativeReader(CheckpointReader):
     manifest: Manifest
 
     def read_fresh(self, name: str) -> bool:
+        """Whether a file is a document or belongs to one."""
         return not (name.startswith((SAFE_MODEL_NAME, MODEL_NAME)) or "/" in name) and name.endswith(
             (".json", ".safetensors")
         )
 
     def counts(self) -> dict[str, int | None]:
+        """Return the number of saved objects by kind."""
         shared = self.shared()
         return {
             "models": len(self.manifest.models),
@@ -149,6 +164,7 @@ class NativeReader(CheckpointReader):
         }
 
     def model_extra(self, index: int) -> dict[str, Any]:
+        """Return the entries of a model's state that are not tensors."""
         name = numbered("model_extra", index, "")
         if f"{name}.json" not in self.manifest.files:
             return {}
@@ -158,6 +174,7 @@ class NativeReader(CheckpointReader):
         return found
 
     def optimizer(self, index: int) -> Callable[[], Any]:
+        """Check the saved state of an optimizer now, and return a function that reads it."""
         if self.manifest.optimizers[index]["sharded"]:
             state = self.sharded_optimizer(index)
             return lambda: state
@@ -168,6 +185,7 @@ class NativeReader(CheckpointReader):
         return read_document_into(self.io, self.folder, name, self.manifest, current, f"optimizer {index}")
 
     def shared(self) -> dict[str, Any]:
+        """Return the state that all ranks share. It is read once."""
         if not hasattr(self, "_shared"):
             found = read_document(self.io, self.folder, "session", self.manifest)
             self._shared: dict[str, Any] = check_shared(found, self.folder / "session.json")
@@ -237,11 +255,13 @@ class CompatReader(CheckpointReader):
     """A folder in the API's own format, written by another library (without checksums) or by layout='compat'."""
 
     def counts(self) -> dict[str, int | None]:
+        """Return the numbers of models and optimizers; empty without a manifest."""
         if self.manifest is None:
             return {}
         return {"models": len(self.manifest.models), "optimizers": len(self.manifest.optimizers)}
 
     def optimizer(self, index: int) -> Callable[[], Any]:
+        """Read the saved state of an optimizer, and return a function that returns it."""
         if optimizer_shards(self.folder, index).is_dir():
             state = self.sharded_optimizer(index)
         else:
@@ -249,9 +269,11 @@ class CompatReader(CheckpointReader):
         return lambda: state
 
     def shared(self) -> dict[str, Any]:
+        """Return the state that all ranks share."""
         return {**compat.read_shared(self.folder, self.run, self.allow_pickle), "progress": self.progress}
 
     def rank(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
+        """Return the random states and the positions of the loaders of one rank."""
         found = compat.read_rank(self.folder, rank, self.allow_pickle)
         if found is None:
             notes.append(f"no random states of rank {rank} were saved: its generators stay as they are")
@@ -277,21 +299,26 @@ class WeightsReader:
         self.differences = Differences()
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        """Return the shape of each entry; None for an entry that is not a tensor."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """The whole state in host memory."""
+        """The full state, in host memory."""
         raise NotImplementedError
 
     def compare(self, index: int, part: PreparedModel, strict: bool) -> list[str]:
         """Notes on what differs from the model; with `strict` any difference is a CheckpointMismatch."""
-        if part.saves_shards and _shards().is_fsdp1(part.module):
-            return []  # it is flattened: its own loader knows its names
+        if part.saves_shards:
+            from ..parallel.fsdp.state import is_fsdp1
+
+            if is_fsdp1(part.module):
+                return []  # its parameters are flattened: only its own loader knows their names
         saved = {**self.shapes(), **dict.fromkeys(self.extra)}
         self.differences = compare_model(index, part, saved, self.path, strict)
         return [f"model {index}: {self.differences}"] if self.differences else []
 
     def load(self, part: PreparedModel, strict: bool) -> None:
+        """Load the weights into a model."""
         state = {**self.state(), **self.extra}
         for name in self.differences.shapes:
             state.pop(name, None)
@@ -310,15 +337,18 @@ class SafetensorsWeights(WeightsReader):
             raise CorruptCheckpoint(f"{path} is damaged: {reason(error)}") from error
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        """Return the shape of each entry, including aliases of tied weights."""
         found: dict[str, tuple[int, ...] | None] = {name: entry.shape for name, entry in self.header.entries.items()}
         found.update({alias: found[name] for alias, name in self.header.aliases.items() if name in found})
         return found
 
     def state(self) -> dict[str, Any]:
+        """Read the full state into host memory."""
         with damage(self.path):
             return dict(read_tensors(self.source.io, self.path))
 
     def load(self, part: PreparedModel, strict: bool) -> None:
+        """Load the weights, directly into the model's memory if possible."""
         if part.is_partial or self.extra or not _loads_plainly(part.state_template):
             super().load(part, strict)
             return
@@ -343,23 +373,31 @@ class PickledWeights(WeightsReader):
         self._state = dict(found)
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        """Return the shape of each entry; None for an entry that is not a tensor."""
         return {
             name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
             for name, value in self._state.items()
         }
 
     def state(self) -> dict[str, Any]:
+        """Return the full state, which is in host memory."""
         return self._state
 
 
 class ShardedWeights(WeightsReader):
-    """A folder of shards, put together for a model that is not sharded."""
+    """A folder of shards, merged for an unsharded model."""
 
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        return _shards().model_shapes(self.path)
+        """Return the unsharded shape of each entry."""
+        from .sharded import model_shapes
+
+        return model_shapes(self.path)
 
     def state(self) -> dict[str, Any]:
-        return _shards().read_model(self.path)
+        """Merge the shards in host memory."""
+        from .sharded import read_model
+
+        return read_model(self.path)
 
 
 def _loads_plainly(module: torch.nn.Module) -> bool:

@@ -40,13 +40,15 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
+    """The header of a safetensors file."""
+
     entries: dict[str, TensorEntry]
     metadata: dict[str, str]
     offset: int  # bytes before the first tensor
 
     @property
     def aliases(self) -> dict[str, str]:
-        """{alias: name of the stored tensor}. Files of other writers say it as plain metadata entries."""
+        """{alias: name of the stored tensor}. Other writers store them as plain metadata entries."""
         if ALIASES in self.metadata:
             return {str(alias): str(name) for alias, name in json_text.parse(self.metadata[ALIASES]).items()}
         return {

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import uuid
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Writing(Protocol):
-    """Whether this process is the one that writes a file that all processes have."""
+    """Whether this process writes a file on behalf of all processes."""
 
     @property
     def is_main_process(self) -> bool: ...
@@ -129,7 +130,7 @@ def clean_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def _write_shards(
     folder: Path, files: Mapping[str, Mapping[str, Any]], aliases: Mapping[str, str], index: str | None
 ) -> None:
-    """All files beside their places first, then each renamed to its place, the index last."""
+    """Write all files under temporary names, then rename each, the index last."""
     token = uuid.uuid4().hex[:8]
     temporary = {name: folder / f".{name}.{token}.tmp" for name in files}
     safe = next(iter(files)).endswith(".safetensors")
@@ -193,7 +194,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, to
 def save(
     obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
-    """Write `obj` to the file `f`, whole or not at all, on the main process (of each machine).
+    """Write `obj` to the file `f` atomically, on the main process (of each machine).
 
     With `safe_serialization` a dict of tensors becomes a safetensors file, else torch.save writes it.
     Every process may call it.
@@ -203,6 +204,13 @@ def save(
         return
     if safe_serialization:
         kept, aliases = without_aliases(clean_tensors(obj))
+        if aliases:
+            pairs = ", ".join(f"{alias} ({name})" for alias, name in sorted(aliases.items()))
+            warnings.warn(
+                "save: tensors that share memory are written once. Omitted names, each with the one that is written: "
+                f"{pairs}",
+                stacklevel=2,
+            )
         path = follow_links(user_path(f, "save"), "save")
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving in the background: a copy of the state in reused host memory, one thread, errors told at the next call.
+"""Saving in the background: a copy of the state in reused host memory, one thread, errors raised by the next call.
 
 Peak extra memory: one copy of what this rank writes, kept for the next save. A second save waits for the first.
 """
@@ -48,11 +48,12 @@ class Writer:
     def __init__(self) -> None:
         self._job: _Job | None = None
         self._buffer: torch.Tensor | None = None
-        self.copy_seconds = 0.0  # how long the last save held the caller to copy its state
+        self.copy_seconds = 0.0  # how long the last save blocked the caller to copy its state
         _Waiting.arm()
 
     @property
     def busy(self) -> bool:
+        """Whether a save is being written."""
         return self._job is not None and self._job.thread.is_alive()
 
     def wait(self) -> None:
@@ -67,8 +68,8 @@ class Writer:
             raise CheckpointError(f"the background save of {job.folder} failed: {job.error}") from job.error
 
     def submit(self, pending: PendingCheckpoint, process: Process, options: Options) -> None:
-        """Write a draft whose state was copied, in the background."""
-        # Its own connection and its own rounds: the training's messages and other saves never wait for it.
+        """Write a pending checkpoint, whose state was copied, in the background."""
+        # A separate agreement: messages of the training and other saves never wait for this one.
         agreement = Agreement(process, "checkpoint-writer")
         job = _Job(threading.Thread(name="checkpoint-writer", target=lambda: _run(job)), str(pending.folder))
 
@@ -85,7 +86,7 @@ class Writer:
         _Waiting.writers.add(self)
 
     def copy(self, pending: PendingCheckpoint) -> None:
-        """Copy a draft to host memory, so that the run may go on."""
+        """Copy the state to host memory, so that training can continue."""
         started = time.perf_counter()
         self._copy(pending)
         self.copy_seconds = time.perf_counter() - started
@@ -128,7 +129,7 @@ class Writer:
         return copies
 
     def release(self) -> None:
-        """Give the host buffer back; the next save takes a new one."""
+        """Free the host buffer. The next save allocates a new one."""
         self.wait()
         self._buffer = None
 

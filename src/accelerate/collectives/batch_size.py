@@ -6,30 +6,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from ..core.memory import clear_device_cache, should_reduce_batch_size
 from ..runtime import group
-from . import transport, verify
+from ..runtime.agreement import Round, pauses
+from . import transport
 
-# Seconds: for which a rank that is out of memory waits for the others before it breaks off the collective that they
+# Seconds: for which a rank that is out of memory waits for the others before it interrupts the collective that they
 # may wait in; for which a rank waits at all; between two looks of the watcher.
 GRACE = 5.0
 LIMIT = 1800.0
 WATCH = 0.25
 
 FITS, MEMORY, BROKEN, FAILED = "fits", "memory", "broken", "failed"
-RESTART, GO_ON = "restart", "go on"
-
-# Attempts made with each default process group, by its store: ranks may have been in different groups before.
-_attempts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+RESTART, CONTINUE = "restart", "continue"
 
 
 def find_executable_batch_size(
@@ -45,17 +40,19 @@ def find_executable_batch_size(
     made anew for the next attempt.
 
     Args:
+        function: the function, where the decorator is used without arguments.
         starting_batch_size: the first size to try.
-        reduce_batch_size_fn: gives the next size; default: nine tenths of the last one, rounded down.
+        reduce_batch_size_fn: returns the next size. Default: nine tenths of the last one, rounded down.
 
-    Raises TypeError at the call where the batch size is passed too, RuntimeError when no size is left, or another
-    rank has failed.
+    Returns:
+        The function without its first parameter. It raises TypeError where the batch size is passed too, and
+        RuntimeError when no size is left or another rank has failed.
 
-    ```
-    @find_executable_batch_size(starting_batch_size=256)
-    def train(batch_size, model): ...
-    train(model)
-    ```
+    Example:
+        @find_executable_batch_size(starting_batch_size=256)
+        def train(batch_size, model): ...
+
+        train(model)
     """
     if function is None:
         return functools.partial(
@@ -72,16 +69,8 @@ def find_executable_batch_size(
         _check_arguments(function, args)
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:
-            try:
-                outcome, result = _attempt(function, batch_size, args, kwargs)
-                if outcome != FITS:
-                    # The failed attempt's frames are gone here; so is what they held.
-                    clear_device_cache(garbage_collection=True)
-                if group.is_running() and dist.get_world_size() > 1:
-                    outcome = _Agreement().settle(outcome, batch_size)
-            finally:
-                _count_attempt()
-            if outcome == FITS:
+            fits, result = _Attempt(batch_size).run(function, args, kwargs)
+            if fits:
                 return result
             batch_size = smaller()
         raise RuntimeError("No executable batch size found, reached zero.")
@@ -90,7 +79,7 @@ def find_executable_batch_size(
 
 
 def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """The batch size is ours to pass: one argument too many is most likely another one."""
+    """Raise TypeError where the caller has most likely passed a batch size too: one argument too many."""
     parameters = list(inspect.signature(function).parameters.values())
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return
@@ -103,41 +92,104 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> Non
         )
 
 
-def _attempt(
-    function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, Any]:
-    """What became of one call, and its result. An error that has nothing to do with memory is raised on."""
-    try:
-        with _woken():
-            return FITS, function(batch_size, *args, **kwargs)
-    except Exception as error:
-        if should_reduce_batch_size(error):
-            return MEMORY, None
-        if group.is_running() and dist.get_world_size() > 1:
-            agreement = _Agreement()
-            if agreement.breaks_off():
-                return BROKEN, None
-            agreement.tell(FAILED, f"{type(error).__name__}: {error}")
-        raise
+class _Attempt:
+    """A call of the function with one batch size, on all ranks.
+
+    The ranks exchange how it ended through the store, since some of them may be stuck in a collective.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self._started: Round | None = None
+
+    def _round(self) -> Round | None:
+        """The round of this attempt; None for one process. The function itself may start the process group."""
+        if self._started is None and group.is_running() and dist.get_world_size() > 1:
+            self._started = Round("batch_size")
+        return self._started
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Whether the batch size fits on every rank, and the result on this one."""
+        ended, result = self._call(function, args, kwargs)
+        if ended != FITS:
+            # The frames of the failed call are gone here, and so are the tensors that they referenced.
+            clear_device_cache(garbage_collection=True)
+        if (turn := self._round()) is not None:
+            ended = self._agree(turn, ended)
+        return ended == FITS, result
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:
+        try:
+            with _aborted_on_restart(self._round()):
+                return FITS, function(self.batch_size, *args, **kwargs)
+        except Exception as error:
+            if should_reduce_batch_size(error):
+                return MEMORY, None
+            if (turn := self._round()) is not None:
+                if any(record["ended"] == MEMORY for record in turn.values().values()):
+                    # This rank's error follows from another one's, which has left a collective.
+                    return BROKEN, None
+                turn.put(_record(FAILED, f"{type(error).__name__}: {error}"))
+            raise
+
+    def _agree(self, turn: Round, ended: str) -> str:
+        """FITS when the batch size fits on every rank; MEMORY when all must try another."""
+        turn.put(_record(ended))
+        rejoin: Callable[[], None] | None = None
+        for waited in pauses():
+            records = turn.values()
+            self._check(turn, records, waited)
+            if len(records) == len(turn.ranks):
+                break
+            if ended == MEMORY and rejoin is None and waited > GRACE and _propose(turn, RESTART) == RESTART:
+                # Another rank may be waiting for this one in a collective, which has to be interrupted.
+                rejoin = group.interrupt()
+        endings = {record["ended"] for record in records.values()}
+        if endings == {FITS}:
+            return FITS
+        # Ranks that have not done the same collectives cannot continue with the group that these belong to.
+        uneven = BROKEN in endings or len({record["done"] for record in records.values()}) > 1
+        if _propose(turn, RESTART if uneven else CONTINUE) == RESTART:
+            (rejoin or group.interrupt())()
+        return MEMORY
+
+    def _check(self, turn: Round, records: dict[int, dict[str, Any]], waited: float) -> None:
+        """Raise RuntimeError where a rank has failed, or will not come."""
+        for rank, record in records.items():
+            if record["ended"] == FAILED:
+                raise RuntimeError(f"rank {rank} has failed with batch size {self.batch_size}: {record['text']}")
+        absent = [rank for rank in turn.ranks if rank not in records]
+        gone = turn.ended(absent)
+        if gone or (absent and waited > LIMIT):
+            raise RuntimeError(
+                f"ranks {gone or absent} {'have ended' if gone else f'did not come within {LIMIT:g} s'} while rank "
+                f"{turn.rank} waited to agree on batch size {self.batch_size}: every process must call the function"
+            )
+
+
+def _record(ended: str, text: str = "") -> dict[str, Any]:
+    return {"ended": ended, "text": text, "done": _collectives_done()}
+
+
+def _propose(turn: Round, plan: str) -> str:
+    """What all do next: the first plan that any rank proposes."""
+    return str(turn.store.compare_set(turn.key("plan"), "", plan).decode())
 
 
 @contextlib.contextmanager
-def _woken() -> Iterator[None]:
-    """Meanwhile, abort this rank's collectives when another rank has left them.
+def _aborted_on_restart(turn: Round | None) -> Iterator[None]:
+    """In the block, abort this rank's collectives when the ranks restart the group.
 
     gloo needs no help: its connections close. A kernel that waits for another device notices nothing by itself.
     """
-    if not group.is_running() or dist.get_world_size() == 1 or "gloo" in dist.get_backend():
+    if turn is None or "gloo" in dist.get_backend():
         yield
         return
-    run: Any = _get_default_store()
-    # The watcher has a connection of its own: a store's calls wait for each other.
-    store = dist.PrefixStore(_prefix(run), run.clone())
     default, ended = transport.group_of(None), threading.Event()
 
     def watch() -> None:
         while not ended.wait(WATCH):
-            if store.check(["plan"]):
+            if turn.store.check([turn.key("plan")]):
                 default.abort()
                 return
 
@@ -148,74 +200,6 @@ def _woken() -> Iterator[None]:
     finally:
         ended.set()
         watcher.join()
-
-
-def _prefix(store: Any) -> str:
-    """Where the ranks of a default group write about the attempt under way."""
-    return f"accelerate/batch_size/{_attempts.get(store, 0)}"
-
-
-def _count_attempt() -> None:
-    if group.is_running():
-        store = _get_default_store()
-        _attempts[store] = _attempts.get(store, 0) + 1
-
-
-class _Agreement:
-    """What an attempt came to on each rank, told through the run's store: ranks may be stuck in a collective."""
-
-    def __init__(self) -> None:
-        self.run = _get_default_store()
-        self.store = dist.PrefixStore(_prefix(self.run), self.run)
-        self.me, self.ranks = dist.get_rank(), range(dist.get_world_size())
-        self.rejoin: Callable[[], None] | None = None
-
-    def tell(self, outcome: str, text: str = "") -> None:
-        self.store.set(str(self.me), json.dumps({"outcome": outcome, "text": text, "done": _collectives_done()}))
-
-    def told(self) -> dict[int, dict[str, Any]]:
-        present = [rank for rank in self.ranks if self.store.check([str(rank)])]
-        return {rank: json.loads(self.store.get(str(rank))) for rank in present}
-
-    def breaks_off(self) -> bool:
-        """Whether an error here is the echo of another rank's that is out of memory and has left a collective."""
-        return any(record["outcome"] == MEMORY for record in self.told().values())
-
-    def settle(self, outcome: str, batch_size: int) -> str:
-        """FITS when the batch size fits on every rank; MEMORY when all must try another."""
-        self.tell(outcome)
-        for waited in verify.pauses():
-            records = self.told()
-            self._check(records, waited, batch_size)
-            if len(records) == len(self.ranks):
-                break
-            if outcome == MEMORY and self.rejoin is None and waited > GRACE and self._plan(RESTART) == RESTART:
-                # Someone may be waiting for this rank in a collective, and has to be woken.
-                self.rejoin = group.interrupt()
-        outcomes = {record["outcome"] for record in records.values()}
-        if outcomes == {FITS}:
-            return FITS
-        # Ranks that have not done the same collectives cannot go on with the group that these belong to.
-        uneven = BROKEN in outcomes or len({record["done"] for record in records.values()}) > 1
-        if self._plan(RESTART if uneven else GO_ON) == RESTART:
-            (self.rejoin or group.interrupt())()
-        return MEMORY
-
-    def _plan(self, proposal: str) -> str:
-        """What all do next: the first proposal made by any rank."""
-        return str(self.store.compare_set("plan", "", proposal).decode())
-
-    def _check(self, records: dict[int, dict[str, Any]], waited: float, batch_size: int) -> None:
-        for rank, record in records.items():
-            if record["outcome"] == FAILED:
-                raise RuntimeError(f"rank {rank} has failed with batch size {batch_size}: {record['text']}")
-        absent = [rank for rank in self.ranks if rank not in records]
-        gone = verify.departed(self.run, absent)
-        if gone or (absent and waited > LIMIT):
-            raise RuntimeError(
-                f"ranks {gone or absent} {'have ended' if gone else f'did not come within {LIMIT:g} s'} while rank "
-                f"{self.me} waited to agree on batch size {batch_size}: every process must call the function"
-            )
 
 
 def _collectives_done() -> int | None:

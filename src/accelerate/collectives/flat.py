@@ -103,7 +103,7 @@ def keys_in(data: Any) -> list[Any]:
 
 
 def keys_of(outline: Sequence[Any]) -> tuple[Any, ...]:
-    """The keys of mappings in a form that prints alike in every process."""
+    """The keys of mappings in a form whose repr is the same in every process."""
     return tuple([tuple([_printed(key) for key in keys]) for keys in outline])
 
 
@@ -123,6 +123,7 @@ def lone_device(leaves: Sequence[torch.Tensor]) -> torch.device | None:
 
 
 def specs_of(leaves: Sequence[torch.Tensor]) -> Specs:
+    """The shape and dtype of each tensor."""
     return tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
 
 
@@ -139,6 +140,7 @@ def stacked_likes(specs: Specs, world: int) -> list[torch.Tensor]:
 
 
 def stacked_shape(shape: torch.Size, world: int) -> tuple[int, ...]:
+    """The shape after joining along dimension 0 over `world` ranks."""
     return (world * shape[0], *shape[1:]) if shape else (world,)
 
 
@@ -148,30 +150,30 @@ def aligned(length: int, width: int) -> int:
 
 
 def as_bytes(leaf: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """The content of `leaf` as contiguous bytes, on `device`; it shares the memory where nothing had to move."""
+    """The content of `leaf` as contiguous bytes on `device`. It shares the memory where no copy is needed."""
     if leaf.is_neg() or leaf.is_conj():
-        # A conjugation or negation that is still pending: bytes are read as they lie.
+        # Apply a lazy conjugation or negation, since the bytes are read from memory.
         leaf = leaf.resolve_conj().resolve_neg()
     if device is not None:
         leaf = leaf.to(device)
     flat = leaf.contiguous().view(-1)
-    # A lone element may keep a stride of its view, which the view as bytes refuses.
+    # A single element may have the stride of its view, with which torch refuses to view it as bytes.
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
 def pack(leaves: Sequence[torch.Tensor], device: torch.device | None = None, length: int = 0) -> torch.Tensor:
-    """The bytes of `leaves` one after the other in one row on `device`, filled up with zeros to `length`.
+    """The bytes of `leaves` in one row on `device`, padded with zeros to `length`.
 
-    A lone contiguous tensor is not copied: the row shares its memory.
+    A single contiguous tensor is not copied: the row shares its memory.
     """
     with torch.no_grad():
-        parts = [as_bytes(leaf, device) for leaf in leaves]
+        pieces = [as_bytes(leaf, device) for leaf in leaves]
         if length:
-            missing = length - sum(part.numel() for part in parts)
-            parts.append(torch.zeros(missing, dtype=torch.uint8, device=parts[0].device))
-        if len(parts) == 1:
-            return parts[0]
-        row: torch.Tensor = _flatten_dense_tensors(parts)
+            missing = length - sum(piece.numel() for piece in pieces)
+            pieces.append(torch.zeros(missing, dtype=torch.uint8, device=pieces[0].device))
+        if len(pieces) == 1:
+            return pieces[0]
+        row: torch.Tensor = _flatten_dense_tensors(pieces)
         return row
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small gathers that are made again and again: their buffers are kept, so each costs a few calls of torch."""
+"""Buffers of small gathers. They are kept, so a gather that is repeated costs only a few calls of torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ALIGNED = 16
 
 
 class GatherBuffer:
-    """The message of one shape through a channel: its header, and views of the channel's room as the tensors.
+    """A message of one shape through a channel: its header, and typed views of the channel's memory.
 
-    `outgoing` are the tensors of the copies for the other ranks, `own` those of this rank's slot, `incoming` those of
-    all slots, of the tensors' own dtypes. They are used within one call only: what is received is cloned.
+    `targets` are the tensors sent to the other ranks, then those of this rank's slot. `incoming` are those of all
+    slots. They are valid within one call only: received tensors are cloned.
     """
 
     def __init__(self, specs: flat.Specs, channel: Channel, sign: bytes) -> None:
@@ -45,7 +45,7 @@ class GatherBuffer:
             start = HEADER
             for place in order:
                 (shape, dtype), stop = specs[place], start + sizes[place]
-                # To a lone other rank the copy needs no dimension for the ranks.
+                # With one other rank, the copy needs no dimension for the ranks.
                 shape_sent = shape if others == 1 else (others, *shape)
                 targets[place] = _typed(sent[:, start:stop], dtype).view(shape_sent)
                 slots = _typed(channel.slots[:, start:stop], dtype)
@@ -68,17 +68,17 @@ class GatherBuffer:
 
 
 def _typed(content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Columns of bytes viewed as `dtype`; of no bytes no wider dtype can be viewed."""
+    """Columns of bytes viewed as `dtype`. Torch cannot view zero columns as a wider dtype."""
     return content.view(dtype) if content.shape[1] else torch.zeros(content.shape, dtype=dtype, device="cpu")
 
 
 def _key(leaves: Sequence[torch.Tensor], outline: Sequence[Any]) -> Any:
-    """All that a lane depends on."""
+    """What a buffer depends on."""
     return tuple(outline), tuple([(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves])
 
 
 def known(leaves: Sequence[torch.Tensor], outline: Sequence[Any], channel: Channel) -> GatherBuffer | None:
-    """The lane that has served such a message before: such leaves need no further check."""
+    """The buffer of an equal message before: its leaves need no further check. None where there is none."""
     try:
         found: GatherBuffer | None = channel.memory.get(_key(leaves, outline))
     except RuntimeError:
@@ -87,12 +87,12 @@ def known(leaves: Sequence[torch.Tensor], outline: Sequence[Any], channel: Chann
     return found
 
 
-def opened(leaves: Sequence[torch.Tensor], outline: Sequence[Any], channel: Channel) -> GatherBuffer | None:
-    """A new lane for plain leaves; None where the message is large, or its tensors are not all on the CPU."""
+def created(leaves: Sequence[torch.Tensor], outline: Sequence[Any], channel: Channel) -> GatherBuffer | None:
+    """A new buffer for plain leaves; None where the message is large, or its tensors are not all on the CPU."""
     specs = flat.specs_of(leaves)
     if sum(flat.sizes_of(specs)) > channel.capacity - _ALIGNED or not all(leaf.is_cpu for leaf in leaves):
         return None
-    lane: GatherBuffer = channel.remember(
+    buffer: GatherBuffer = channel.remember(
         _key(leaves, outline), GatherBuffer(specs, channel, flat.signature_of("gather", leaves, outline))
     )
-    return lane
+    return buffer

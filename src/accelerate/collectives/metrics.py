@@ -19,13 +19,19 @@ OPERATION = "gather_for_metrics"
 
 
 def gather_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> Any:
-    """Nested tensors joined along dimension 0: of rank `r` its first `counts[r]` rows, in rank order. One message.
+    """Gather the first `counts[r]` rows of each rank `r`, joined along dimension 0 in rank order, in one message.
 
-    Rows beyond the count (repeated samples, placeholders) stay behind. A tensor without dimensions is one row of each
-    rank that has any. `counts` must be the same on every rank; a count may be 0. One process takes its own first rows.
+    Args:
+        data: nested tensors. A tensor without dimensions is one row of each rank whose count is not 0.
+        counts: the rows of each rank, the same list on every rank. Rows beyond the count are not sent.
+        group: the ranks; None for all.
 
-    Raises TypeError for a value that is not made of tensors, ConfigurationError where a tensor has fewer rows than
-    its rank's count.
+    Returns:
+        The same structure with the joined tensors. On one process, its first rows.
+
+    Raises:
+        TypeError: a value that is not a tensor.
+        ConfigurationError: a tensor has fewer rows than its rank's count.
     """
     distributed = PartialState().use_distributed
     if distributed and PartialState().debug:
@@ -43,27 +49,6 @@ def gather_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | 
         return flat.replace(data, mine)
     call = Call(OPERATION, data, f"counts={tuple(counts)}", 0)
     sign = signature(OPERATION, tuple(counts), flat.keys_of(outline), _kinds(mine))
-    return flat.replace(data, _gather_rows(mine, rows, group, sign, call))
-
-
-def gather_uneven(data: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Nested tensors joined along dimension 0 whose sizes there differ from rank to rank in ways that no rank knows.
-
-    The sizes are exchanged first: two messages. A tensor without dimensions is one row of each rank.
-    """
-    distributed = PartialState().use_distributed
-    if distributed and PartialState().debug:
-        verify.agree(OPERATION, data, group, options="uneven", free_dim=0)
-    outline: list[Any] = []
-    leaves = flat.checked(flat.tensors_in(data, OPERATION, outline), OPERATION)
-    if not leaves:
-        return data
-    mine = [leaf if leaf.dim() else leaf.view(1) for leaf in leaves]
-    if not distributed:
-        return flat.replace(data, mine)
-    call = Call(OPERATION, data, "uneven", 0)
-    sign = signature(OPERATION, "uneven", flat.keys_of(outline), _kinds(mine))
-    rows = transport.all_gather_numbers([leaf.shape[0] for leaf in mine], transport.group_of(group), sign, call)
     return flat.replace(data, _gather_rows(mine, rows, group, sign, call))
 
 
@@ -123,6 +108,6 @@ def _gather_rows(
     joined = []
     for place, leaf in enumerate(leaves):
         total = sum(counts[place] for counts in rows)
-        content = torch.cat([parts[place] for parts in pieces])
+        content = torch.cat([tensors[place] for tensors in pieces])
         joined.append(content.view(leaf.dtype).view(total, *leaf.shape[1:]).to(leaf.device))
     return joined

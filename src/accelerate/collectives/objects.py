@@ -18,15 +18,23 @@ from . import transport, verify
 # The first message has this many bytes: the pickle's length, and the pickle itself where it fits.
 FIRST = 4096
 PREFIX = 8
-ROOM = FIRST - PREFIX
+CAPACITY = FIRST - PREFIX
 
 
 def gather_object(object: Any) -> Any:
-    """The elements of every rank's iterable `object`, in rank order, as one list on every rank.
+    """Gather the elements of every rank's iterable, in rank order. Objects are pickled: do not use untrusted data.
 
-    Ranks may give any numbers of elements. One process gets its object back as it is. Raises TypeError, on every
-    rank, where a rank's object cannot be iterated or pickled. Do not call it with data of others that you do not
-    trust: objects are pickled.
+    Args:
+        object: an iterable. The ranks may have different numbers of elements.
+
+    Returns:
+        One list of all elements, on every rank. On one process, the object itself.
+
+    Raises:
+        TypeError: on every rank, if the object of a rank cannot be iterated or pickled.
+
+    Example:
+        texts = gather_object(texts)
     """
     state = PartialState()
     if not state.use_distributed:
@@ -37,7 +45,7 @@ def gather_object(object: Any) -> Any:
     for rank, found in enumerate(gathered):
         if not hasattr(found, "__iter__") and not hasattr(found, "__getitem__"):
             raise TypeError(
-                f"gather_object joins iterables; rank {rank} gave a {type(found).__qualname__}: put it into a list"
+                f"gather_object joins iterables; rank {rank} passed a {type(found).__qualname__}: put it into a list"
             )
     return [element for found in gathered for element in found]
 
@@ -65,16 +73,25 @@ def gather_each(
     views = [_view(row) for row in rows]
     lengths = [_length(view, rank) for rank, view in enumerate(views)]
     longest = max(lengths)
-    if longest > ROOM:
+    if longest > CAPACITY:
         rows = transport.all_gather(_as_row(content, longest, device), group).cpu()
         return [pickle.loads(_view(row)[:size]) for row, size in zip(rows, lengths, strict=True)]
     return [pickle.loads(view[PREFIX : PREFIX + size]) for view, size in zip(views, lengths, strict=True)]
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace, in place, the elements of `object_list` by those of rank `from_process`; the same list is returned.
+    """Replace the elements of a list in place with those of one rank.
 
-    Raises TypeError where it is not a list or, on every rank, where an element cannot be pickled.
+    Args:
+        object_list: the list.
+        from_process: the rank whose elements are sent.
+
+    Returns:
+        `object_list` itself.
+
+    Raises:
+        TypeError: the argument is not a list; or, on every rank, an element cannot be pickled.
+        ConfigurationError: there is no rank `from_process`.
     """
     state = PartialState()
     if not state.use_distributed:
@@ -82,7 +99,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     transport.check_source("broadcast_object_list", from_process, state.num_processes)
     if not isinstance(object_list, list):
         raise TypeError(
-            f"broadcast_object_list fills a list in place; it was given a {type(object_list).__qualname__}"
+            f"broadcast_object_list changes a list in place; it was passed a {type(object_list).__qualname__}"
         )
     if state.debug:
         verify.agree("broadcast_object_list", None, options=f"from_process={from_process}")
@@ -95,7 +112,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 def broadcast_each(
     value: Any, source: int = 0, group: dist.ProcessGroup | None = None, operation: str = "broadcast_object_list"
 ) -> Any:
-    """The object of member `source` of `group`; the source gets its own back."""
+    """The object of rank `source` of `group`, on every rank; the source gets its own object back."""
     group = transport.group_of(group)
     device = transport.home(group)
     sends = group.rank() == source
@@ -117,7 +134,7 @@ def broadcast_each(
     transport.broadcast(row, source, group)
     view = _view(row)
     length = _length(view, source)
-    if length > ROOM:
+    if length > CAPACITY:
         row = _as_row(content, length, device)
         transport.broadcast(row, source, group)
         return value if sends else pickle.loads(_view(row))
@@ -133,7 +150,7 @@ def _pickled(value: Any) -> tuple[io.BytesIO, int]:
     try:
         pickle.Pickler(content, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:
-        text = f"{type(value).__qualname__} cannot be pickled: {type(error).__name__}: {error}".encode()[:ROOM]
+        text = f"{type(value).__qualname__} cannot be pickled: {type(error).__name__}: {error}".encode()[:CAPACITY]
         return io.BytesIO(text), -len(text)
     return content, content.getbuffer().nbytes
 
@@ -141,7 +158,7 @@ def _pickled(value: Any) -> tuple[io.BytesIO, int]:
 def _first(content: io.BytesIO, length: int, device: torch.device) -> torch.Tensor:
     row = bytearray(FIRST)
     row[:PREFIX] = length.to_bytes(PREFIX, "little", signed=True)
-    if abs(length) <= ROOM:
+    if abs(length) <= CAPACITY:
         row[PREFIX : PREFIX + abs(length)] = content.getbuffer()
     return torch.frombuffer(row, dtype=torch.uint8).to(device)
 

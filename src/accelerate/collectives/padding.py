@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of different sizes made equal: over the ranks, or to a whole number of parts."""
+"""Pad tensors: to the same size on all ranks, or to a multiple of the number of processes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,28 @@ from . import flat, transport, verify
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested (ragged) tensor was given to be padded and is left as it is."""
+    """A nested (ragged) tensor cannot be padded and is not changed."""
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Nested tensors padded along `dim` to the greatest size that any rank has, so that they can be gathered.
+    """Pad nested tensors along a dimension to the largest size of any rank, so that they can be gathered.
 
-    The sizes of all tensors travel as one message. A tensor without such a dimension stays as it is, and so does a
-    ragged (`torch.nested`) one, with a warning.
+    A tensor without that dimension is not changed, nor is a ragged one (`torch.nested`), for which there is a warning.
 
     Args:
+        tensor: a tensor, or nested lists, tuples and mappings of tensors.
+        dim: the dimension.
         pad_index: the value to pad with.
         pad_first: pad at the beginning instead of the end.
 
-    Raises TypeError for a value that is not made of tensors.
+    Returns:
+        The same structure with the padded tensors.
+
+    Raises:
+        TypeError: a value that is not a tensor.
+
+    Example:
+        logits = gather(pad_across_processes(logits, dim=1))
     """
     state = PartialState()
     if state.use_distributed and state.debug:
@@ -75,7 +83,7 @@ def pad_nested(
 
 
 def padded(leaf: torch.Tensor, dim: int, size: int, pad_index: float = 0, pad_first: bool = False) -> torch.Tensor:
-    """`leaf` grown along `dim` to `size`, in its own dtype; the tensor itself where it has that size."""
+    """`leaf` padded along `dim` to `size`; the tensor itself where it has that size."""
     have = leaf.shape[dim]
     if have == size:
         return leaf
@@ -86,10 +94,20 @@ def padded(leaf: torch.Tensor, dim: int, size: int, pad_index: float = 0, pad_fi
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Nested tensors padded with zeros along `dim` so that a batch of `batch_size` divides into `num_processes` parts.
+    """Pad nested tensors with zeros along a dimension, so that a batch divides by the number of processes.
 
-    A tensor shorter than the batch grows to the padded batch too. Raises TypeError for a value that is not made of
-    tensors, ConfigurationError for a tensor that is longer than the padded batch.
+    Args:
+        tensor: a tensor, or nested lists, tuples and mappings of tensors.
+        batch_size: the size of the batch. A shorter tensor is padded to the padded batch as well.
+        num_processes: the number of processes.
+        dim: the dimension.
+
+    Returns:
+        The same structure with the padded tensors.
+
+    Raises:
+        TypeError: a value that is not a tensor.
+        ConfigurationError: a tensor is longer than the padded batch.
     """
     if num_processes < 1:
         raise ConfigurationError(f"pad_input_tensors: num_processes={num_processes} must be at least 1")
@@ -101,7 +119,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
         if leaf.shape[dim] > target:
             raise ConfigurationError(
                 f"pad_input_tensors: a tensor of shape {list(leaf.shape)} is longer along dimension {dim} than the "
-                f"batch of {batch_size} padded to {target}: give the batch's own size"
+                f"batch of {batch_size} padded to {target}: pass the size of the batch"
             )
         return padded(leaf, dim, target)
 

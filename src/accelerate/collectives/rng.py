@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random number generators: seeded alike, and made equal on all ranks."""
+"""Seed random number generators, and synchronize them between ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ from . import tensors
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed the generators of `random`, `numpy` and `torch` (every device).
+    """Seed the generators of `random`, `numpy` and `torch`, on every device.
 
     Args:
-        device_specific: add this process's index to the seed, so that ranks draw differently. Where a layout is in
-            force it is the index of the process's part of the data: ranks that read the same samples draw alike.
-        deterministic: also make torch refuse operations that have no deterministic algorithm.
+        seed: the seed.
+        device_specific: add this process's index to the seed, so that ranks draw different numbers. With a
+            `ParallelismConfig`, the index of its data shard is added: ranks that read the same samples draw the same.
+        deterministic: also make torch raise an error for operations without a deterministic algorithm.
+
+    Example:
+        set_seed(42)
     """
     if device_specific:
         state = PartialState()
@@ -40,15 +44,19 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Generator | None = None) -> None:
-    """Give every rank rank 0's state of one generator. Without a type there is nothing to do."""
+    """Copy rank 0's state of one generator to every rank. Does nothing without a type."""
     synchronize_rng_states([] if rng_type is None else [rng_type], generator)
 
 
 def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None) -> None:
-    """Give every rank rank 0's states of these generators, in one message.
+    """Copy rank 0's states of generators to every rank, in one message.
 
-    `generator` is the one that the type "generator" means. Raises ConfigurationError for an unknown type, one whose
-    device is not here, and "generator" without a generator.
+    Args:
+        rng_types: the kinds of generators: "torch", "cuda", "generator", ...
+        generator: the generator that "generator" means.
+
+    Raises:
+        ConfigurationError: an unknown type, a type whose device is not present, or "generator" without a generator.
     """
     wanted = [_type_of(rng_type) for rng_type in rng_types]
     states = [_read(rng_type, generator) for rng_type in wanted]
@@ -60,7 +68,7 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
 
 
 def sync_rng_state(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give the ranks of one group the states of its first rank's generators, of the CPU and of `device`."""
+    """Copy the states of the first rank's generators, of the CPU and of `device`, to all ranks of a group."""
     for module in (torch,) if device.type == "cpu" else (torch, devices.module_of(device.type)):
         state = module.get_rng_state().to(device)
         dist.broadcast(state, group=group, group_src=0)

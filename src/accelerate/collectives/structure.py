@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a nested value is made of: shapes and dtypes without the content, as data that can be sent or filled again."""
+"""The structure of a nested value: shapes and dtypes without the content, as data that can be sent."""
 
 from __future__ import annotations
 

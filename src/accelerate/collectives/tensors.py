@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather, reduce and broadcast of nested tensors: one message each (reduce: one a dtype)."""
+"""Gather, reduce and broadcast nested tensors, with one message for each call (`reduce`: one for each dtype)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from ..core.errors import ConfigurationError
 from ..runtime.calls import Call
 from ..runtime.channel import signature
 from ..state import PartialState
-from . import flat, objects, structure, transport, verify
-from . import gather_buffer as lane
+from . import flat, gather_buffer, objects, structure, transport, verify
 
 # "none" sums and leaves the sum as it is: what the API has always done.
 REDUCTIONS = {
@@ -33,13 +32,23 @@ SENT_AS_THEY_ARE = frozenset(
 
 
 def gather(tensor: Any) -> Any:
-    """Nested tensors with every rank's values joined along dimension 0, in rank order, on every rank.
+    """Gather nested tensors from all ranks, joined along dimension 0 in rank order.
 
-    Shape `[n, ...]` becomes `[ranks * n, ...]`; a tensor without dimensions becomes `[ranks]`. All ranks must hold the
-    same structure, shapes and dtypes (`ACCELERATE_DEBUG_MODE=1` verifies it); for sizes that differ see
-    `pad_across_processes`. Gradients do not flow. One process gets its data back as it is.
+    All ranks must pass the same structure, shapes and dtypes. `ACCELERATE_DEBUG_MODE=1` verifies it. For different
+    sizes see `pad_across_processes`. Gradients do not flow through the result.
 
-    Raises TypeError for a value that is not made of tensors.
+    Args:
+        tensor: a tensor of shape `[n, ...]`, or nested lists, tuples and mappings of tensors.
+
+    Returns:
+        The same structure with tensors of shape `[ranks * n, ...]`, on every rank. A tensor without dimensions
+        becomes `[ranks]`. On one process, the data itself.
+
+    Raises:
+        TypeError: a value that is not a tensor.
+
+    Example:
+        predictions, labels = gather((predictions, labels))
     """
     return gather_nested(tensor) if PartialState().use_distributed else tensor
 
@@ -53,10 +62,10 @@ def gather_nested(data: Any, group: dist.ProcessGroup | None = None) -> Any:
     group = transport.group_of(group)
     channel = transport.channel_for(group, flat.lone_device(leaves))
     if channel is not None:
-        path = lane.known(leaves, outline, channel)
+        path = gather_buffer.known(leaves, outline, channel)
         if path is None:
             flat.checked(leaves, "gather")
-            path = lane.opened(leaves, outline, channel) if leaves else None
+            path = gather_buffer.created(leaves, outline, channel) if leaves else None
         if path is not None:
             return flat.replace(data, path.gather(leaves, group, data))
         channel.agree(group, flat.signature_of("gather", leaves, outline), Call("gather", data))
@@ -80,7 +89,7 @@ def _gather_raw(leaves: list[torch.Tensor], group: dist.ProcessGroup) -> Sequenc
 
 
 def _gather_one(leaf: torch.Tensor, target: torch.device | None, group: dist.ProcessGroup) -> torch.Tensor:
-    """A lone tensor is received where it stays: no byte is copied after the message."""
+    """A single tensor is received in its final memory, without a copy after the message."""
     shape = flat.stacked_shape(leaf.shape, group.size())
     if leaf.dtype in SENT_AS_THEY_ARE and target is None and leaf.dim() and not leaf.is_neg():
         content = leaf.detach().contiguous()
@@ -94,14 +103,22 @@ def _gather_one(leaf: torch.Tensor, target: torch.device | None, group: dist.Pro
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Nested tensors reduced over the ranks, elementwise, on every rank; the operands stay as they are.
+    """Reduce nested tensors elementwise over all ranks. The arguments are not changed.
 
     Args:
-        reduction: "mean"; "sum" (also called "none": the sum, not divided); "max"; "min".
+        tensor: a tensor, or nested lists, tuples and mappings of tensors.
+        reduction: "mean", "sum", "max" or "min". "none" is the sum too.
         scale: a factor for the result.
 
-    Raises TypeError for a value that is not made of tensors, and for a mean or a factor of whole numbers;
-    ConfigurationError for another reduction.
+    Returns:
+        The same structure with the reduced tensors, on every rank.
+
+    Raises:
+        TypeError: a value that is not a tensor, or a mean or factor of integers.
+        ConfigurationError: an unknown reduction.
+
+    Example:
+        loss = reduce(loss.detach(), "mean")
     """
     if reduction not in REDUCTIONS:
         raise ConfigurationError(f"reduce: reduction={reduction!r} is unknown: use one of {', '.join(REDUCTIONS)}")
@@ -135,7 +152,7 @@ def reduce_nested(
         by_dtype.setdefault(leaf.dtype, []).append(place)
     reduced: list[Any] = [None] * len(leaves)
     for places in by_dtype.values():
-        values = _reduce_alike([leaves[place] for place in places], reduction, scale, group, sign, call)
+        values = _reduce_one_dtype([leaves[place] for place in places], reduction, scale, group, sign, call)
         for place, value in zip(places, values, strict=True):
             reduced[place] = value
     return flat.replace(data, reduced)
@@ -150,13 +167,13 @@ def _check_divisible(leaves: Sequence[torch.Tensor], reduction: str) -> None:
             )
 
 
-def _reduce_alike(
+def _reduce_one_dtype(
     leaves: Sequence[torch.Tensor], reduction: str, scale: float, group: dist.ProcessGroup, sign: bytes, call: Call
 ) -> Sequence[torch.Tensor]:
     """Tensors of one dtype, reduced in one message."""
     target = transport.carrier(group, flat.lone_device(leaves))
     total = flat.join(leaves if target is None else [leaf.to(target) for leaf in leaves])
-    # The message goes around autograd: the result keeps this rank's own graph.
+    # Autograd does not record the message: the result keeps this rank's graph.
     transport.checked_all_reduce(total.detach(), REDUCTIONS[reduction], group, sign, call)
     if reduction == "mean":
         total.div_(group.size())
@@ -169,10 +186,20 @@ def _reduce_alike(
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Overwrite nested tensors, in place, with those of rank `from_process`; the same object is returned.
+    """Overwrite nested tensors in place with those of one rank.
 
-    All ranks must hold the same structure, shapes and dtypes. Raises TypeError for a value that is not made of
-    tensors, ConfigurationError where there is no rank `from_process`.
+    All ranks must pass the same structure, shapes and dtypes.
+
+    Args:
+        tensor: a tensor, or nested lists, tuples and mappings of tensors.
+        from_process: the rank whose values are sent.
+
+    Returns:
+        `tensor` itself.
+
+    Raises:
+        TypeError: a value that is not a tensor.
+        ConfigurationError: there is no rank `from_process`.
     """
     state = PartialState()
     if not state.use_distributed:
@@ -182,7 +209,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_nested(data: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """`broadcast` among the ranks of `group`, from its member number `source`."""
+    """`broadcast` among the ranks of `group`, from its rank `source`."""
     if PartialState().debug:
         verify.agree("broadcast", data, group, options=f"from_process={source}")
     outline: list[Any] = []
@@ -205,23 +232,29 @@ def broadcast_nested(data: Any, source: int = 0, group: dist.ProcessGroup | None
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """The tensor that one rank alone holds (the others give None), on every rank's device.
+    """Copy the tensor of one rank to every rank's device. The other ranks do not need to know its shape and dtype.
 
-    Unlike `broadcast`, no other rank needs to know its shape and dtype. Raises ValueError, on every rank, where not
-    exactly one rank holds a tensor.
+    Args:
+        tensor: the tensor on one rank, None on the others.
+
+    Returns:
+        The tensor, on every rank.
+
+    Raises:
+        ValueError: on every rank, if not exactly one rank passed a tensor.
     """
     state = PartialState()
     if state.use_distributed and state.debug:
         verify.agree("copy_tensor_to_devices", None)
-    held = [None if tensor is None else structure.TensorInformation(tensor.shape, tensor.dtype)]
+    infos = [None if tensor is None else structure.TensorInformation(tensor.shape, tensor.dtype)]
     if state.use_distributed:
-        held = objects.gather_each(held[0], operation="copy_tensor_to_devices")
-    owners = [rank for rank, info in enumerate(held) if info is not None]
+        infos = objects.gather_each(infos[0], operation="copy_tensor_to_devices")
+    owners = [rank for rank, info in enumerate(infos) if info is not None]
     if len(owners) != 1:
-        raise ValueError(f"copy_tensor_to_devices: exactly one rank must hold a tensor; ranks {owners} do")
+        raise ValueError(f"copy_tensor_to_devices: exactly one rank must pass a tensor; ranks {owners} did")
     (owner,) = owners
     if tensor is None:
-        tensor = structure.initialize_tensors(held[owner])
+        tensor = structure.initialize_tensors(infos[owner])
     tensor = tensor.to(state.device)
     if state.use_distributed:
         group = transport.group_of(None)

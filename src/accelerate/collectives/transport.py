@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives on one flat tensor, raw and checked, and the device a message travels on. All files send here."""
+"""Collectives on one flat tensor, plain and checked, and the device of a message. All other modules send here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _REDUCED_HERE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class GroupCapabilities:
-    """What is asked of a group at each message: the types of devices it sends from; whether gloo serves the CPU."""
+    """The types of devices that a group sends from, and whether gloo is its backend for the CPU."""
 
     kinds: frozenset[str]
     gloo: bool
@@ -52,6 +52,7 @@ _capabilities: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupCapabilities] =
 
 
 def capabilities_of(group: dist.ProcessGroup) -> GroupCapabilities:
+    """The capabilities of a group, determined once."""
     found = _capabilities.get(group)
     if found is None:
         kinds = frozenset(device.type for device in group._device_types)
@@ -66,6 +67,7 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def check_source(operation: str, from_process: int, world: int) -> None:
+    """Raise ConfigurationError unless `from_process` is a rank."""
     if not 0 <= from_process < world:
         raise ConfigurationError(
             f"{operation}: from_process={from_process} is no rank of this run: ranks are 0 to {world - 1}"
@@ -85,7 +87,7 @@ def carrier(group: dist.ProcessGroup, found: torch.device | None) -> torch.devic
 
 
 def home(group: dist.ProcessGroup) -> torch.device:
-    """The device on which `group` sends what was on no device before (sizes, pickled objects)."""
+    """The device on which `group` sends what has no device (sizes, pickled objects)."""
     # A group of several backends (cpu:gloo,cuda:nccl) sends from the host without a copy.
     return carrier(group, CPU) or CPU
 
@@ -113,9 +115,9 @@ def spreads(length: int, group: dist.ProcessGroup) -> bool:
     return length * group.size() <= SPREAD_BYTES and capabilities_of(group).gloo
 
 
-def exchange(out: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Give each rank its part of `parts`, and fill `out` with those received; all parts are equally large."""
-    group.alltoall_base(out, parts, [], [], _all_to_all_options).wait()
+def exchange(out: torch.Tensor, slices: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Send each rank its slice of `slices`, and fill `out` with those received. All have the same size."""
+    group.alltoall_base(out, slices, [], [], _all_to_all_options).wait()
 
 
 def broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
@@ -125,12 +127,13 @@ def broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
 
 
 def all_reduce(flat: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> None:
+    """Reduce `flat` in place over the ranks."""
     if flat.numel():
         dist.all_reduce(flat, op=operation, group=group)
 
 
 def all_gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup, sign: bytes, call: Call) -> list[list[int]]:
-    """Every rank's list of whole numbers (equally many on each)."""
+    """Every rank's list of integers (equally many on each)."""
     row = torch.tensor(numbers, dtype=torch.int64, device=home(group))
     rows = checked_all_gather(row.view(torch.uint8), group, sign, call)
     found: list[list[int]] = rows.contiguous().view(torch.int64).tolist()

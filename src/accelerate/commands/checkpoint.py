@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accelerate checkpoint verify PATH` and `list PATH`: what is whole, and what is not."""
+"""`accelerate checkpoint verify PATH` and `list PATH`: which checkpoints are complete and undamaged."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .parser import Parser
 
 
 def parser() -> Parser:
+    """Return the parser of `accelerate checkpoint`."""
     found = Parser(prog="accelerate checkpoint", description="List checkpoints, or compare them with their checksums.")
     actions = found.add_subparsers(dest="action", required=True, metavar="verify | list")
     for name, what in (
@@ -25,7 +26,7 @@ def parser() -> Parser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of the command. Exits with 1 where a checkpoint is not whole, with 2 where there is none."""
+    """Entry point of the command. Exits with 1 if a checkpoint is incomplete or damaged, with 2 if there is none."""
     options = parser().parse_args(arguments)
     path = Path(options.path).expanduser()
     folders, damaged = _folders(path)
@@ -41,8 +42,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _folders(path: Path) -> tuple[list[Path], list[Path]]:
-    """The checkpoint itself, or those below a project's or a checkpoints' folder, oldest first; and the damaged ones
-    that runs have renamed there."""
+    """Return the checkpoints at `path`, oldest first, and the damaged ones that runs have renamed there.
+
+    `path` is a checkpoint, a folder of checkpoints or a project's folder.
+    """
     from ..checkpointing.layout import checkpoints_dir, list_checkpoints, list_damaged
 
     if not path.is_dir():

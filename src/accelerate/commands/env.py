@@ -20,7 +20,7 @@ PACKAGES = ("torch", "numpy", "safetensors", "transformers", "deepspeed", "torch
 
 
 def gather(config_file: str | None = None) -> dict[str, Any]:
-    """What is installed and present. Devices are asked of torch itself; the rest needs no import."""
+    """What is installed and present. Only the devices need an import of torch."""
     found: dict[str, Any] = {
         "accelerate": __version__,
         "command": shutil.which("accelerate"),
@@ -68,6 +68,7 @@ def _devices() -> list[str]:
 
 
 def as_text(found: dict[str, Any]) -> str:
+    """Format the result of `gather` for a report."""
     lines = [
         f"- `Accelerate` version: {found['accelerate']}",
         f"- Platform: {found['platform']}",
@@ -84,6 +85,7 @@ def as_text(found: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run `accelerate env`."""
     parser = Parser(prog="accelerate env", description="Show this installation and machine.")
     parser.add_argument("--config_file", default=None, help="Configuration file to show instead of the default one.")
     parser.add_argument("--json", action="store_true", help="Print it as JSON.")

@@ -6,6 +6,7 @@ The model is built on the meta device: no weight is downloaded, read or allocate
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import json_text
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
-from .parser import Parser
-from .table import table
+from .parser import Formatter, Parser, table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +36,7 @@ class Training:
 
     @property
     def total(self) -> int:
+        """The sum of all fields."""
         return self.weights + self.copies + self.gradients + self.moments
 
 
@@ -69,7 +70,7 @@ def footprint(model: nn.Module, dtype: str) -> Footprint:
 
 
 def _unsplit(model: nn.Module) -> list[str]:
-    """The classes whose modules stay whole, as the model and those inside it name them."""
+    """The classes whose modules are never split, as the model and its modules name them."""
     return sorted({name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()})
 
 
@@ -80,16 +81,18 @@ def training(model: nn.Module, dtype: str) -> Training | None:
     """
     if dtype not in ("float32", "float16"):
         return None
-    held = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
     trained = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
     copies = sum(2 * weight.numel() for weight in model.parameters()) if dtype == "float16" else 0
-    return Training(weights=held, copies=copies, gradients=trained, moments=2 * trained)
+    return Training(weights=weights, copies=copies, gradients=trained, moments=2 * trained)
 
 
-def build(name: str, library: str | None = None, trust_remote_code: bool = False) -> nn.Module:
+def build(
+    name: str, library: str | None = None, trust_remote_code: bool = False, token: str | None = None
+) -> nn.Module:
     """The float32 model of a Hub id, a folder with a config.json, or such a file, on the meta device.
 
-    ConfigurationError where it is not to be had: unknown, gated, offline, no such library, code that is not trusted.
+    ConfigurationError if it cannot be built: unknown, gated, offline, no such library, code that is not trusted.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -99,16 +102,17 @@ def build(name: str, library: str | None = None, trust_remote_code: bool = False
     elif not path.is_file():
         if name.startswith((".", "/", "~")) or name.endswith(".json"):
             raise ConfigurationError(f"{name}: there is no such file or folder")
-        path = _from_hub(name)
+        path = _from_hub(name, token)
     config = _read(path)
     library = library or _library_of(config, name)
     if not is_available(library):
         raise ConfigurationError(f"{name} is a model of {library}, which is not installed: pip install {library}")
-    maker = _of_timm if library == "timm" else _of_transformers
-    return maker(name, path, trust_remote_code)
+    if library == "timm":
+        return _of_timm(name, path)
+    return _of_transformers(name, path, trust_remote_code, token)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, token: str | None) -> Path:
     """The model's config.json from the Hub, or from the local cache of it."""
     if not is_available("huggingface_hub"):
         raise ConfigurationError(
@@ -118,7 +122,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import errors, hf_hub_download
 
     try:
-        return Path(hf_hub_download(name, CONFIG))
+        return Path(hf_hub_download(name, CONFIG, token=token))
     except errors.GatedRepoError:
         why = "it is gated: accept its terms on the Hub, then sign in with `hf auth login` (or set HF_TOKEN)"
     except errors.RepositoryNotFoundError:
@@ -130,7 +134,7 @@ def _from_hub(name: str) -> Path:
     except errors.HFValidationError as error:
         why = f"it is no file or folder here and no id of the Hub: {error}"
     except (errors.HfHubHTTPError, OSError) as error:
-        why = f"its {CONFIG} cannot be had from the Hub: {_told(error)}"
+        why = f"its {CONFIG} cannot be read from the Hub: {_one_line(error)}"
     raise ConfigurationError(f"model {name}: {why}")
 
 
@@ -150,31 +154,32 @@ def _library_of(config: dict[str, Any], name: str) -> str:
     if "architecture" in config and ("pretrained_cfg" in config or "num_features" in config):
         return "timm"
     raise ConfigurationError(
-        f"the configuration of {name} does not say which library the model is of: name it with --library_name "
+        f"the configuration of {name} does not name the library of the model: give --library_name "
         f"({' or '.join(LIBRARIES)})"
     )
 
 
-def _of_transformers(name: str, path: Path, trust_remote_code: bool) -> nn.Module:
+def _of_transformers(name: str, path: Path, trust_remote_code: bool, token: str | None) -> nn.Module:
     import torch
     import transformers
 
-    # What the library says about tokens and templates has nothing to do with the model's size.
+    # The library's messages about tokens and templates have nothing to do with the model's size.
     transformers.logging.set_verbosity_error()
     local = Path(name).expanduser()
     source = str(local) if local.exists() else name
     try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, token=token)
         config.dtype = torch.float32
         with torch.device("meta"):
-            return _transformers_class(config, source, trust_remote_code)(config)
+            model: nn.Module = _transformers_class(config, source, trust_remote_code, token)(config)
+            return model
     # The library, and a model's own code, raise whatever they like.
     except Exception as error:
         hint = ". --trust_remote_code runs the model's own code" if "trust_remote_code" in str(error) else ""
-        raise ConfigurationError(f"transformers cannot build {name} from {path}: {_told(error)}{hint}") from error
+        raise ConfigurationError(f"transformers cannot build {name} from {path}: {_one_line(error)}{hint}") from error
 
 
-def _transformers_class(config: Any, source: str, trust_remote_code: bool) -> Any:
+def _transformers_class(config: Any, source: str, trust_remote_code: bool, token: str | None) -> Any:
     """The class that the configuration names, of the library or of the model's own code; else the base model's."""
     import transformers
 
@@ -184,7 +189,7 @@ def _transformers_class(config: Any, source: str, trust_remote_code: bool) -> An
             if isinstance(reference, str) and reference.rpartition(".")[2] in architectures:
                 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-                return get_class_from_dynamic_module(reference, source)
+                return get_class_from_dynamic_module(reference, source, token=token)
     for architecture in architectures:
         found = getattr(transformers, architecture, None)
         if found is not None:
@@ -192,19 +197,20 @@ def _transformers_class(config: Any, source: str, trust_remote_code: bool) -> An
     return transformers.AutoModel.from_config
 
 
-def _of_timm(name: str, path: Path, trust_remote_code: bool) -> nn.Module:
+def _of_timm(name: str, path: Path) -> nn.Module:
     import timm
     import torch
 
     source = f"local-dir:{path.parent}" if Path(name).expanduser().exists() else f"hf-hub:{name}"
     try:
         with torch.device("meta"):
-            return timm.create_model(source, pretrained=False)
+            model: nn.Module = timm.create_model(source, pretrained=False)
+            return model
     except Exception as error:
-        raise ConfigurationError(f"timm cannot build {name} from {path}: {_told(error)}") from error
+        raise ConfigurationError(f"timm cannot build {name} from {path}: {_one_line(error)}") from error
 
 
-def _told(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """A foreign error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:297]}..." if len(text) > 300 else f"{type(error).__name__}: {text}"
@@ -227,7 +233,7 @@ def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
     lines = [
         f"Memory of {name} ({type(model).__name__}, {count:,} parameters)",
         "",
-        table(("dtype", "largest layer", "total size", "training with Adam"), rows),
+        table(rows, ("dtype", "largest layer", "total size", "training with Adam")),
     ]
     trained = [(row.dtype, row.training) for row in found if row.training]
     if trained:
@@ -236,7 +242,7 @@ def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
             for dtype, part in trained
         ]
         headers = ("training", "weights", "16-bit copies", "gradients", "Adam's moments")
-        lines += ["", table(headers, parts), "", "Activations come on top: they depend on the batch."]
+        lines += ["", table(parts, headers), "", "Activations come on top: they depend on the batch."]
     else:
         lines.append("")
     if any(not row.training for row in found):
@@ -244,18 +250,29 @@ def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
     return "\n".join(lines)
 
 
-def parser() -> Parser:
-    made = Parser(
-        prog="accelerate estimate-memory",
-        description="Show what a model takes to load and to train, without its weights: it is built from its "
-        "configuration on the meta device. 1 KB is 1024 bytes.",
+def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accelerate estimate-memory`, or add it to `subparsers`.
+
+    Args:
+        subparsers: what `ArgumentParser.add_subparsers` returned.
+    """
+    description = (
+        "Show what a model takes to load and to train, without its weights: it is built from its "
+        "configuration on the meta device. 1 KB is 1024 bytes."
     )
+    if subparsers is None:
+        made: argparse.ArgumentParser = Parser(prog="accelerate estimate-memory", description=description)
+    else:
+        made = subparsers.add_parser(
+            "estimate-memory", description=description, allow_abbrev=False, formatter_class=Formatter
+        )
+        made.set_defaults(func=estimate_command)
     made.add_argument("model_name", help="Id on the Hugging Face Hub, a folder with a config.json, or such a file.")
     made.add_argument(
         "--library_name",
         "--library-name",
         choices=LIBRARIES,
-        help="Library of the model, where its configuration does not say it.",
+        help="Library of the model, if its configuration does not name it.",
     )
     made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="Dtypes to show.")
     made.add_argument(
@@ -267,12 +284,82 @@ def parser() -> Parser:
     return made
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Entry point of the command. Exits with 2 where the model is not to be had."""
-    args = parser().parse_args(argv)
+def estimate_command(args: argparse.Namespace) -> None:
+    """Run the command with parsed arguments. Exits with 2 if the model cannot be built."""
     try:
         model = build(args.model_name, args.library_name, args.trust_remote_code)
     except ConfigurationError as error:
         print(f"accelerate estimate-memory: error: {error}", file=sys.stderr)
         sys.exit(2)
     print(report(args.model_name, model, [footprint(model, dtype) for dtype in args.dtypes]))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the command."""
+    estimate_command(estimate_command_parser().parse_args(argv))
+
+
+# The functions of the API that scripts import from here.
+
+
+def create_empty_model(
+    model_name: str, library_name: str | None, trust_remote_code: bool = False, access_token: str | None = None
+) -> nn.Module:
+    """Build a model from its configuration, without memory for its weights.
+
+    Args:
+        model_name: the id on the Hugging Face Hub, a folder with a `config.json`, or such a file.
+        library_name: "transformers" or "timm"; None to take it from the configuration.
+        trust_remote_code: run the model's own Python code.
+        access_token: a token of the Hub. By default the one of `hf auth login` or `HF_TOKEN` is used.
+
+    Returns:
+        The model, on the meta device.
+
+    Raises:
+        ConfigurationError: the model cannot be found or built; the message names the reason.
+    """
+    return build(model_name, library_name, trust_remote_code, access_token)
+
+
+def check_has_model(error: BaseException) -> str:
+    """Return the library ("timm" or "transformers") that raised `error` for an unknown model; "unknown" for others."""
+    text = str(error)
+    if is_available("timm") and isinstance(error, RuntimeError) and "Unknown model" in text:
+        return "timm"
+    if is_available("transformers") and isinstance(error, OSError) and "does not appear to have a file named" in text:
+        return "transformers"
+    return "unknown"
+
+
+def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
+    """Estimate the memory that training with Adam takes, without activations.
+
+    Args:
+        bytes: bytes of the model's weights in float32.
+        mixed_precision: "float32", or "float16" for mixed precision. Others cannot be trained.
+        msamp_config: an optimization level of MS-AMP. It is not used: that library takes part in no estimate.
+
+    Returns:
+        Bytes of the `model`, the `optimizer`'s states and the `gradients`, and of the largest moment of a `step`;
+        -1 each where the dtype cannot be trained.
+    """
+    if mixed_precision == "float32":
+        return {"model": bytes, "optimizer": 2 * bytes, "gradients": bytes, "step": 4 * bytes}
+    if mixed_precision in ("float16", "bfloat16"):
+        # The gradients: in float32, and a half-precision copy of the weights beside them during the backward pass.
+        return {"model": bytes, "optimizer": 2 * bytes, "gradients": bytes + bytes // 2, "step": 2 * bytes}
+    return {"model": -1, "optimizer": -1, "gradients": -1, "step": -1}
+
+
+def gather_data(args: argparse.Namespace) -> list[list[Any]]:
+    """Return the rows of `accelerate estimate-memory`, from its parsed arguments.
+
+    Returns:
+        For each dtype: its name, the bytes of the largest layer, the bytes of the model, and what
+        `estimate_training_usage` returns.
+    """
+    model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
+    unquantized = footprint(model, "float32").total
+    found = [footprint(model, dtype) for dtype in args.dtypes]
+    return [[row.dtype, row.largest, row.total, estimate_training_usage(unquantized, row.dtype)] for row in found]

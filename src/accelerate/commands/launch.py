@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
 from ..config import launch_file
-from ..config.launch import GROUPS
 from ..config.launch_settings import Settings, given, resolve_settings
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
+from ..core.options import GROUPS
 from ..launchers import capacity
 from ..launchers.base import Launcher
 from ..launchers.plan import plan, summary
@@ -27,11 +26,13 @@ DESCRIPTION = (
 )
 
 
-def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+def launch_command_parser(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser] | None = None,
+) -> argparse.ArgumentParser:
     """The parser of `accelerate launch`; as a sub-command where `subparsers` is given."""
     usage = "accelerate launch [options] script.py [arguments of the script]"
     if subparsers is not None:
-        parser = subparsers.add_parser(
+        parser: argparse.ArgumentParser = subparsers.add_parser(
             "launch", description=DESCRIPTION, usage=usage, allow_abbrev=False, formatter_class=Formatter
         )
         parser.set_defaults(func=launch_command)
@@ -48,7 +49,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("training_script", help="The script to start (or module, or program), then its own arguments.")
     rest = parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    rest.required = False  # else its absence is told beside that of the script
+    rest.required = False  # else an absent script is reported with this one
     return parser
 
 
@@ -60,7 +61,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 def find_file(named: str | None = None) -> launch_file.LaunchFile | None:
     """The configuration file in effect: the named one, the variable's, or the default one where it exists."""
-    named = named or env.get("config_file")
+    named = named or env.get("ACCELERATE_CONFIG_FILE")
     if named:
         return launch_file.read(named)
     default = launch_file.default_file()
@@ -68,12 +69,13 @@ def find_file(named: str | None = None) -> launch_file.LaunchFile | None:
 
 
 def program_of(args: argparse.Namespace, settings: Settings) -> Program:
+    """Return the program that the parsed arguments select."""
     kind = "module" if settings["module"] else "program" if settings["no_python"] else "script"
     return Program(args.training_script, tuple(args.training_script_args), kind)
 
 
 def prepared(settings: Settings, program: Program, in_place: bool = False) -> tuple[LaunchSpec, Launcher]:
-    """What the settings ask for, checked. A ConfigurationError says where the settings that it names come from."""
+    """The checked launch. A ConfigurationError names the origin of each setting in its message."""
     try:
         spec = plan(settings, program)
         return spec, choose(spec, settings, in_place)
@@ -82,7 +84,7 @@ def prepared(settings: Settings, program: Program, in_place: bool = False) -> tu
 
 
 def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
-    """Launch what the arguments say and wait for it. SystemExit with the first failing process's exit code.
+    """Launch the script and wait for it. SystemExit with the first failing process's exit code.
 
     `in_place`: a lone script may run as this very process; only for a caller that has nothing left to do.
     """
@@ -120,6 +122,7 @@ def _launch_on_sagemaker(settings: Settings, args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run `accelerate launch`."""
     args = launch_command_parser().parse_args(argv)
     try:
         launch_command(args, in_place=True)

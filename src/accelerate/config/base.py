@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every options object shares: its fields as a dict, and those that differ from the defaults."""
+"""What every options object shares: its fields as a dict, and the fields that differ from their defaults."""
 
 from __future__ import annotations
 

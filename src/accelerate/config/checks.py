@@ -25,7 +25,7 @@ def truth_or(field: str, value: Any, variable: str, default: bool = False) -> bo
     return env.get_flag(variable, default) if value is None else truth(field, value)
 
 
-def whole(field: str, value: Any, least: int = 1) -> int:
+def whole_number(field: str, value: Any, least: int = 1) -> int:
     """A whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{field}={value!r} must be a whole number of at least {least}")
@@ -72,7 +72,7 @@ def word(field: str, value: Any, choices: Iterable[str]) -> str:
 
 
 def function(field: str, value: Any, call: str) -> Any:
-    """Something that can be called, as `call` says; a class of modules or numbers given by mistake is none."""
+    """Something that can be called; `call` describes it in the message."""
     if not callable(value):
         raise ConfigurationError(f"{field}={value!r} cannot be called: give {call}")
     return value

@@ -31,7 +31,7 @@ _DECIDED_BY_FILE = (
     "zero3_save_16bit_model",
     "mixed_precision",
 )
-# Fields of the plugin, and where a file says them.
+# Fields of the plugin, and their keys in a file.
 _KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
@@ -75,8 +75,8 @@ class DeepSpeedPlugin:
     def __post_init__(self) -> None:
         self._selected = False
         given = {name: getattr(self, name) for name in _KEYS if getattr(self, name) is not None}
-        # Whether a configuration that was given says nothing about accumulation.
-        self.accumulation_by_default = False
+        # Whether a configuration was given that does not set the accumulation.
+        self.accumulation_by_default: bool = False
         self._read_variables()
         self._check_fields()
         given = {name: getattr(self, name) for name in given}
@@ -103,9 +103,9 @@ class DeepSpeedPlugin:
 
     def _read_variables(self) -> None:
         if self.gradient_accumulation_steps is None:
-            steps = env.get("gradient_accumulation_steps", "auto")
+            steps = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
             self.gradient_accumulation_steps = (
-                "auto" if steps == "auto" else env.get_int("gradient_accumulation_steps")
+                "auto" if steps == "auto" else env.get_int("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
             )
         if self.gradient_clipping is None:
             clip = env.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
@@ -160,7 +160,7 @@ class DeepSpeedPlugin:
         }
 
     def _take_config(self, config: Any, given: Mapping[str, Any]) -> None:
-        """Let a DeepSpeed configuration decide; `given` are the fields that the user has set beside it."""
+        """Let a DeepSpeed configuration decide; `given` are the fields that the user has set in addition."""
         self._refuse_clash()
         # transformers subclasses the config object and keeps its own reference to it.
         if not hasattr(config, "del_config_sub_tree"):
@@ -171,12 +171,12 @@ class DeepSpeedPlugin:
         check_sections(config)
         differing = []
         for name, key in _KEYS.items():
-            found, asked = config.get_value(key), given.get(name, "auto")
-            if found in (None, "auto") and asked not in ("auto", "none"):
-                found = asked
-                _set_value(config.config, key, asked)
-            elif asked != "auto" and found not in (None, "auto", asked):
-                differing.append(f"- ds {key}={found} vs DeepSpeedPlugin {name}={asked}")
+            found, requested = config.get_value(key), given.get(name, "auto")
+            if found in (None, "auto") and requested not in ("auto", "none"):
+                found = requested
+                _set_value(config.config, key, requested)
+            elif requested != "auto" and found not in (None, "auto", requested):
+                differing.append(f"- ds {key}={found} vs DeepSpeedPlugin {name}={requested}")
             if found is not None:
                 setattr(self, name, found)
         if differing:
@@ -189,13 +189,13 @@ class DeepSpeedPlugin:
         config.set_stage_and_offload()
 
     def _refuse_clash(self) -> None:
-        asked = (env.get("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
-        clash = [name for name in asked if name in _DECIDED_BY_FILE]
+        requested = (env.get("ACCELERATE_CONFIG_DS_FIELDS") or "").split(",")
+        clash = [name for name in requested if name in _DECIDED_BY_FILE]
         if clash:
             raise ConfigurationError(
                 f"A DeepSpeed config file decides {', '.join(_DECIDED_BY_FILE)}, but {', '.join(clash)} "
                 "is (are) also set in the accelerate config file. Set it in the DeepSpeed file and remove it there "
-                "(`accelerate config` asks only for what is needed with `deepspeed_config_file`)."
+                "(`accelerate config` has only the needed questions with `deepspeed_config_file`)."
             )
 
     def _enable_msamp(self) -> None:
@@ -229,9 +229,11 @@ class DeepSpeedPlugin:
             mismatches.append(f"- ds {ds_key_long}={config[key]} vs arg {ds_key_long}={kwargs[ds_key_long]}")
 
     def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the value of a dotted key is "auto"."""
         return bool(self.hf_ds_config.get_value(ds_key_long) == "auto")
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value of a dotted key, or `default` if it is not set."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def deepspeed_config_process(
@@ -262,7 +264,7 @@ class DeepSpeedPlugin:
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Write the run's precision into the configuration. ValueError where it says the other half precision."""
+        """Write the run's precision into the configuration. ValueError if it has the other half precision."""
         config = self.deepspeed_config
         wanted = "bf16" if mixed_precision == "fp8" else mixed_precision
         halves = ("fp16", "bf16")
@@ -292,13 +294,13 @@ class DeepSpeedPlugin:
 
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """A block in which models are built with their parameters partitioned (`enable`, ZeRO-3), or whole.
+        """A block in which models are built with their parameters partitioned (`enable`, ZeRO-3), or unsharded.
 
-        It overrides `zero3_init_flag`, and what transformers is told of it, until its end.
+        It overrides `zero3_init_flag`, and its registration with transformers, until its end.
         """
         if enable and not self.hf_ds_config.is_zero3():
             raise ConfigurationError("zero3_init_context_manager(enable=True) is for ZeRO stage 3")
-        former, told = self.zero3_init_flag, getattr(self, "dschf", None)
+        former, registered = self.zero3_init_flag, getattr(self, "dschf", None)
         self.zero3_init_flag = enable
         try:
             if enable:
@@ -307,27 +309,28 @@ class DeepSpeedPlugin:
                 with deepspeed.zero.Init(config_dict_or_path=self._known_so_far()):
                     yield
             else:
-                _tell_transformers(None)
+                _register_with_transformers(None)
                 yield
         finally:
             self.zero3_init_flag = former
-            if told is not None:
-                _tell_transformers(told)
+            if registered is not None:
+                _register_with_transformers(registered)
 
     def is_zero3_init_enabled(self) -> bool:
+        """Whether models are partitioned (ZeRO-3) while they are built."""
         return bool(self.zero3_init_flag)
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell transformers that models are to be loaded partitioned (ZeRO-3), while this plugin lives."""
+        """Make transformers load models partitioned (ZeRO-3) while this plugin exists."""
         if not self.zero3_init_flag or not is_available("transformers"):
             return
         from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
 
         # transformers holds it weakly: it lives as long as the plugin.
-        self.dschf = TransformersConfig(self._known_so_far())
+        self.dschf: Any = TransformersConfig(self._known_so_far())
 
     def _known_so_far(self) -> dict[str, Any]:
-        """The configuration with numbers for what only `prepare` will know: partitioned building asks for them."""
+        """The configuration with numbers for what only `prepare` will know: building partitioned needs them."""
         config = copy.deepcopy(self.deepspeed_config)
         for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
             if config.get(key, "auto") == "auto":
@@ -338,6 +341,7 @@ class DeepSpeedPlugin:
 
     @property
     def selected(self) -> bool:
+        """Whether this plugin is the selected one."""
         return self._selected
 
     @selected.setter
@@ -385,7 +389,7 @@ def _set_value(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
-def _tell_transformers(config: Any) -> None:
+def _register_with_transformers(config: Any) -> None:
     """Have transformers build and load models under a configuration (partitioned by ZeRO-3), or under none."""
     if is_available("transformers"):
         from transformers.integrations import deepspeed as integration

@@ -72,12 +72,15 @@ class HfDeepSpeedConfig:
         return value is not None and not bool(value)
 
     def is_zero2(self) -> bool:
+        """Whether the ZeRO stage is 2."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
+        """Whether the ZeRO stage is 3."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
+        """Whether parameters or optimizer states are offloaded."""
         return self._offload
 
 
@@ -128,7 +131,7 @@ def check_tree(config: HfDeepSpeedConfig) -> None:
     check_sections(config)
     for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size"):
         if (value := config.get_value(key)) not in (None, "auto"):
-            checks.whole(key, value)
+            checks.whole_number(key, value)
     if (value := config.get_value("gradient_clipping")) not in (None, "auto"):
         checks.number("gradient_clipping", value)
     stage = config.get_value("zero_optimization.stage", 0)

@@ -21,7 +21,7 @@ _VARIABLES = {"fp8_format": "ACCELERATE_FP8_FORMAT", "amax_compute_algo": "ACCEL
 
 
 class _Recipe(KwargsHandler):
-    """A recipe's defaults come from variables, so what differs is told against a recipe made of nothing but those."""
+    """A recipe's defaults come from variables: it is compared with a recipe of nothing but those."""
 
     def to_kwargs(self) -> dict[str, Any]:
         plain = type(self)()
@@ -141,15 +141,15 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     def __post_init__(self) -> None:
         warnings.warn(
-            "FP8RecipeKwargs stands for two backends; use TERecipeKwargs or MSAMPRecipeKwargs, which say which one.",
+            "FP8RecipeKwargs stands for two backends; use TERecipeKwargs or MSAMPRecipeKwargs, which name one.",
             FutureWarning,
         )
         default = "MSAMP" if is_available("msamp") else "TE"
-        asked = env.get("ACCELERATE_FP8_BACKEND", default) if self.backend is None else self.backend
-        self.backend = asked.upper() if isinstance(asked, str) else asked
+        requested = env.get("ACCELERATE_FP8_BACKEND", default) if self.backend is None else self.backend
+        self.backend = requested.upper() if isinstance(requested, str) else requested
         if self.backend not in ("MSAMP", "TE"):
             raise ConfigurationError(
-                f"backend={asked!r}: `backend` must be 'MSAMP' or 'TE' (TransformerEngine) to use `FP8RecipeKwargs`."
+                f"backend={requested!r}: `backend` must be 'MSAMP' or 'TE' (TransformerEngine) for `FP8RecipeKwargs`."
             )
         if self.backend == "MSAMP":
             MSAMPRecipeKwargs.__post_init__(self)
@@ -166,6 +166,6 @@ def _require(package: str, what: str) -> None:
 def _int(name: str, given: Any, default: int, least: int) -> int:
     variable = f"ACCELERATE_FP8_{name.upper()}"
     if given is not None:
-        return checks.whole(name, given, least)
+        return checks.whole_number(name, given, least)
     found = env.get_int(variable)
-    return default if found is None else checks.whole(variable, found, least)
+    return default if found is None else checks.whole_number(variable, found, least)

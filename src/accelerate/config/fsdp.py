@@ -44,7 +44,7 @@ class FullyShardedDataParallelPlugin:
             `_no_split_modules`), SIZE_BASED_WRAP (`min_num_params`), NO_WRAP, or a function like torch's policies.
         cpu_offload: keep shards in host memory between uses. mixed_precision_policy: torch's object, a dict of dtypes
             or one of fp16, bf16, fp32.
-        ignored_modules: modules (or a regular expression over their names) that stay whole.
+        ignored_modules: modules (or a regular expression over their names) that stay unsharded.
         cpu_ram_efficient_loading: only rank 0 holds the full weights on the way to the shards.
     """
 
@@ -73,8 +73,8 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         # Whether the policy of precision is the run's, not the user's.
         self.policy_is_filled = False
-        # Whether the user has said what happens after the forward; else it is the default.
-        self.reshard_is_asked = self.reshard_after_forward is not None or self.sharding_strategy is not None
+        # Whether the user has chosen what happens after the forward; else it is the default.
+        self.reshard_is_given: bool = self.reshard_after_forward is not None or self.sharding_strategy is not None
         self._resolve_version()
         self._resolve_sharding()
         self._resolve_prefetch()
@@ -104,9 +104,9 @@ class FullyShardedDataParallelPlugin:
 
         if self.sharding_strategy is None and self.reshard_after_forward is None:
             self.sharding_strategy = env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
-        asked = self.reshard_after_forward
-        if isinstance(asked, (str, int)) and not isinstance(asked, bool):
-            self.reshard_after_forward = fsdp_words.member(ShardingStrategy, asked, "reshard_after_forward")
+        requested = self.reshard_after_forward
+        if isinstance(requested, (str, int)) and not isinstance(requested, bool):
+            self.reshard_after_forward = fsdp_words.member(ShardingStrategy, requested, "reshard_after_forward")
         if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, ShardingStrategy):
             raise ConfigurationError(
                 f"reshard_after_forward={self.reshard_after_forward!r} is FSDP2's meaning; FSDP1 takes one of "
@@ -117,10 +117,10 @@ class FullyShardedDataParallelPlugin:
             return
         self.sharding_strategy = fsdp_words.member(ShardingStrategy, self.sharding_strategy, "sharding_strategy")
         if self.reshard_after_forward not in (None, self.sharding_strategy):
-            former, asked = self.sharding_strategy, self.reshard_after_forward
+            former, requested = self.sharding_strategy, self.reshard_after_forward
             raise ConfigurationError(
                 f"sharding_strategy={getattr(former, 'name', former)} and reshard_after_forward="
-                f"{getattr(asked, 'name', asked)}: FSDP1 has one sharding strategy. Give one of the two fields"
+                f"{getattr(requested, 'name', requested)}: FSDP1 has one sharding strategy. Give one of the two fields"
             )
 
     def _resolve_sharding_2(self) -> None:
@@ -139,15 +139,15 @@ class FullyShardedDataParallelPlugin:
         self.sharding_strategy = None
 
     def _resolve_prefetch(self) -> None:
-        asked = self.backward_prefetch if self.backward_prefetch is not None else env.get("FSDP_BACKWARD_PREFETCH")
-        if isinstance(asked, str) and asked.upper() == "NO_PREFETCH":
-            asked = None
-        self.backward_prefetch = asked
-        if asked is None:
+        requested = self.backward_prefetch if self.backward_prefetch is not None else env.get("FSDP_BACKWARD_PREFETCH")
+        if isinstance(requested, str) and requested.upper() == "NO_PREFETCH":
+            requested = None
+        self.backward_prefetch = requested
+        if requested is None:
             return
         from torch.distributed.fsdp import BackwardPrefetch
 
-        self.backward_prefetch = fsdp_words.member(BackwardPrefetch, asked, "backward_prefetch")
+        self.backward_prefetch = fsdp_words.member(BackwardPrefetch, requested, "backward_prefetch")
         if self.fsdp_version == 2:
             warnings.warn("backward_prefetch is an option of FSDP1; FSDP2 always prefetches in the backward. Unset.")
             self.backward_prefetch = None
@@ -207,7 +207,7 @@ class FullyShardedDataParallelPlugin:
         self._warn_of_idle_words(word)
 
     def _warn_of_idle_words(self, word: str) -> None:
-        """Say which of the policies' own fields does nothing under the policy that is chosen."""
+        """Warn about fields of other policies, which have no effect under the chosen one."""
         owners = {"transformer_cls_names_to_wrap": "TRANSFORMER_BASED_WRAP", "min_num_params": "SIZE_BASED_WRAP"}
         for name, owner in owners.items():
             is_used = self.auto_wrap_policy is fsdp_words.policy_function(owner)
@@ -219,7 +219,7 @@ class FullyShardedDataParallelPlugin:
             if is_used and not self.min_num_params and owner == "SIZE_BASED_WRAP":
                 warnings.warn(
                     "auto_wrap_policy='SIZE_BASED_WRAP' without min_num_params wraps nothing: the model is one unit, "
-                    "gathered whole. Set min_num_params to the parameters of a unit"
+                    "gathered at once. Set min_num_params to the parameters of a unit"
                 )
 
     def _resolve_flags(self) -> None:
@@ -276,7 +276,7 @@ class FullyShardedDataParallelPlugin:
             raise ConfigurationError(
                 f"ignored_modules holds {wrong[0]!r}: give modules of the model, or a regular expression of names"
             )
-        # A generator is read once, and each model asks.
+        # A generator can be read once, and each model reads it.
         self.ignored_modules = [given] if isinstance(given, nn.Module) else listed
 
     def _refuse_flags_of_version_1(self) -> None:
@@ -315,7 +315,7 @@ class FullyShardedDataParallelPlugin:
             if not classes:
                 warnings.warn(
                     f"transformer_cls_names_to_wrap names no class, and {type(model).__name__} names none itself "
-                    "(_no_split_modules): all of it is one unit, gathered whole. Name the class of its blocks."
+                    "(_no_split_modules): the model is one unit, gathered at once. Name the class of its blocks."
                 )
             self.auto_wrap_policy = functools.partial(self.auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is size_based_auto_wrap_policy:

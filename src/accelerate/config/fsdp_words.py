@@ -25,26 +25,29 @@ def member(kind: Any, value: Any, field: str) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         if value in [one.value for one in kind]:
             return kind(value)
-    elif isinstance(value, str) and value.upper() in kind.__members__:
-        return kind[value.upper()]
-    choices = list(kind.__members__)
+    elif isinstance(value, str):
+        # torch's enum has _HYBRID_SHARD_ZERO2 for the API's HYBRID_SHARD_ZERO2.
+        for name in (value.upper(), f"_{value.upper()}"):
+            if name in kind.__members__:
+                return kind[name]
+    choices = [name.lstrip("_") for name in kind.__members__]
     raise ConfigurationError(f"{field}={value!r} is not one of {choices}{hint(str(value).upper(), choices)}")
 
 
-def reshards(asked: Any, origin: str) -> bool | int:
-    """What a value says to FSDP2: True, False, or the size of the groups to reshard to."""
+def reshards(requested: Any, origin: str) -> bool | int:
+    """What a value means to FSDP2: True, False, or the size of the groups to reshard to."""
     if origin == "sharding_strategy":
         from torch.distributed.fsdp import ShardingStrategy
 
         # Its numbers are FSDP1's, no sizes.
-        asked = member(ShardingStrategy, asked, origin)
-    word = getattr(asked, "name", asked)
+        requested = member(ShardingStrategy, requested, origin)
+    word = getattr(requested, "name", requested)
     if isinstance(word, str) and word.isdigit() and int(word) > 1:
         return int(word)
     if isinstance(word, str):
         if word.upper() == "NO_SHARD":
             raise ConfigurationError(
-                f"{origin}={word}: FSDP2 always shards. For whole parameters on each rank (DDP) leave FSDP out."
+                f"{origin}={word}: FSDP2 always shards. For unsharded parameters on each rank (DDP) leave FSDP out."
             )
         if word.upper().startswith("HYBRID_SHARD"):
             raise ConfigurationError(
@@ -52,24 +55,31 @@ def reshards(asked: Any, origin: str) -> bool | int:
                 "parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
             )
         found = _RESHARD_WORDS.get(word.upper())
-        asked = env.parse_bool(word, where=origin) if found is None else found
-    if not isinstance(asked, bool) and not (isinstance(asked, int) and asked > 1):
+        requested = env.parse_bool(word, where=origin) if found is None else found
+    if not isinstance(requested, bool) and not (isinstance(requested, int) and requested > 1):
         raise ConfigurationError(
-            f"{origin}={asked!r}: FSDP2 takes True, False or the size of the groups to reshard to (2 or more)"
+            f"{origin}={requested!r}: FSDP2 takes True, False or the size of the groups to reshard to (2 or more)"
         )
-    return asked
+    return requested
 
 
 def hint(word: str, choices: list[str]) -> str:
+    """Return a suggestion for an error message: the choice nearest to `word`, or nothing."""
     found = nearest(word, choices)
     return f". Did you mean {found}?" if found else ""
 
 
 def names(text: str | None) -> list[str] | None:
+    """Split a comma-separated list of names; None stays None."""
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
 def dtype_of(value: Any, key: str) -> torch.dtype | None:
+    """Return the torch dtype for a dtype or its name; None stays None.
+
+    Raises:
+        ConfigurationError: the value is not a floating-point dtype.
+    """
     import torch
 
     words = {
@@ -90,6 +100,7 @@ def dtype_of(value: Any, key: str) -> torch.dtype | None:
 
 
 def policy_function(word: str) -> Callable[..., Any] | None:
+    """Return torch's wrap policy function for a policy's name, or None if there is none."""
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
     table: dict[str, Callable[..., Any]] = {
@@ -100,6 +111,7 @@ def policy_function(word: str) -> Callable[..., Any] | None:
 
 
 def state_dict_configs(kind: str) -> tuple[Any, Any]:
+    """Return torch's configurations of model and optimizer state for a kind of state dict; None for others."""
     from torch.distributed.fsdp import (
         FullOptimStateDictConfig,
         FullStateDictConfig,

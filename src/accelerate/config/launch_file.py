@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core import env, json_text
-from ..core.errors import ConfigurationError, nearest
+from ..core.errors import ConfigurationError, MissingConfigurationError, nearest
 from ..core.files import atomic_write, read_regular
-from .launch_option import Option, Setting, brief
+from ..core.option import Option, brief
 from .launch_schema import FORMER, FORMER_VALUES, canonical, cluster_keys, sagemaker_keys, sections
 
 SAGEMAKER = "AMAZON_SAGEMAKER"
@@ -22,7 +22,7 @@ _SIZE = 256 << 10  # bytes
 _DEPTH = 50
 _ALIASES = 100
 _VALUES = 20_000
-# distributed_type -> the switch of `accelerate launch` that says the same
+# distributed_type -> the switch of `accelerate launch` of the same meaning
 SWITCHES = {
     "FSDP": "use_fsdp",
     "DEEPSPEED": "use_deepspeed",
@@ -47,6 +47,14 @@ def default_file() -> Path:
     return plain if plain.is_file() and not yaml.is_file() else yaml
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A value and where it came from: a flag, a variable, a line of a file, or the default."""
+
+    value: Any
+    origin: str
+
+
 @dataclass
 class LaunchFile:
     """A file that was read and found right.
@@ -62,16 +70,17 @@ class LaunchFile:
 
     @property
     def is_sagemaker(self) -> bool:
+        """Whether the file configures a launch on Amazon SageMaker."""
         return self.data.get("compute_environment") == SAGEMAKER
 
 
 def read(path: str | Path) -> LaunchFile:
-    """Read and check a YAML or JSON file. ConfigurationError says file, line, key and the nearest valid one."""
+    """Read and check a YAML or JSON file. ConfigurationError names file, line, key and the nearest valid one."""
     path = Path(path).expanduser()
     try:
         text = json_text.decode_text(read_regular(path, _SIZE))
     except FileNotFoundError:
-        raise ConfigurationError(
+        raise MissingConfigurationError(
             f"the configuration file {path} does not exist; `accelerate config` writes one"
         ) from None
     except (OSError, json_text.JSONTextError, ValueError) as error:
@@ -146,7 +155,7 @@ def _check_expansion(root: Any, path: Path) -> None:
         if isinstance(node.value, str):
             return 1
         if id(node) in unfinished:
-            raise ConfigurationError(f"{path}:{node.start_mark.line + 1}: an alias stands inside of its own value")
+            raise ConfigurationError(f"{path}:{node.start_mark.line + 1}: an alias is inside its own value")
         if id(node) not in sizes:
             unfinished.add(id(node))
             parts = (part for item in node.value for part in (item if isinstance(item, tuple) else (item,)))
@@ -178,7 +187,7 @@ def _culprit(loader: Any, node: Any) -> str:
 
 
 def _deepest(text: str) -> str:
-    """`:line` of the one that opens the most brackets."""
+    """`:line` of the line that opens the most brackets."""
     lines = text.splitlines()
     opened = [line.count("[") + line.count("{") + line.count("- ") for line in lines]
     return f":{opened.index(max(opened)) + 1}" if lines else ""
@@ -300,7 +309,7 @@ class _Reader:
         return f" (did you mean {near}?)" if near else f"; known keys: {', '.join(sorted(known))}"
 
     def _derive(self) -> None:
-        """Switches that the API's files say through distributed_type and through sections."""
+        """Switches that the API's files express by distributed_type and by sections."""
         kind = self.values.get("distributed_type")
         if kind is not None and kind.value in SWITCHES:
             self.values.setdefault(SWITCHES[kind.value], Setting(True, kind.origin))
@@ -312,7 +321,7 @@ class _Reader:
 
 
 def write(path: str | Path, data: dict[str, Any]) -> Path:
-    """Write a configuration, whole or not at all: JSON where the name says so, YAML else."""
+    """Write a configuration atomically: as JSON if the name ends in .json, else as YAML."""
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {key: value for key, value in sorted(data.items()) if value is not None and value != {}}

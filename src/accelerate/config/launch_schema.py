@@ -6,9 +6,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from ..core.constants import FSDP_SHARDING_STRATEGY
 from ..core.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
-from .launch import options
-from .launch_option import Option
+from ..core.option import Option
+from ..core.options import options
 
 _KINDS = tuple(kind.value for kind in DistributedType)
 
@@ -57,13 +58,7 @@ FORMER: dict[str, str | None] = {
     "mpirun_config.num_processes": None,
 }
 FORMER_VALUES: dict[str, dict[Any, str]] = {
-    "fsdp_config.fsdp_sharding_strategy": {
-        1: "FULL_SHARD",
-        2: "SHARD_GRAD_OP",
-        3: "NO_SHARD",
-        4: "HYBRID_SHARD",
-        5: "HYBRID_SHARD_ZERO2",
-    },
+    "fsdp_config.fsdp_sharding_strategy": dict(enumerate(FSDP_SHARDING_STRATEGY, start=1)),
     "distributed_type": {"TPU": "XLA", "MPS": "NO"},
     "fp8_config.backend": {"FP8": "te"},
 }
@@ -114,4 +109,5 @@ def canonical(key: str, table: dict[str, Option]) -> str | None:
 
 
 def sections(table: dict[str, Option]) -> set[str]:
+    """Return the sections of a configuration file, from the dotted keys of a table."""
     return {key.partition(".")[0] for key in table if "." in key}

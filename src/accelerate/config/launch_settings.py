@@ -9,9 +9,9 @@ from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
-from .launch import options
-from .launch_file import SWITCHES, LaunchFile
-from .launch_option import Option, Setting, brief
+from ..core.option import ALWAYS, NEVER, Option, brief
+from ..core.options import options
+from .launch_file import SWITCHES, LaunchFile, Setting
 
 DEFAULT = "default"
 # Where a parsed command line notes which options were given.
@@ -19,7 +19,7 @@ GIVEN = "given_options"
 
 
 class Settings(Mapping[str, Any]):
-    """Option name -> value; `settings.origin(name)` says where the value came from."""
+    """Option name -> value; `settings.origin(name)` is where the value came from."""
 
     def __init__(self, values: Mapping[str, Setting], file: LaunchFile | None = None) -> None:
         self._values = dict(values)
@@ -35,18 +35,29 @@ class Settings(Mapping[str, Any]):
         return len(self._values)
 
     def origin(self, name: str) -> str:
+        """Return the origin of a value, for messages."""
         return self._values[name].origin
 
     def chosen(self, name: str) -> bool:
-        """Whether somebody asked for the value: it is not the default."""
+        """Whether the value was given: it is not the default."""
         return self._values[name].origin != DEFAULT
+
+    def applies(self, option: Option) -> bool:
+        """Whether the switches and sizes that the option belongs to are on."""
+        return option.when in (ALWAYS, NEVER) or all(map(self._is_on, option.when))
+
+    def _is_on(self, name: str) -> bool:
+        if name == "fp8":
+            return bool(self["mixed_precision"] == "fp8")
+        value = self[name]
+        return value is True or (isinstance(value, int) and value > 1)
 
     def shown(self, name: str) -> str:
         """The value and its origin, for messages."""
         return f"{name}={brief(self[name])} ({self.origin(name)})"
 
     def located(self, message: str) -> str:
-        """The message, and where each setting that it names by its own name comes from, if it does not say so."""
+        """The message with the origin of each setting that it names, unless it has that already."""
         named = [name for name in re.findall(r"\w+", message) if name in self._values]
         origins = [
             f"{name} is from {self.origin(name)}"
@@ -64,7 +75,7 @@ def resolve_settings(flags: Mapping[str, Any], file: LaunchFile | None = None) -
     env.check_run()
     values = {option.name: _decide(option, flags, file) for option in options().values()}
     _imply_layout(values)
-    _settle_contradictions(values)
+    _resolve_contradictions(values)
     return Settings(values, file)
 
 
@@ -86,26 +97,18 @@ def given(args: object) -> dict[str, Any]:
 
 def _decide(option: Option, flags: Mapping[str, Any], file: LaunchFile | None) -> Setting:
     if option.name in flags:
-        flag = next(name for name in option.spellings if name.startswith("--"))
-        return Setting(option.convert(flags[option.name], where=flag), f"flag {flag}")
-    text = env.get(option.variable) if option.variable else None
-    if text is not None:
-        return Setting(_from_variable(option, text), f"variable {option.variable}")
+        return Setting(option.convert(flags[option.name], where=option.flag), f"flag {option.flag}")
+    text = env.raw(option.variable) if option.variable else None
+    if text:
+        return Setting(option.read(text), f"variable {option.variable}")
     if file is not None and option.name in file.values:
         return file.values[option.name]
     default = option.convert(option.default, where=option.name)
     return Setting(default, DEFAULT)
 
 
-def _from_variable(option: Option, text: str) -> Any:
-    # OMP_NUM_THREADS may name a number for each nesting level; the first one is this process's.
-    if option.variable == "OMP_NUM_THREADS":
-        text = text.split(",")[0]
-    return option.convert(text, where=str(option.variable))
-
-
 def _imply_layout(values: dict[str, Setting]) -> None:
-    """A size that is given by a flag asks for the layout by itself."""
+    """A size that is given by a flag switches the layout on."""
     sizes = (name for name in values if name.startswith("parallelism_config_") and name.endswith("_size"))
     given = next((values[name] for name in sizes if _directness(values[name]) == 2 and values[name].value > 1), None)
     if given is not None and values["use_parallelism_config"].origin == DEFAULT:
@@ -124,21 +127,21 @@ CONTRADICTIONS = (
 )
 
 
-def _settle_contradictions(values: dict[str, Setting]) -> None:
-    """Of two settings that cannot both be on, the one asked for more directly stays; equals are an error."""
+def _resolve_contradictions(values: dict[str, Setting]) -> None:
+    """Of two settings that cannot both be on, the more direct one stays; equals are an error."""
     for first, second in CONTRADICTIONS:
         one, other = values[first], values[second]
         if not (one.value and other.value):
             continue
         if _directness(one) == _directness(other):
             raise ConfigurationError(
-                f"{_asked(first, one)} and {_asked(second, other)} contradict each other: give only one of them"
+                f"{_named(first, one)} and {_named(second, other)} contradict each other: give only one of them"
             )
         loser, winner = (second, one) if _directness(one) > _directness(other) else (first, other)
         values[loser] = Setting(False, f"switched off by {winner.origin}")
 
 
-def _asked(name: str, setting: Setting) -> str:
+def _named(name: str, setting: Setting) -> str:
     """A switch by the name under which it was given, and where."""
     if _directness(setting) == 0:
         kinds = (f"distributed_type {kind}" for kind, switch in SWITCHES.items() if switch == name)

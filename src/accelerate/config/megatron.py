@@ -11,35 +11,35 @@ from typing import Any
 from ..core import env
 from ..core.errors import ConfigurationError
 
-# Fields whose default comes from MEGATRON_LM_<NAME>: name -> (kind, default).
-_VARIABLES: dict[str, tuple[str, Any]] = {
-    "tp_degree": ("int", 1),
-    "pp_degree": ("int", 1),
-    "use_custom_fsdp": ("flag", False),
-    "overlap_cpu_optimizer_d2h_h2d": ("flag", False),
-    "no_load_optim": ("flag", False),
-    "eod_mask_loss": ("flag", False),
-    "no_save_optim": ("flag", False),
-    "optimizer_cpu_offload": ("flag", False),
-    "use_precision_aware_optimizer": ("flag", False),
-    "decoder_last_pipeline_num_layers": ("int", None),
-    "recompute_granularity": ("text", "full"),
-    "recompute_method": ("text", "uniform"),
-    "recompute_num_layers": ("int", 1),
-    "attention_backend": ("flag", True),
-    "expert_model_parallel_size": ("int", 1),
-    "context_parallel_size": ("int", 1),
-    "attention_dropout": ("float", 0.0),
-    "hidden_dropout": ("float", 0.0),
-    "attention_softmax_in_fp32": ("flag", True),
-    "expert_tensor_parallel_size": ("int", 1),
-    "calculate_per_token_loss": ("flag", True),
-    "use_rotary_position_embeddings": ("flag", True),
-    "num_micro_batches": ("int", 1),
-    "gradient_clipping": ("float", 1.0),
-    "sequence_parallelism": ("flag", False),
-    "recompute_activations": ("flag", False),
-    "use_distributed_optimizer": ("flag", False),
+# Fields that are read from MEGATRON_LM_<NAME>, with their defaults.
+_DEFAULTS: dict[str, Any] = {
+    "tp_degree": 1,
+    "pp_degree": 1,
+    "use_custom_fsdp": False,
+    "overlap_cpu_optimizer_d2h_h2d": False,
+    "no_load_optim": False,
+    "eod_mask_loss": False,
+    "no_save_optim": False,
+    "optimizer_cpu_offload": False,
+    "use_precision_aware_optimizer": False,
+    "decoder_last_pipeline_num_layers": None,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "attention_backend": True,
+    "expert_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "attention_softmax_in_fp32": True,
+    "expert_tensor_parallel_size": 1,
+    "calculate_per_token_loss": True,
+    "use_rotary_position_embeddings": True,
+    "num_micro_batches": 1,
+    "gradient_clipping": 1.0,
+    "sequence_parallelism": False,
+    "recompute_activations": False,
+    "use_distributed_optimizer": False,
 }
 
 # Fields that Megatron-LM knows under another name.
@@ -73,7 +73,7 @@ _SCHEDULE = (
     "train_samples",
 )
 _PASSED_ON = (
-    *_VARIABLES,
+    *_DEFAULTS,
     "pipeline_model_parallel_split_rank",
     "num_layers_per_virtual_pipeline_stage",
     "consumed_samples",
@@ -169,17 +169,14 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        readers: dict[str, Callable[[str], Any]] = {"int": env.get_int, "float": env.get_float, "text": env.get}
-        for name, (kind, default) in _VARIABLES.items():
-            if getattr(self, name) is not None:
-                continue
-            variable = f"MEGATRON_LM_{name.upper()}"
-            found = env.get_flag(variable, default) if kind == "flag" else readers[kind](variable)
-            setattr(self, name, default if found is None else found)
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) is None:
+                found = env.value(f"MEGATRON_LM_{name.upper()}")
+                setattr(self, name, default if found is None else found)
         for name in ("tp_degree", "pp_degree", "num_micro_batches", "context_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"MegatronLMPlugin.{name}={getattr(self, name)} must be at least 1")
-        self.DDP_impl = "torch"
+        self.DDP_impl: str = "torch"
         self.megatron_lm_default_args: dict[str, Any] = {
             _ARGUMENTS.get(name, name): getattr(self, name) for name in _PASSED_ON
         } | {"DDP_impl": self.DDP_impl}
@@ -198,7 +195,7 @@ class MegatronLMPlugin:
         for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
             if getattr(self, name) > 1:
                 raise ConfigurationError(
-                    f"MegatronLMPlugin.{name}={getattr(self, name)}: experts stay whole here; use 1"
+                    f"MegatronLMPlugin.{name}={getattr(self, name)}: experts are not split here; use 1"
                 )
         sizes = {"tp_size": self.tp_degree, "pp_size": self.pp_degree, "cp_size": self.context_parallel_size}
         inner = self.tp_degree * self.pp_degree * self.context_parallel_size  # type: ignore[operator]
@@ -211,9 +208,9 @@ class MegatronLMPlugin:
         return sizes | {data: world_size // inner}  # type: ignore[return-value]
 
     def without_counterpart(self) -> list[str]:
-        """The fields that say something else than their default, and that the native layout does not have."""
+        """The fields that differ from their default, and that the native layout does not have."""
         defaults = {field.name: field.default for field in fields(self)}
-        defaults |= {name: default for name, (_, default) in _VARIABLES.items()}
+        defaults |= _DEFAULTS
         return [name for name, default in defaults.items() if name not in _NATIVE and getattr(self, name) != default]
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
@@ -227,7 +224,7 @@ class MegatronLMPlugin:
         """Write the batch sizes: samples of a micro-batch, and of all micro-batches of all data-parallel ranks."""
         self.data_parallel_size = dp_degree
         self.micro_batch_size = micro_batch_size
-        self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches  # type: ignore[operator]
+        self.global_batch_size: int = dp_degree * micro_batch_size * self.num_micro_batches  # type: ignore[operator]
         self.megatron_lm_default_args.update(
             data_parallel_size=self.data_parallel_size,
             micro_batch_size=self.micro_batch_size,

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
+from ..core.pipeline_schedules import PIPELINE_SCHEDULES, PipelineSchedule
+from ..core.strategy_options import SP_ATTENTION
 from . import checks
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-_ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa")
-
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """The API's older way to ask for tensor parallelism: `tp_size` ranks, on a mesh of the user's where given.
+    """The API's older form of tensor parallelism: `tp_size` ranks, on the user's mesh if given.
 
     `torch_device_mesh` then has one dimension, of that size, called "tp".
     """
@@ -49,15 +49,18 @@ class TorchTensorParallelConfig:
     Fields:
         enable_async_tp: overlap communication with the multiplications.
         sequence_parallel: between the split layers (norms, residual stream) each rank keeps a part of the sequence.
-        loss_parallel: the output layer stays split over the vocabulary, and the loss is computed in parts.
+        loss_parallel: the output layer stays split over the vocabulary, and the loss is computed in shards.
         plan: module name, in which `*` stands for one part -> a word (`colwise`, `rowwise`, ...) or a `ParallelStyle`
             of torch. None takes the model's own plan (`_tp_plan`), else one is inferred.
+        random_modules: names of the modules that draw random numbers in training, `*` as in `plan`: between split
+            layers each rank draws its own. None finds them by their types, dropout rates and code.
     """
 
     enable_async_tp: bool = False
     sequence_parallel: bool = False
     loss_parallel: bool = False
     plan: Mapping[str, Any] | None = None
+    random_modules: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("enable_async_tp", "sequence_parallel", "loss_parallel"):
@@ -69,6 +72,8 @@ class TorchTensorParallelConfig:
             )
         if strange := [key for key in self.plan or () if not isinstance(key, str)]:
             raise ConfigurationError(f"plan has the key {strange[0]!r}: modules are given by their names")
+        if self.random_modules is not None:
+            self.random_modules = checks.texts("random_modules", self.random_modules, "names of modules")
         if self.enable_async_tp:
             raise ConfigurationError(
                 "enable_async_tp=True needs symmetric-memory kernels, which this library does not drive: use False"
@@ -110,7 +115,7 @@ class DeepSpeedSequenceParallelConfig:
             self.sp_attn_implementation = env.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION")
         self.sp_seq_length_is_variable = checks.truth("sp_seq_length_is_variable", self.sp_seq_length_is_variable)
         if self.sp_seq_length is not None:
-            checks.whole("sp_seq_length", self.sp_seq_length)
+            checks.whole_number("sp_seq_length", self.sp_seq_length)
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise ConfigurationError(
                 "when `sp_seq_length_is_variable` is `False` `sp_seq_length` must be provided either through the "
@@ -124,28 +129,23 @@ class DeepSpeedSequenceParallelConfig:
                 f"Invalid sp_attn_implementation: {kind}. 'eager' and 'flex_attention' are not supported with "
                 "sequence parallelism."
             )
-        if kind is not None and kind not in _ATTENTION and "/" not in kind:
+        if kind is not None and kind not in SP_ATTENTION and "/" not in kind:
             raise ConfigurationError(
-                f"Invalid sp_attn_implementation: {kind}. Must be one of {list(_ATTENTION)} or a hub-hosted flash "
+                f"Invalid sp_attn_implementation: {kind}. Must be one of {list(SP_ATTENTION)} or a hub-hosted flash "
                 "attention kernel (e.g. 'kernels-community/flash-attn2')."
             )
 
 
-PIPELINE_SCHEDULES = ("gpipe", "1f1b", "looped_bfs", "interleaved", "zero_bubble", "zbv")
-# Schedules under which a rank holds several stages that do not follow each other.
-_LOOPED_SCHEDULES = ("looped_bfs", "interleaved", "zero_bubble", "zbv")
-
-
 @dataclass
 class PipelineParallelConfig:
-    """Options of pipeline parallelism (`pp_handler`): where the model is cut, and in which order its parts compute.
+    """Options of pipeline parallelism (`pp_handler`): where the model is split, and in which order its stages compute.
 
     Fields:
         schedule: "gpipe" works with any loss. "1f1b", "looped_bfs", "interleaved", "zero_bubble" and "zbv" keep fewer
             micro-batches at a time or wait less; they need a model that returns its loss, or a `loss_fn`. None takes
             PARALLELISM_CONFIG_PP_SCHEDULE, else gpipe.
-        num_microbatches: parts of a batch. None takes PARALLELISM_CONFIG_PP_NUM_MICROBATCHES, else one a stage.
-        stages_per_rank: stages that each rank holds; None: two under the schedules after "1f1b", else one.
+        num_microbatches: number of micro-batches. None takes PARALLELISM_CONFIG_PP_NUM_MICROBATCHES, else one a stage.
+        stages_per_rank: stages that each rank has; None: two where the schedule takes any number, else its own.
         split_points: names of the modules at which the second and each later stage begins; None balances.
         balance: what stages are to be equal in: "parameters" (bytes), or "time", measured with `example_inputs`.
         example_inputs: keyword arguments of the model's forward. It runs once on the first rank, to see in which order
@@ -156,9 +156,9 @@ class PipelineParallelConfig:
         carried: names of modules whose output more than the next block uses (skip connections): it travels on to all
             later stages. None: the encoder of an encoder-decoder model of transformers.
         loss_fn: `loss_fn(output, labels)`. The prepared model then takes `labels=` and returns (loss, output).
-        whole_inputs: names of inputs that every micro-batch gets whole although their first dimension could be taken
+        whole_inputs: names of inputs that every micro-batch gets unsplit although their first dimension could be taken
             for the batch's.
-        gather_output: give every rank the whole output. False: a model that returns its loss gives that alone, and
+        gather_output: give every rank the full output. False: a model that returns its loss gives that alone, and
             None for its other tensors.
 
     Raises ConfigurationError for a word that is not known or a number that cannot be.
@@ -182,16 +182,15 @@ class PipelineParallelConfig:
         self.schedule = checks.word("schedule", self.schedule, PIPELINE_SCHEDULES)
         if self.num_microbatches is None:
             self.num_microbatches = env.get_int("PARALLELISM_CONFIG_PP_NUM_MICROBATCHES")
-        looped = self.schedule in _LOOPED_SCHEDULES
+        required = self.schedule_row.stages_per_rank
         if self.stages_per_rank is None:
-            self.stages_per_rank = 2 if looped else 1
+            self.stages_per_rank = required or 2
         for name in ("num_microbatches", "stages_per_rank"):
             if getattr(self, name) is not None:
-                checks.whole(name, getattr(self, name))
-        wanted = {"gpipe": 1, "1f1b": 1, "zbv": 2}.get(self.schedule, self.stages_per_rank)
-        if self.stages_per_rank != wanted:
+                checks.whole_number(name, getattr(self, name))
+        if self.stages_per_rank != (required or self.stages_per_rank):
             raise ConfigurationError(
-                f"stages_per_rank={self.stages_per_rank}: under schedule={self.schedule!r} a rank has {wanted}"
+                f"stages_per_rank={self.stages_per_rank}: under schedule={self.schedule!r} a rank has {required}"
             )
         if self.balance not in ("parameters", "time"):
             raise ConfigurationError(f"balance={self.balance!r}: known are 'parameters' and 'time'")
@@ -213,3 +212,8 @@ class PipelineParallelConfig:
         if self.carried is not None:
             self.carried = checks.texts("carried", self.carried, "names of modules")
         self.whole_inputs = tuple(checks.texts("whole_inputs", self.whole_inputs, "names of inputs"))
+
+    @property
+    def schedule_row(self) -> PipelineSchedule:
+        """What the requested schedule is."""
+        return PIPELINE_SCHEDULES[str(self.schedule)]

@@ -42,7 +42,7 @@ class MasterWeightsKwargs(KwargsHandler):
     """bf16 parameters and gradients, and an fp32 master of each parameter, which the optimizers step.
 
     Needs `mixed_precision="bf16"`. An update that bf16 would round away counts; gradients travel in half the bytes.
-    Saved weights are the masters. Example:
+    Saved weights are the fp32 ones. Example:
 
         accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[MasterWeightsKwargs()])
     """

@@ -53,9 +53,9 @@ class BnbQuantizationConfig:
             names = getattr(self, name)
             if names is not None and not (isinstance(names, list) and all(isinstance(part, str) for part in names)):
                 raise ConfigurationError(f"{name} must be a list of strings")
-        self._settle_dtypes()
+        self._resolve_dtypes()
 
-    def _settle_dtypes(self) -> None:
+    def _resolve_dtypes(self) -> None:
         import torch
 
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)

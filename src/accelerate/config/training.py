@@ -14,6 +14,7 @@ from ..core import env
 from ..core.enums import DDPCommunicationHookType, DynamoBackend
 from ..core.errors import ConfigurationError, nearest
 from ..core.files import path_text
+from ..core.options import DYNAMO_MODES
 from . import checks
 from .base import KwargsHandler
 
@@ -47,7 +48,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     """How gradients accumulate over batches.
 
     Fields:
-        num_steps: batches a step of the optimizer is made of, at least 1.
+        num_steps: batches of an optimizer step, at least 1.
         adjust_scheduler: the scheduler counts batches that make no optimizer step too.
         sync_with_dataloader: the end of a loader ends the window, however short.
         sync_each_batch: reduce the gradients at each batch (less memory under sharding, more communication).
@@ -64,6 +65,11 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 
 def check_accumulation_steps(steps: Any, origin: str) -> int:
+    """Return the number of accumulation steps.
+
+    Raises:
+        ConfigurationError: it is not a positive integer.
+    """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigurationError(f"{origin}={steps!r}: the number of accumulation steps is a whole number from 1 up")
     return steps
@@ -138,7 +144,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
-        """Register the hook on a DDP model; nothing to do where none is asked for."""
+        """Register the hook on a DDP model; nothing to do if there is none."""
         from ..parallel.ddp.comm_hooks import register
 
         register(model, self.comm_hook, self.comm_wrapper, self.comm_state_option)
@@ -157,7 +163,7 @@ def _hook_type(value: Any, name: str) -> DDPCommunicationHookType:
 class InitProcessGroupKwargs(KwargsHandler):
     """Arguments of `torch.distributed.init_process_group`.
 
-    `backend="nccl"` is the API's way to say "the device's own"; any other name is taken as it is. `timeout` is how
+    `backend="nccl"` is the API's word for the device's own; any other name is used unchanged. `timeout` is how
     long a collective may wait for the others; None keeps torch's.
     """
 
@@ -224,15 +230,11 @@ class ProfileKwargs(KwargsHandler):
         )
 
 
-# What `torch.compile` has of them.
-_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-
-
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Arguments of `torch.compile`; each one left out is read from ACCELERATE_DYNAMO_*.
 
-    `use_regional_compilation` compiles each repeated block once instead of the whole model.
+    `use_regional_compilation` compiles each repeated block once instead of the entire model.
     """
 
     backend: DynamoBackend = None  # type: ignore[assignment]
@@ -244,7 +246,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        backend: Any = self.backend if self.backend is not None else env.get("dynamo_backend", "no")
+        backend: Any = self.backend if self.backend is not None else env.get("ACCELERATE_DYNAMO_BACKEND", "no")
         try:
             self.backend = DynamoBackend(str(getattr(backend, "value", backend)).upper())
         except ValueError:
@@ -260,18 +262,18 @@ class TorchDynamoPlugin(KwargsHandler):
         if self.options is not None and not isinstance(self.options, dict):
             raise ConfigurationError(f"options={self.options!r}: torch.compile takes a dict of the backend's options")
         if self.mode is None and self.options is None:
-            self.mode = env.get("dynamo_mode", "default")
+            self.mode = env.get("ACCELERATE_DYNAMO_MODE", "default")
         if self.mode is not None:
-            self.mode = checks.word("mode", self.mode, _MODES)
-        self.fullgraph = checks.truth_or("fullgraph", self.fullgraph, env.variable("dynamo_use_fullgraph"))
+            self.mode = checks.word("mode", self.mode, DYNAMO_MODES)
+        self.fullgraph = checks.truth_or("fullgraph", self.fullgraph, "ACCELERATE_DYNAMO_USE_FULLGRAPH")
         self.use_regional_compilation = checks.truth_or(
-            "use_regional_compilation", self.use_regional_compilation, env.variable("dynamo_use_regional_compilation")
+            "use_regional_compilation", self.use_regional_compilation, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
         )
         self.disable = checks.truth("disable", self.disable)
         if self.dynamic is not None:
             self.dynamic = checks.truth("dynamic", self.dynamic)
-        elif env.get("dynamo_use_dynamic") is not None:
-            self.dynamic = env.get_flag("dynamo_use_dynamic")
+        elif env.get("ACCELERATE_DYNAMO_USE_DYNAMIC") is not None:
+            self.dynamic = env.get_flag("ACCELERATE_DYNAMO_USE_DYNAMIC")
         if given and self.backend is DynamoBackend.NO:
             warnings.warn(
                 f"TorchDynamoPlugin: {', '.join(given)} has no effect with backend='no', which compiles nothing. Set "
@@ -289,4 +291,6 @@ class TorchDynamoPlugin(KwargsHandler):
         """What `torch.compile` takes of these options."""
         kwargs = super().to_kwargs()
         kwargs.pop("use_regional_compilation", None)
-        return kwargs
+        # Fields that the environment fills differ from the class's defaults also where nothing was set.
+        unset = {"backend": "no", "mode": "default", "fullgraph": False}
+        return {name: value for name, value in kwargs.items() if name not in unset or unset[name] != value}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ground floor: environment, enums, devices, trees, files, errors. No torch.distributed, no other room."""
+"""The lowest layer: options, environment, devices, trees, files, errors. It imports no other package of ours."""

@@ -28,37 +28,39 @@ def _installed(package: str, name: str) -> Callable[[], bool]:
     return question
 
 
-is_aim_available = _installed("aim", "is_aim_available")
-is_amdsmi_available = _installed("amdsmi", "is_amdsmi_available")
-is_boto3_available = _installed("boto3", "is_boto3_available")
-is_clearml_available = _installed("clearml", "is_clearml_available")
-is_comet_ml_available = _installed("comet_ml", "is_comet_ml_available")
-is_datasets_available = _installed("datasets", "is_datasets_available")
-is_deepspeed_available = _installed("deepspeed", "is_deepspeed_available")
-is_dvclive_available = _installed("dvclive", "is_dvclive_available")
-is_import_timer_available = _installed("import_timer", "is_import_timer_available")
-is_lomo_available = _installed("lomo_optim", "is_lomo_available")
-is_matplotlib_available = _installed("matplotlib", "is_matplotlib_available")
-is_megatron_lm_available = _installed("megatron", "is_megatron_lm_available")
-is_mlflow_available = _installed("mlflow", "is_mlflow_available")
-is_msamp_available = _installed("msamp", "is_msamp_available")
-is_pandas_available = _installed("pandas", "is_pandas_available")
-is_peft_available = _installed("peft", "is_peft_available")
-is_pynvml_available = _installed("pynvml", "is_pynvml_available")
-is_pytest_available = _installed("pytest", "is_pytest_available")
-is_rich_available = _installed("rich", "is_rich_available")
-is_sagemaker_available = _installed("sagemaker", "is_sagemaker_available")
-is_schedulefree_available = _installed("schedulefree", "is_schedulefree_available")
-is_swanlab_available = _installed("swanlab", "is_swanlab_available")
-is_timm_available = _installed("timm", "is_timm_available")
-is_torchao_available = _installed("torchao", "is_torchao_available")
-is_torchdata_available = _installed("torchdata", "is_torchdata_available")
-is_torchvision_available = _installed("torchvision", "is_torchvision_available")
-is_trackio_available = _installed("trackio", "is_trackio_available")
-is_transformer_engine_available = _installed("transformer_engine", "is_transformer_engine_available")
-is_transformers_available = _installed("transformers", "is_transformers_available")
-is_triton_available = _installed("triton", "is_triton_available")
-is_wandb_available = _installed("wandb", "is_wandb_available")
+is_aim_available: Callable[[], bool] = _installed("aim", "is_aim_available")
+is_amdsmi_available: Callable[[], bool] = _installed("amdsmi", "is_amdsmi_available")
+is_boto3_available: Callable[[], bool] = _installed("boto3", "is_boto3_available")
+is_clearml_available: Callable[[], bool] = _installed("clearml", "is_clearml_available")
+is_comet_ml_available: Callable[[], bool] = _installed("comet_ml", "is_comet_ml_available")
+is_datasets_available: Callable[[], bool] = _installed("datasets", "is_datasets_available")
+is_deepspeed_available: Callable[[], bool] = _installed("deepspeed", "is_deepspeed_available")
+is_dvclive_available: Callable[[], bool] = _installed("dvclive", "is_dvclive_available")
+is_import_timer_available: Callable[[], bool] = _installed("import_timer", "is_import_timer_available")
+is_lomo_available: Callable[[], bool] = _installed("lomo_optim", "is_lomo_available")
+is_matplotlib_available: Callable[[], bool] = _installed("matplotlib", "is_matplotlib_available")
+is_megatron_lm_available: Callable[[], bool] = _installed("megatron", "is_megatron_lm_available")
+is_mlflow_available: Callable[[], bool] = _installed("mlflow", "is_mlflow_available")
+is_msamp_available: Callable[[], bool] = _installed("msamp", "is_msamp_available")
+is_pandas_available: Callable[[], bool] = _installed("pandas", "is_pandas_available")
+is_peft_available: Callable[[], bool] = _installed("peft", "is_peft_available")
+is_pynvml_available: Callable[[], bool] = _installed("pynvml", "is_pynvml_available")
+is_pytest_available: Callable[[], bool] = _installed("pytest", "is_pytest_available")
+is_rich_available: Callable[[], bool] = _installed("rich", "is_rich_available")
+is_sagemaker_available: Callable[[], bool] = _installed("sagemaker", "is_sagemaker_available")
+is_schedulefree_available: Callable[[], bool] = _installed("schedulefree", "is_schedulefree_available")
+is_swanlab_available: Callable[[], bool] = _installed("swanlab", "is_swanlab_available")
+is_timm_available: Callable[[], bool] = _installed("timm", "is_timm_available")
+is_torchao_available: Callable[[], bool] = _installed("torchao", "is_torchao_available")
+is_torchdata_available: Callable[[], bool] = _installed("torchdata", "is_torchdata_available")
+is_torchvision_available: Callable[[], bool] = _installed("torchvision", "is_torchvision_available")
+is_trackio_available: Callable[[], bool] = _installed("trackio", "is_trackio_available")
+is_transformer_engine_available: Callable[[], bool] = _installed(
+    "transformer_engine", "is_transformer_engine_available"
+)
+is_transformers_available: Callable[[], bool] = _installed("transformers", "is_transformers_available")
+is_triton_available: Callable[[], bool] = _installed("triton", "is_triton_available")
+is_wandb_available: Callable[[], bool] = _installed("wandb", "is_wandb_available")
 
 
 def is_tensorboard_available() -> bool:
@@ -109,7 +111,7 @@ def is_pippy_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Whether `torch.load(weights_only=True)` can be told which classes are safe; every supported torch can."""
+    """Whether `torch.load(weights_only=True)` can be given a list of safe classes; every supported torch can."""
     import torch
 
     return hasattr(torch.serialization, "add_safe_globals")
@@ -265,10 +267,10 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def torchao_required(func: F) -> F:
-    """`func`, with an ImportError that says what to install where torchao is missing (found out at the call)."""
+    """`func`, with an ImportError that names torchao if it is missing at the call."""
     return required("torchao", func)
 
 
 def deepspeed_required(func: F) -> F:
-    """`func`, with an ImportError that says what to install where DeepSpeed is missing (found out at the call)."""
+    """`func`, with an ImportError that names DeepSpeed if it is missing at the call."""
     return required("deepspeed", func)

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from typing import Any
+
 # The files of a checkpoint and of saved weights. Where the name has no suffix, an index and a suffix are added.
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
+FSDP_MODEL_NAME = "pytorch_model_fsdp"
 RNG_STATE_NAME = "random_states"
 OPTIMIZER_NAME = "optimizer"
 SCHEDULER_NAME = "scheduler"
@@ -73,3 +78,35 @@ TORCH_LAUNCH_PARAMS = [
 # First torch versions whose profiler can trace these accelerators. Every supported torch is newer; kept for the API.
 XPU_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.4.0"
 MITA_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.1.0"
+
+# First versions of torch, transformers and DeepSpeed with what a layout needs. Every supported torch is newer.
+FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"
+FSDP2_PYTORCH_VERSION = "2.6.0"
+DTENSOR_PYTORCH_VERSION = "2.5.0"
+BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"
+BETA_TP_AVAILABLE_TRANSFORMERS_VERSION = "4.52.0"
+BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
+BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
+ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
+
+# Kinds of run whose processes use CUDA devices.
+CUDA_DISTRIBUTED_TYPES = ["DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP"]
+
+# The words of other options.
+TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
+DEEPSPEED_MULTINODE_LAUNCHERS = ["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"]
+
+# The defaults of a SageMaker job, and the instances with several GPUs that its own data parallelism runs on.
+SAGEMAKER_PYTHON_VERSION = "py38"
+SAGEMAKER_PYTORCH_VERSION = "1.10.2"
+SAGEMAKER_TRANSFORMERS_VERSION = "4.17.0"
+SAGEMAKER_PARALLEL_EC2_INSTANCES = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"]
+
+STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}

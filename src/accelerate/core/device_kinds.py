@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .enums import DistributedType
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DeviceKind:
     """What differs between kinds of devices. Everything else goes through `torch.accelerator`.
 

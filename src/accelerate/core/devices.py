@@ -28,6 +28,7 @@ def accelerator_type() -> str | None:
 
 
 def device_count(kind: str | None = None) -> int:
+    """Return the number of devices of a kind, by default the accelerators; 0 for the CPU."""
     kind = kind or accelerator_type()
     if kind is None or kind == "cpu":
         return 0
@@ -40,14 +41,14 @@ def module_of(device: torch.device | str) -> Any:
 
 
 def select(local_rank: int, local_world_size: int, cpu: bool = False) -> torch.device:
-    """The device of a process: the asked-for one, else the accelerator of its local rank, else the CPU.
+    """The device of a process: the requested one, else the accelerator of its local rank, else the CPU.
 
     Raises ConfigurationError where more processes than devices share a machine: two ranks on one device would
     train, and hang in the first collective.
     """
-    asked = env.get("torch_device")
-    if asked is not None and not cpu:
-        return torch.device(asked)
+    requested = env.get("ACCELERATE_TORCH_DEVICE")
+    if requested is not None and not cpu:
+        return torch.device(requested)
     kind = None if cpu else accelerator_type()
     if kind is None:
         return torch.device("cpu") if cpu else xla_device() or torch.device("cpu")

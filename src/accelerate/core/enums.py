@@ -7,7 +7,7 @@ import enum
 
 
 class EnumWithContains(enum.EnumMeta):
-    """`"bf16" in PrecisionType` asks for a value, as the API does."""
+    """`"bf16" in PrecisionType` is true for a value, as in the API."""
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -18,11 +18,14 @@ class EnumWithContains(enum.EnumMeta):
 
 
 class BaseEnum(enum.Enum, metaclass=EnumWithContains):
+    """An enum that prints its value, and supports `value in Enum`."""
+
     def __str__(self) -> str:
         return str(self.value)
 
     @classmethod
     def list(cls) -> list[str]:
+        """Return the values of all members."""
         return [str(member.value) for member in cls]
 
 
@@ -46,17 +49,23 @@ class DistributedType(str, enum.Enum):
 
 
 class SageMakerDistributedType(str, enum.Enum):
+    """How the processes of an Amazon SageMaker job work together."""
+
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
     MODEL_PARALLEL = "MODEL_PARALLEL"
 
 
 class ComputeEnvironment(str, enum.Enum):
+    """Where a launch runs."""
+
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class FP8BackendType(str, BaseEnum):
+    """Backends of fp8 training: torchao, Transformer Engine and MS-AMP."""
+
     NO = "NO"
     AO = "AO"
     TE = "TE"
@@ -64,6 +73,8 @@ class FP8BackendType(str, BaseEnum):
 
 
 class PrecisionType(str, BaseEnum):
+    """Values of `mixed_precision`."""
+
     NO = "no"
     FP8 = "fp8"
     FP16 = "fp16"
@@ -92,19 +103,40 @@ class DynamoBackend(str, BaseEnum):
 
 
 class LoggerType(BaseEnum):
+    """The experiment trackers: one row for each.
+
+    A row holds the name that `log_with` takes, which is also the name of the tracker's module in
+    `accelerate.tracking`; its class in that module; and the packages of which one must be installed (the name itself
+    by default).
+    """
+
+    _value_: str
+    class_name: str
+    packages: tuple[str, ...]
+
     ALL = "all"
-    AIM = "aim"
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    TRACKIO = "trackio"
-    COMETML = "comet_ml"
-    MLFLOW = "mlflow"
-    CLEARML = "clearml"
-    DVCLIVE = "dvclive"
-    SWANLAB = "swanlab"
+    AIM = "aim", "AimTracker"
+    TENSORBOARD = "tensorboard", "TensorBoardTracker", "tensorboard", "tensorboardX"
+    WANDB = "wandb", "WandBTracker"
+    TRACKIO = "trackio", "TrackioTracker"
+    COMETML = "comet_ml", "CometMLTracker"
+    MLFLOW = "mlflow", "MLflowTracker"
+    CLEARML = "clearml", "ClearMLTracker"
+    DVCLIVE = "dvclive", "DVCLiveTracker"
+    SWANLAB = "swanlab", "SwanLabTracker"
+
+    def __new__(cls, name: str, class_name: str = "", *packages: str) -> LoggerType:
+        """Create a member from its row."""
+        member = object.__new__(cls)
+        member._value_ = name
+        member.class_name = class_name
+        member.packages = packages or (name,)
+        return member
 
 
 class RNGType(BaseEnum):
+    """Random number generators that can be synchronized between processes."""
+
     TORCH = "torch"
     CUDA = "cuda"
     MLU = "mlu"
@@ -127,6 +159,8 @@ class CustomDtype(enum.Enum):
 
 
 class DDPCommunicationHookType(BaseEnum):
+    """Communication hooks of DistributedDataParallel."""
+
     NO = "no"
     FP16 = "fp16"
     BF16 = "bf16"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment, crossed in this one place: one table of fields and variables; read, publish, patch."""
+"""The only module that reads and writes `os.environ`. `core.options` has a row for each variable that is read."""
 
 from __future__ import annotations
 
@@ -11,191 +11,86 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from .errors import ConfigurationError
+from .option import as_text as as_text
+from .option import parse_bool as parse_bool
+from .options import checked_variables, row_of
 
 T = TypeVar("T")
 
-# field -> variable. What the launcher publishes, the library reads back under the same field.
-VARIABLES: dict[str, str] = {
-    # a run
-    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
-    "use_cpu": "ACCELERATE_USE_CPU",
-    "torch_device": "ACCELERATE_TORCH_DEVICE",
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "debug": "ACCELERATE_DEBUG_MODE",
-    "debug_timeout": "ACCELERATE_DEBUG_TIMEOUT",
-    "exact": "ACCELERATE_EXACT",
-    "strategy": "ACCELERATE_STRATEGY",
-    "transforms": "ACCELERATE_TRANSFORMS",
-    "config_file": "ACCELERATE_CONFIG_FILE",
-    "log_level": "ACCELERATE_LOG_LEVEL",
-    "cpu_affinity": "ACCELERATE_CPU_AFFINITY",
-    "oversubscribe": "ACCELERATE_OVERSUBSCRIBE",
-    "allow_cp_standalone": "ACCELERATE_ALLOW_CP_STANDALONE",
-    "fork_launched": "FORK_LAUNCHED",
-    "downcast_bf16": "ACCELERATE_DOWNCAST_BF16",
-    # compile
-    "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
-    "dynamo_mode": "ACCELERATE_DYNAMO_MODE",
-    "dynamo_use_fullgraph": "ACCELERATE_DYNAMO_USE_FULLGRAPH",
-    "dynamo_use_dynamic": "ACCELERATE_DYNAMO_USE_DYNAMIC",
-    "dynamo_use_regional_compilation": "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-    # strategies
-    "use_fsdp": "ACCELERATE_USE_FSDP",
-    "use_deepspeed": "ACCELERATE_USE_DEEPSPEED",
-    "use_megatron_lm": "ACCELERATE_USE_MEGATRON_LM",
-    "use_parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
-    # who am I
-    "rank": "RANK",
-    "world_size": "WORLD_SIZE",
-    "local_rank": "LOCAL_RANK",
-    "local_world_size": "LOCAL_WORLD_SIZE",
-    "node_rank": "GROUP_RANK",
-    "master_addr": "MASTER_ADDR",
-    "master_port": "MASTER_PORT",
-    "restart_count": "TORCHELASTIC_RESTART_COUNT",
-    "omp_num_threads": "OMP_NUM_THREADS",
-}
 
-# Fields and variables that are read as something else than text. A run checks them all at its start, also those that
-# only several processes would need: a value that cannot be read is a mistake, whoever needs it.
-_FLAGS = (
-    "use_cpu", "debug", "exact", "cpu_affinity", "allow_cp_standalone", "fork_launched", "downcast_bf16",
-    "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation",
-    "use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config",
-    "ACCELERATE_INIT_INCLUDE_BUFFERS", "ACCELERATE_USE_SAGEMAKER",
-    "ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD", "ACCELERATE_FP8_OVERRIDE_WGRAD",
-    "FSDP_OFFLOAD_PARAMS", "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
-)  # fmt: skip
-# (least, greatest) that is accepted.
-_NUMBERS: dict[str, tuple[int, int | None]] = {
-    "rank": (0, None),
-    "world_size": (1, None),
-    "local_rank": (0, None),
-    "local_world_size": (1, None),
-    "node_rank": (0, None),
-    "master_port": (0, 65535),
-    "restart_count": (0, None),
-    "gradient_accumulation_steps": (1, None),
-    "ACCELERATE_NUM_PROCESSES": (1, None),
-    "ACCELERATE_NUM_MACHINES": (1, None),
-    "ACCELERATE_MACHINE_RANK": (0, None),
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": (0, 3),
-    "FSDP_MIN_NUM_PARAMS": (0, None),
-    "PARALLELISM_CONFIG_PP_NUM_MICROBATCHES": (1, None),
-    "PARALLELISM_CONFIG_SP_SEQ_LENGTH": (1, None),
-    "FSDP_VERSION": (1, 2),
-    **{f"PARALLELISM_CONFIG_{name}_SIZE": (1, None) for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP", "PP")},
-}
-_DECIMALS = ("debug_timeout", "ACCELERATE_GRADIENT_CLIPPING")
+def get(name: str, default: str | None = None) -> str | None:
+    """The text of a variable; an empty one counts as unset.
 
-_TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
-_FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
+    A word of a list comes in the list's spelling. LookupError for a variable without a row in `core.options`,
+    ConfigurationError for a value that its row does not accept.
+    """
+    row = row_of(name)
+    text = os.environ.get(name)
+    if not text:
+        return default
+    return str(row.read(text)) if row.kind == "text" else text
 
 
-def variable(field: str) -> str:
-    """The variable of a field of the table; any other name is taken as a variable itself."""
-    return VARIABLES.get(field, field)
+def value(name: str) -> Any:
+    """The value of a variable in the type of its row; None where it is unset."""
+    row = row_of(name)
+    text = os.environ.get(name)
+    return row.read(text) if text else None
 
 
-def get(field: str, default: str | None = None) -> str | None:
-    """The text of a field's variable; an empty variable counts as unset."""
-    return os.environ.get(variable(field)) or default
+def get_flag(name: str, default: bool = False) -> bool:
+    """The truth value of a variable."""
+    found = value(name)
+    return default if found is None else bool(found)
 
 
-def get_flag(field: str, default: bool = False) -> bool:
-    text = get(field)
-    return default if text is None else parse_bool(text, where=variable(field))
+def get_int(name: str) -> int | None:
+    """The whole number in a variable, None where it is unset."""
+    found = value(name)
+    if isinstance(found, str):
+        raise ConfigurationError(f"{name}={found!r} is not a whole number")
+    return None if found is None else int(found)
 
 
-def get_int(field: str) -> int | None:
-    text = get(field)
-    if text is None:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigurationError(f"{variable(field)}={text!r} is not a whole number") from None
-
-
-def get_float(field: str) -> float | None:
-    text = get(field)
-    if text is None:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigurationError(f"{variable(field)}={text!r} is not a number") from None
+def get_float(name: str) -> float | None:
+    """The number in a variable, None where it is unset."""
+    found = value(name)
+    if isinstance(found, str):
+        raise ConfigurationError(f"{name}={found!r} is not a number")
+    return None if found is None else float(found)
 
 
 def check_run() -> None:
-    """Check the typed variables of a run. ConfigurationError names the variable, its value and what is accepted."""
-    for field in _DECIMALS:
-        if get(field) != "auto":
-            get_float(field)
-    for variable_name, limits in _typed().items():
-        text = os.environ.get(variable_name)
-        if not text or text == "auto":
-            continue
-        if limits is None:
-            parse_bool(text, where=variable_name)
-            continue
-        least, greatest = limits
-        accepted = f"{least} to {greatest}" if greatest is not None else f"{least} or more"
-        try:
-            number = int(text)
-        except ValueError:
-            raise ConfigurationError(
-                f"{variable_name}={text[:100]!r} is not a whole number: use {accepted}, or unset it"
-            ) from None
-        if number < least or (greatest is not None and number > greatest):
-            raise ConfigurationError(f"{variable_name}={text[:100]!r} is out of range: use {accepted}, or unset it")
+    """Check the variables of a run. ConfigurationError names the variable, its value and what is accepted."""
+    for row in checked_variables():
+        text = os.environ.get(row.variable)
+        if text:
+            row.read(text)
 
 
-@functools.cache
-def _typed() -> dict[str, tuple[int, int | None] | None]:
-    """{variable: its limits, None for a flag}."""
-    found: dict[str, tuple[int, int | None] | None] = {variable(field): None for field in _FLAGS}
-    return found | {variable(field): limits for field, limits in _NUMBERS.items()}
+def raw(name: str) -> str | None:
+    """The text of a variable as it is; None where it is unset."""
+    return os.environ.get(row_of(name).variable)
 
 
 def all_with_prefix(prefix: str) -> dict[str, str]:
+    """Return the variables whose names start with `prefix`."""
     return {name: text for name, text in os.environ.items() if name.startswith(prefix)}
 
 
 def publish(values: Mapping[str, Any]) -> None:
-    """Set fields for this process and its children. None removes one."""
-    for field, value in values.items():
+    """Set variables of this process and its children. None removes one."""
+    for name, value in values.items():
         if value is None:
-            os.environ.pop(variable(field), None)
+            os.environ.pop(name, None)
         else:
-            os.environ[variable(field)] = as_text(value)
+            os.environ[name] = as_text(value)
 
 
 def child_environment(extra: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """A copy of this environment with fields changed, for a process to be started. None removes one."""
-    env = dict(os.environ)
-    for field, value in (extra or {}).items():
-        if value is None:
-            env.pop(variable(field), None)
-        else:
-            env[variable(field)] = as_text(value)
-    return env
-
-
-def as_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value)
-
-
-def parse_bool(text: str, where: str = "value") -> bool:
-    lowered = text.strip().lower()
-    if lowered in _TRUE:
-        return True
-    if lowered in _FALSE:
-        return False
-    shown = text if len(text) <= 100 else f"{text[:100]}..."
-    raise ConfigurationError(f"{where}={shown!r} is not a truth value: use one of true, false, yes, no, on, off, 1, 0")
+    """A copy of this environment with variables changed, for a process to be started. None removes one."""
+    changed = {name: None if value is None else as_text(value) for name, value in (extra or {}).items()}
+    return {name: text for name, text in ({**os.environ} | changed).items() if text is not None}
 
 
 # The API's own helpers, public as accelerate.utils.*
@@ -217,10 +112,13 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    return get_flag(key, default)
+    """The truth value of a variable of any name; ValueError for a text that is none."""
+    text = os.environ.get(key)
+    return parse_bool(text, key) if text else default
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return the text of a variable, or `default` if it is not set."""
     return os.environ.get(key, str(default))
 
 
@@ -277,8 +175,9 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 def purge_accelerate_environment(func_or_cls: T) -> T:
     """Decorator of a function, or of a test class: ACCELERATE_* variables set inside are gone afterwards."""
     if inspect.isclass(func_or_cls):
-        for name, member in list(vars(func_or_cls).items()):
-            if callable(member) and (name.startswith("test") or name in ("setUp", "tearDown", "setup_method")):
+        for name in dir(func_or_cls):
+            member = inspect.getattr_static(func_or_cls, name)
+            if name.startswith("test") and inspect.isfunction(member):
                 setattr(func_or_cls, name, _purging(member))
         return func_or_cls
     return _purging(func_or_cls)  # type: ignore[arg-type, return-value]

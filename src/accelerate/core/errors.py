@@ -9,11 +9,15 @@ class AccelerateError(Exception):
 
 
 class ConfigurationError(AccelerateError, ValueError):
-    """A value that was asked for (argument, variable or file) cannot be used. The message names it and its origin."""
+    """A requested value (argument, variable or file) cannot be used. The message names it and its origin."""
+
+
+class MissingConfigurationError(ConfigurationError, FileNotFoundError):
+    """A configuration file does not exist."""
 
 
 class PrepareError(AccelerateError, ValueError):
-    """An object handed to `prepare` cannot be prepared as asked."""
+    """An object given to `prepare` cannot be prepared as requested."""
 
 
 class DistributedOperationException(AccelerateError):
@@ -21,11 +25,11 @@ class DistributedOperationException(AccelerateError):
 
 
 class CommunicationError(AccelerateError, RuntimeError):
-    """Another rank is gone, or did not come to a collective in time. The message says what is known of it."""
+    """Another rank is gone, or did not come to a collective in time. The message contains what is known about it."""
 
 
 class LaunchError(AccelerateError, RuntimeError):
-    """The asked-for processes could not be started or joined."""
+    """The requested processes could not be started or joined."""
 
 
 class CheckpointError(AccelerateError, RuntimeError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written whole or not at all, regular files that are opened without waiting, and checksums."""
+"""Files that are written atomically, regular files that are opened without waiting, and checksums."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import errno
 import os
 import stat
-import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +44,7 @@ def follow_links(path: Path, argument: str) -> Path:
     """The absolute path without any symbolic link, of something that need not exist yet.
 
     Raises ConfigurationError for links in a circle, and for a link to something in a folder that does not exist: a
-    disk that is not mounted, say, for which nothing else must be made in its place.
+    disk that is not mounted, for example, which must not be replaced by a new folder.
     """
     try:
         resolved = Path(os.path.realpath(path))
@@ -65,7 +64,7 @@ def follow_links(path: Path, argument: str) -> Path:
             if not target.parent.is_dir():
                 raise ConfigurationError(
                     f"{argument}: {link} is a link to {target}, and {target.parent} does not exist: make that folder, "
-                    "or mend the link"
+                    "or fix the link"
                 )
     return resolved
 
@@ -77,7 +76,7 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[
     Where `path` is a symbolic link, the file that it leads to is written, and the link stays.
     """
     path = follow_links(Path(path), "path")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, mode) as file:
             yield file

@@ -1,72 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which optional packages are here: one table, asked by name. No package is imported to find out."""
+"""Which optional packages are installed: one table by name. No package is imported to find out."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
 import importlib.util
-import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from packaging.version import Version, parse
 
+from .constants import STR_OPERATION_TO_FUNC
+
 F = TypeVar("F", bound=Callable[..., Any])
 
-# name asked -> (module to look for, distribution whose metadata must exist; None where the module is enough)
-PACKAGES: dict[str, tuple[str, str | None]] = {
+# name -> (module to look for, distribution whose metadata must exist). A package that is not listed here is available
+# where its module is found.
+PACKAGES: dict[str, tuple[str, str]] = {
     "aim": ("aim", "aim"),
     "bitsandbytes": ("bitsandbytes", "bitsandbytes"),
-    "boto3": ("boto3", None),
-    "clearml": ("clearml", None),
-    "comet_ml": ("comet_ml", None),
     "datasets": ("datasets", "datasets"),
     "deepspeed": ("deepspeed", "deepspeed"),
-    "dvclive": ("dvclive", None),
-    "import_timer": ("import_timer", None),
-    "lomo_optim": ("lomo_optim", None),
-    "matplotlib": ("matplotlib", None),
-    "megatron": ("megatron", None),
-    "mlflow": ("mlflow", None),
     "msamp": ("msamp", "ms-amp"),
-    "pandas": ("pandas", None),
     "peft": ("peft", "peft"),
-    "pynvml": ("pynvml", None),
-    "amdsmi": ("amdsmi", None),
-    "pytest": ("pytest", None),
     "ray": ("ray", "ray"),
-    "rich": ("rich", None),
-    "sagemaker": ("sagemaker", None),
-    "schedulefree": ("schedulefree", None),
-    "swanlab": ("swanlab", None),
-    "tensorboard": ("tensorboard", None),
-    "tensorboardX": ("tensorboardX", None),
     "timm": ("timm", "timm"),
     "torch_xla": ("torch_xla", "torch_xla"),
     "torchao": ("torchao", "torchao"),
     "torchdata": ("torchdata", "torchdata"),
     "torchvision": ("torchvision", "torchvision"),
-    "trackio": ("trackio", None),
     "transformer_engine": ("transformer_engine", "transformer-engine"),
     "transformers": ("transformers", "transformers"),
-    "triton": ("triton", None),
-    "wandb": ("wandb", None),
-}
-
-OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<=": operator.le,
-    "<": operator.lt,
 }
 
 
 @functools.cache
 def is_available(name: str) -> bool:
-    """Whether an optional package of the table is installed. A stray folder of its name does not count."""
+    """Whether an optional package is installed. A stray folder of its name does not count."""
     module, distribution = PACKAGES.get(name, (name, None))
     spec = importlib.util.find_spec(module)
     if spec is None or (spec.origin is None and distribution is None and spec.loader is None):
@@ -82,15 +53,16 @@ def is_available(name: str) -> bool:
 
 @functools.cache
 def version_of(distribution: str) -> Version:
+    """Return the installed version of a distribution."""
     return parse(importlib.metadata.version(distribution))
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Whether a library's installed version (or a version given) stands in `operation` to `requirement_version`."""
-    if operation not in OPERATORS:
-        raise ValueError(f"`operation` must be one of {list(OPERATORS)}, received {operation}")
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ValueError(f"`operation` must be one of {list(STR_OPERATION_TO_FUNC)}, received {operation}")
     found = version_of(library_or_version) if isinstance(library_or_version, str) else library_or_version
-    return OPERATORS[operation](found, parse(requirement_version))
+    return STR_OPERATION_TO_FUNC[operation](found, parse(requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:

@@ -3,23 +3,35 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
 ROOT = __name__.partition(".")[0]
+# Public names that neither the package nor its `utils` exports, and the modules that define them.
+_DEFINED_IN = {
+    **dict.fromkeys(["AcceleratorState", "GradientState", "PartialState"], "state"),
+    **dict.fromkeys(["DataLoaderDispatcher", "DataLoaderShard", "DataLoaderStateMixin"], "data_loader"),
+    **dict.fromkeys(["AlignDevicesHook", "ModelHook", "SequentialHook", "add_hook_to_module"], "hooks"),
+    **dict.fromkeys(["LOGGER_TYPE_TO_CLASS", "GeneralTracker", "filter_trackers"], "tracking"),
+    "AcceleratedOptimizer": "optimizer",
+    "AcceleratedScheduler": "scheduler",
+}
 
 
 def attach(
-    module: str, exports: Mapping[str, Iterable[str]], submodules: Iterable[str] = ()
+    module: str, exports: Mapping[str, Iterable[str]], submodules: Iterable[str] = (), all_public: bool = False
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """`__getattr__`, `__dir__` and `__all__` of `module`, which exports each home's names as its own.
 
     `exports` maps a home (a module path inside this package) to the names that live there; `submodules` are modules of
-    `module` itself that may be reached as attributes. A name is resolved once and then is a plain attribute.
+    `module` itself that may be reached as attributes. A name is resolved once and then is a plain attribute. With
+    `all_public`, and in the modules of `utils`, every other public name can be imported too; see `public_names`.
 
     Example:
         __getattr__, __dir__, __all__ = attach(__name__, {"core.trees": ["send_to_device"]})
@@ -33,6 +45,8 @@ def attach(
             value = getattr(_load(homes[name]), name)
         elif name in children:
             value = _load(f"{module}.{name}")
+        elif all_public or module.startswith(f"{ROOT}.utils."):
+            value = public_name(module, name)
         else:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         setattr(sys.modules[module], name, value)
@@ -44,9 +58,40 @@ def attach(
     return resolve, listing, public
 
 
+def public_names(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of an API module from which every public name of the package can be imported.
+
+    Scripts import names from the API module that uses them, not only from the one that defines them:
+    `from accelerate.accelerator import DataLoaderConfiguration`.
+
+    Example:
+        if not TYPE_CHECKING:
+            __getattr__ = public_names(__name__)
+    """
+    return functools.partial(public_name, module)
+
+
+def public_name(module: str, name: str) -> Any:
+    """Return what the package or its `utils` exports under this name; AttributeError, in the words of `module`."""
+    if name in _DEFINED_IN:
+        return getattr(_load(f"{ROOT}.{_DEFINED_IN[name]}"), name)
+    if not name.startswith("_") and not _is_submodule(module, name):
+        for package in (ROOT, f"{ROOT}.utils"):
+            exporting = _load(package)
+            if name in exporting.__all__:
+                return getattr(exporting, name)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def _is_submodule(module: str, name: str) -> bool:
+    """`from package import submodule` looks for an attribute first, which must not import all modules of `utils`."""
+    return "__path__" in vars(sys.modules[module]) and importlib.util.find_spec(f"{module}.{name}") is not None
+
+
 def _load(module: str) -> ModuleType:
-    """The module, imported without garbage collections: what an import makes stays, and torch leaves so much to look
-    through that one collection costs more than all of this package.
+    """Import a module with the garbage collector disabled.
+
+    Imported objects are not garbage, and with torch loaded one collection takes longer than importing this package.
     """
     collecting = gc.isenabled()
     gc.disable()

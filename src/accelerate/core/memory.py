@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that is given back, and errors that say it has run out."""
+"""Release of cached memory, and recognition of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from . import devices
 from .errors import AccelerateError
 
-# What the allocators and libraries say when memory runs out.
+# Messages of allocators and libraries when memory runs out.
 EXHAUSTED = (
     " out of memory.",
     "out of memory (",
@@ -24,14 +24,14 @@ EXHAUSTED = (
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Return the accelerator's unused cached memory to the driver, after a collection of garbage when asked."""
+    """Return the accelerator's unused cached memory to the driver, after a garbage collection if requested."""
     if garbage_collection:
         gc.collect()
     devices.empty_cache()
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Give back the accelerator's cached memory; as many None as `objects`, to overwrite the caller's names with.
+    """Release the accelerator's cached memory; return as many None as `objects`, to overwrite the caller's names.
 
     What those names hold is free once they are overwritten; its cached memory goes with the next call.
 
@@ -44,7 +44,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether an error says that memory has run out, so that a smaller batch may work."""
+    """Whether an error means that memory has run out, so that a smaller batch may work."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(exception, AccelerateError):

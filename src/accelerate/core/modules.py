@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about a torch module: its children in order, the classes in it, whether it is compiled or sharded."""
+"""Properties of a torch module: its children in order, its classes, whether it is compiled or sharded."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether parts of `module` (not only the whole) are compiled, as wrapped modules or in place."""
-    whole = getattr(module, "_orig_mod", None) if is_compiled_module(module) else None
-    inner = (child for child in module.modules() if child is not module and child is not whole)
+    """Whether submodules of `module` are compiled, as wrapped modules or in place."""
+    original = getattr(module, "_orig_mod", None) if is_compiled_module(module) else None
+    inner = (child for child in module.modules() if child is not module and child is not original)
     return any(is_compiled_module(child) or child._compiled_call_impl is not None for child in inner)
 
 
@@ -50,8 +50,12 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Over how many processes the model says it is split by tensor parallelism, or None where it does not say."""
+    """The tensor parallel size that the model declares, or None."""
     size = getattr(model, "tp_size", None)
+    if size is None:
+        # transformers from 5.9 on has it in the configuration: an object, or a dict if that came from a file.
+        layout = getattr(getattr(model, "config", None), "distributed_config", None)
+        size = layout.get("tp_size") if isinstance(layout, dict) else getattr(layout, "tp_size", None)
     return None if size is None else int(size)
 
 

@@ -41,9 +41,9 @@ def torch_build() -> dict[str, str]:
 
 
 def accelerators() -> Accelerators:
-    """The accelerators that torch could use here, the visible-devices variables heeded.
+    """The accelerators that torch could use here, limited by the visible-devices variables.
 
-    Only device files and the driver's own library are asked: no context is made and torch is not imported.
+    It reads device files and the driver's own library: no context is made and torch is not imported.
     """
     for kind in DEVICES.values():
         count = _counter_of(kind)
@@ -75,7 +75,7 @@ def _device_files(pattern: str) -> int:
 
 def _limited(present: int, variable: str) -> int:
     """How many devices a visible-devices variable leaves. Set and empty, it leaves none."""
-    text = env.all_with_prefix(variable).get(variable)
+    text = env.raw(variable)
     if text is None or not present:
         return present
     named = 0
@@ -128,9 +128,9 @@ def usable_cpus() -> list[int]:
 
 
 def share_of_cpus(index: int, count: int) -> list[int]:
-    """The logical processors of one of `count` processes that share this machine: whole cores, near each other.
+    """The logical processors of one of `count` processes that share this machine: full cores, near each other.
 
-    Processors are ordered by memory node and core, so that a share crosses a node's border only where it must. With
+    Processors are ordered by memory node and core, so that a share spans two nodes only if it must. With
     fewer cores than processes some processes get the same.
     """
     cores: dict[tuple[int, str], list[int]] = {}
@@ -155,14 +155,14 @@ def _siblings(cpu: int) -> str:
 
 
 def physical_cores() -> int:
-    """The cores this process may use: hyper-threads of one core count once, and a container's quota is heeded."""
+    """The cores this process may use: hyper-threads of one core count once, and a container's quota limits them."""
     cores = {_siblings(cpu) for cpu in usable_cpus()}
     quota = _container_quota()
     return max(1, min(len(cores), quota) if quota else len(cores))
 
 
 def _container_quota() -> int | None:
-    """Whole processors that the control groups grant, or None without a limit."""
+    """Number of processors that the control groups grant, or None without a limit."""
     quotas = []
     for folder in _control_groups("cpu"):
         with contextlib.suppress(OSError, ValueError):
@@ -196,7 +196,7 @@ def _control_groups(controller: str) -> list[Path]:
 
 
 def usable_cpu_count() -> int:
-    """The logical processors this process may use, a container's quota heeded."""
+    """The logical processors this process may use, limited by a container's quota."""
     quota = _container_quota()
     return max(1, min(len(usable_cpus()), quota) if quota else len(usable_cpus()))
 
@@ -205,9 +205,9 @@ def available_memory() -> int | None:
     """Bytes that new processes can take without swapping: the machine's and the control groups'. None if unknown."""
     found = [bytes_free for folder in _control_groups("memory") if (bytes_free := _group_memory(folder)) is not None]
     with contextlib.suppress(OSError, ValueError, IndexError):
-        told = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        if told:
-            found.append(int(told.group(1)) * 1024)
+        found_line = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        if found_line:
+            found.append(int(found_line.group(1)) * 1024)
     if not found:
         with contextlib.suppress(ImportError, OSError):
             import psutil
@@ -234,7 +234,7 @@ def _group_memory(folder: Path) -> int | None:
 
 
 def handles_signal(pid: int, number: int) -> bool:
-    """Whether a process has a handler of its own for a signal. Linux tells; elsewhere False."""
+    """Whether a process has installed a handler for a signal. Known on Linux only; elsewhere False."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

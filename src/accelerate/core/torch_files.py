@@ -33,13 +33,15 @@ READ_ERRORS = (
 )
 
 
-def check_archive(file: Any) -> bool:
-    """Check a file of torch.save (a path or a file object) before it is read; whether it is a zip archive.
+def check_archive(file: Any, name: str | os.PathLike[str] = "the file") -> bool:
+    """Check a file of torch.save (a path, or a file object that errors call `name`) before it is read.
 
-    Raises CheckpointError for a path that is no regular file, and for an archive whose parts say that they are larger
-    than the archive: torch takes the memory first.
+    Returns whether it is a zip archive.
+
+    Raises CheckpointError for a path that is no regular file, and for an archive whose members declare more bytes
+    than the archive has: torch takes the memory first.
     """
-    name = file if isinstance(file, (str, os.PathLike)) else "the file"
+    name = file if isinstance(file, (str, os.PathLike)) else name
     try:
         if isinstance(file, (str, os.PathLike)):
             size = require_regular(file)
@@ -62,5 +64,5 @@ def check_archive(file: Any) -> bool:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise CheckpointError(f"{name} cannot be read: {reason}") from error
     if declared > size:
-        raise CheckpointError(f"{name} is damaged: its parts say that they have {declared} bytes, the file has {size}")
+        raise CheckpointError(f"{name} is damaged: its members declare {declared} bytes, the file has {size}")
     return True

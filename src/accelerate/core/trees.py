@@ -28,6 +28,7 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def is_dataclass_instance(data: Any) -> bool:
+    """Whether `data` is an instance of a dataclass, and not a dataclass itself."""
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
@@ -104,6 +105,7 @@ def replace_leaves(data: Any, values: Iterable[Any], is_leaf: Leaf = is_tensor) 
 
 
 def first_leaf(data: Any, is_leaf: Leaf = is_tensor) -> Any | None:
+    """Return the first leaf of nested `data`, or None if there is none."""
     return next(leaves(data, is_leaf), None)
 
 
@@ -216,7 +218,11 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """A list of equally structured nested data as one, each tensor concatenated along `dim`."""
+    """A list of equally structured nested data as one, each tensor concatenated along `dim`.
+
+    Leaves that are not tensors cannot be joined: a list of one entry returns them unchanged, a longer one raises
+    TypeError.
+    """
     first = data[0]
     if isinstance(first, (tuple, list)):
         return honor_type(first, (concatenate([entry[i] for entry in data], dim) for i in range(len(first))))
@@ -230,6 +236,8 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         }
         return dataclasses.replace(first, **joined)
     if not isinstance(first, torch.Tensor):
+        if len(data) == 1:
+            return first
         raise TypeError(f"Can only concatenate tensors but got {type(first)}")
     return torch.cat(data, dim=dim)
 

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samplers, shards, dispatch, prefetch, position in the epoch."""
 
+from typing import TYPE_CHECKING
+
 from ..core.imports import is_available
+from ..core.lazy import public_names
 from .base import DataLoaderAdapter, DataLoaderStateMixin
 from .dispatch import DataLoaderDispatcher
 from .iterable import IterableDatasetShard
@@ -29,3 +32,6 @@ if is_available("torch_xla"):
     from .xla import MpDeviceLoaderWrapper  # noqa: F401
 
     __all__.append("MpDeviceLoaderWrapper")
+
+if not TYPE_CHECKING:
+    __getattr__ = public_names(__name__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dealing out what one process has read: batches in, one part a shard and step out. Pure."""
+"""Split the batches that one process has read into one batch for each shard and step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .batch_source import Batch
 from .position import StreamPosition
 from .rows import count_rows, join_rows, repeat_rows, take_rows
-from .steps import ReadPlan, ShardSplit, completed, real_counts
+from .steps import ReadPlan, ShardSplit, ShardStep, completed, real_counts
 
 SliceFunction = Callable[..., Any]
 
@@ -21,12 +20,14 @@ class AssignedStep:
     """One step of all shards.
 
     Fields:
-        parts: each shard's batch; None where it has none (any more).
-        counts: the real samples of each. place: the place after it. last: for each shard, whether it is its last.
-        final: no step follows for any of them.
+        batches: each shard's batch; None where it has none.
+        counts: the samples of each shard, without repetitions and placeholders.
+        place: the position after the step.
+        last: for each shard, whether it is its last step.
+        final: no step follows for any shard.
     """
 
-    parts: list[Any]
+    batches: list[Any]
     counts: tuple[int, ...] | None
     place: StreamPosition | int
     last: list[bool]
@@ -34,68 +35,72 @@ class AssignedStep:
 
 
 class BatchAssigner:
-    """Shares out batches between shards, step by step.
+    """Assigns batches to shards, step by step.
 
-    Without `split`, each shard takes a batch as it was collated; with it, a part of every batch. What is left for the
-    last step is joined and cut into equal parts (completed with the first rows of the epoch where `cut.even`), or
-    falls as it falls (`cut.exact`). `slice_fn(batch, slice, process_index=, num_processes=)` cuts in its own way: then
-    every step is joined first.
+    Each shard gets a batch as it was collated, or a slice of every batch where `plan.cut.split`. The batches of an
+    incomplete last step are joined and split equally. They are filled with the first rows of the epoch where
+    `plan.cut.even`, and nothing is repeated where `plan.cut.exact`.
+
+    Args:
+        plan: how the order is split.
+        slice_fn: slices a batch, called as `(batch, slice, process_index=, num_processes=)`. Every step is joined
+            first then.
     """
 
     def __init__(self, plan: ReadPlan, slice_fn: SliceFunction | None = None) -> None:
         self.cut: ShardSplit = plan.cut
-        self.size = plan.size
-        self.drop_last = plan.drop_last
+        self.size: int | None = plan.size
+        self.drop_last: bool = plan.drop_last
         self.slice_fn = slice_fn
         self.head: tuple[Any, int] | None = None
 
-    def rounds(self, batches: Iterator[Batch]) -> Iterator[AssignedStep]:
-        """The steps of all shards from the batches of one reader."""
-        steps = self._steps(batches)
+    def steps(self, batches: Iterator[ShardStep]) -> Iterator[AssignedStep]:
+        """The steps of all shards from the batches that one process reads."""
+        steps = self._assigned(batches)
         uneven = not self.cut.even and not self.cut.exact
         if not uneven and (self.cut.split or not self.drop_last):
             yield from steps
             return
-        # Whether a step is a shard's last shows in the one after it.
+        # The step after it shows whether a step is a shard's last one.
         present = next(steps, None)
         while present is not None:
             following = next(steps, None)
-            ahead = following.parts if following is not None else [None] * self.cut.shards
-            present.last = [part is None for part in ahead]
+            ahead = following.batches if following is not None else [None] * self.cut.shards
+            present.last = [batch is None for batch in ahead]
             present.final = following is None
             yield present
             present = following
 
-    def _steps(self, batches: Iterator[Batch]) -> Iterator[AssignedStep]:
+    def _assigned(self, batches: Iterator[ShardStep]) -> Iterator[AssignedStep]:
         shards = self.cut.shards
         while group := list(itertools.islice(batches, 1 if self.cut.split else shards)):
-            last = group[-1][3]
+            last = group[-1].last
             if self.drop_last and len(group) < (1 if self.cut.split else shards):
                 return
-            rows = [counts[0] if counts else count_rows(batch) for batch, counts, _, _ in group]
-            parts, counts = self.deal([batch for batch, _, _, _ in group], rows, last)
-            yield AssignedStep(parts, counts, group[-1][2], [last] * shards, last)
+            rows = [step.counts[0] if step.counts else count_rows(step.data) for step in group]
+            parts, counts = self.assign([step.data for step in group], rows, last)
+            yield AssignedStep(parts, counts, group[-1].position, [last] * shards, last)
 
-    def deal(self, group: list[Any], rows: list[int | None], last: bool) -> tuple[list[Any], tuple[int, ...] | None]:
-        """The parts of one step, and the real samples in each."""
+    def assign(self, group: list[Any], rows: list[int | None], last: bool) -> tuple[list[Any], tuple[int, ...] | None]:
+        """Each shard's batch in one step, and the number of samples in each."""
         known = [count for count in rows if count is not None]
         if len(known) < len(rows):
             return self._uncounted(group)
         if self.head is None:
             self.head = (group[0], known[0])
-        whole = len(group) == self.cut.shards and not self.cut.split
-        if self.slice_fn is None and whole and (self.cut.exact or not last or len(set(known)) == 1):
+        complete = len(group) == self.cut.shards and not self.cut.split
+        if self.slice_fn is None and complete and (self.cut.exact or not last or len(set(known)) == 1):
             return group, tuple(known)
         if self.cut.exact:
             return self._without_repeats(group, known)
         return self._evenly(group, known)
 
     def _uncounted(self, group: list[Any]) -> tuple[list[Any], None]:
-        """Batches whose rows cannot be counted go round whole."""
+        """Batches whose rows cannot be counted are assigned without being split."""
         if self.cut.split:
             raise ValueError(
-                "split_batches=True cuts each batch, and this loader's batches hold neither tensors nor lists whose "
-                "rows could be counted: use split_batches=False"
+                "split_batches=True splits each batch, and this loader's batches contain neither tensors nor lists "
+                "whose rows could be counted: use split_batches=False"
             )
         if self.head is None:
             self.head = (group, 0)
@@ -110,8 +115,8 @@ class BatchAssigner:
         if not self.cut.split:
             missing = shards - len(group)
             return group + [placeholder] * missing, (*rows, *[0] * missing)
-        whole = rows[0] if self.size is None else max(self.size, rows[0])
-        part = -(-whole // shards)
+        length = rows[0] if self.size is None else max(self.size, rows[0])
+        part = -(-length // shards)
         counts = real_counts(rows[0], part, shards)
         parts = self._cut(group[0], rows[0], part)
         return [cut if count else placeholder for cut, count in zip(parts, counts, strict=True)], counts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all prepared loaders share: what they say of the present batch, and the torch loader that they stand for."""
+"""Base classes of prepared loaders: attributes of the present batch, and the proxy of the torch loader."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..state import GradientState
 
 
 class DataLoaderStateMixin:
-    """What a loader says of the batch that it yielded last, and its registration with the gradient state.
+    """The attributes of the batch that a loader yielded last, and the loader's registration with the gradient state.
 
     Attributes:
         end_of_dataloader: this batch is the last one.
-        remainder: samples in the last global batch where it is smaller than the others, 0 where it is not, -1 where
-            that is not known (yet) or the rest is dropped.
-        batch_counts: the real samples (no repetitions, no placeholders) that each shard has in this step, in shard
-            order; None where that is not known.
-        batch_weight: with `exact`, this shard's part of the step's samples times the number of shards: what its mean
-            loss counts in the mean over all shards. 0.0 for a placeholder; 1.0 without `exact`.
+        remainder: samples in the last global batch if it is smaller than the others, 0 if it is not, -1 if that is
+            not known (yet) or the rest is dropped.
+        batch_counts: the samples of each shard in this step without repetitions and placeholders, in shard order;
+            None where that is not known.
+        batch_weight: with `exact`, the weight of this shard's mean loss in the mean over all shards, which is its
+            fraction of the step's samples times the number of shards. 0.0 for a placeholder. 1.0 without `exact`.
     """
 
     end_of_dataloader = False
@@ -41,35 +41,39 @@ class DataLoaderStateMixin:
         cls.remainder = -1
 
     def reset(self) -> None:
-        """Forget the last batch."""
+        """Clear the attributes of the last batch."""
         self.end_of_dataloader = False
         self.remainder = -1
         self.batch_counts = None
         self.batch_weight = 1.0
 
     def begin(self) -> None:
-        """A pass begins: this is now the loader that is being read."""
+        """Start a pass: this is now the active loader."""
         self.reset()
         self._open_passes += 1
         GradientState()._add_dataloader(self)
 
     def end(self) -> None:
-        """A pass has ended, at its end or before: the loader around this one, if any, is the one being read again."""
+        """End a pass, complete or not. The loader whose loop encloses this one, if any, is active again."""
         self._open_passes = max(0, self._open_passes - 1)
         state = GradientState()
         state._remove_dataloader(self)
         if self._open_passes:
-            # A loop over this loader stands around the one that ended.
+            # A loop over this loader encloses the one that ended.
             state._add_dataloader(self)
 
 
 class DataLoaderAdapter:
-    """Stands for a torch loader (`base_dataloader`): an instance of its class to `isinstance`, with its attributes.
+    """A proxy of a torch loader (`base_dataloader`): an instance of its class to `isinstance`, with its attributes.
 
-    `kwargs` are those of torch's `DataLoader`, or of torchdata's `StatefulDataLoader` with `use_stateful_dataloader`.
+    Args:
+        dataset: the dataset.
+        use_stateful_dataloader: build torchdata's `StatefulDataLoader` instead of torch's `DataLoader`.
+        batch_sampler: the batch sampler, or None.
+        **kwargs: the other arguments of that class.
     """
 
-    base_dataloader: DataLoader
+    base_dataloader: DataLoader[Any]
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
@@ -80,7 +84,7 @@ class DataLoaderAdapter:
         self.base_dataloader = loader_class(use_stateful_dataloader)(dataset, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for what is not here. Without a base (while a copy is being made) nothing is.
+        # While a copy is being made there is no base yet.
         if name == "base_dataloader":
             raise AttributeError(name)
         if name == "total_batch_size":
@@ -89,7 +93,7 @@ class DataLoaderAdapter:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        # isinstance(loader, DataLoader) holds, as it does for subclasses that a user's loader may be of.
+        # isinstance(loader, DataLoader) is true, and so it is for a subclass of it.
         base = self.__dict__.get("base_dataloader")
         return type(self) if base is None else type(base)
 
@@ -97,22 +101,23 @@ class DataLoaderAdapter:
         return len(self.base_dataloader)
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Part of the API; there is nothing to adjust: the state counts what was yielded, not what was prefetched."""
+        """Does nothing: the state counts what was yielded, not what was prefetched. Part of the API."""
 
 
-def loader_class(stateful: bool) -> type[DataLoader]:
-    """The loader class to build. Raises ImportError where torchdata is asked for and missing."""
+def loader_class(stateful: bool) -> type[DataLoader[Any]]:
+    """The loader class to build. Raises ImportError where torchdata is required and missing."""
     if not stateful:
         return DataLoader
     if not is_available("torchdata"):
         raise ImportError("use_stateful_dataloader=True needs the package torchdata: pip install torchdata")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader
+    found: type[DataLoader[Any]] = StatefulDataLoader
+    return found
 
 
 def check_loader(dataloader: Any, who: str) -> None:
-    """Raise ConfigurationError for anything that is no torch loader."""
+    """Raise ConfigurationError for anything that is not a torch loader."""
     if not isinstance(dataloader, DataLoader):
         raise ConfigurationError(
             f"{who} takes a torch.utils.data.DataLoader; it was given a {type(dataloader).__module__}."

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches of one epoch from a torch loader, each with what is known of its step; in this process if possible."""
+"""The batches of one epoch from a torch loader, with the counts and position of each step."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import sys
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,35 +13,30 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
 from ..core.errors import PrepareError
-from .fetch import finished, map_fetch
+from .fetch import Fetch, finished, map_fetch
 from .iterable import IterableDatasetShard, open_stream
 from .order import Order, draw_worker_seed
 from .position import StreamPosition
 from .samplers import innermost
 from .shard import plan_of
-from .steps import ReadPlan, ShardSplit, is_generator
+from .steps import ReadPlan, ShardSplit, ShardStep, is_generator, mark_last
 from .workers import MapWorker, Meter, StreamWorker, WorkerStart, altered, as_is, keeps_state, opened, unwrapped
 
-# A batch; the samples that each shard has in its step; the place after it; whether it is the last.
-Batch = tuple[Any, tuple[int, ...] | None, "StreamPosition | int", bool]
 
-_END: Any = object()
-
-
-def stateful_class() -> type[DataLoader] | None:
-    """torchdata's `StatefulDataLoader` where it has been imported: else no loader is one."""
+def stateful_class() -> type[DataLoader[Any]] | None:
+    """The class `StatefulDataLoader` of torchdata; None where torchdata has not been imported."""
     module = sys.modules.get("torchdata.stateful_dataloader")
     return None if module is None else module.StatefulDataLoader
 
 
-def has_state(loader: DataLoader) -> bool:
-    """Whether the position of `loader` holds the state of its dataset."""
+def has_state(loader: DataLoader[Any]) -> bool:
+    """Whether the position of `loader` includes the state of its dataset."""
     kind = stateful_class()
     return kind is not None and isinstance(loader, kind) and keeps_state(unwrapped(loader.dataset))
 
 
-def is_native(loader: DataLoader) -> bool:
-    """Whether iterating `loader` is torch's (or torchdata's) own doing, which can be done another way."""
+def is_native(loader: DataLoader[Any]) -> bool:
+    """Whether `loader` is iterated by torch's or torchdata's own code, which can be replaced."""
     if isinstance(loader.dataset, (IterDataPipe, MapDataPipe)):
         return False
     return any(
@@ -52,18 +46,19 @@ def is_native(loader: DataLoader) -> bool:
     )
 
 
-def is_iterable(loader: DataLoader) -> bool:
+def is_iterable(loader: DataLoader[Any]) -> bool:
+    """Whether the dataset is iterable, and not map-style."""
     return isinstance(loader.dataset, IterableDataset)
 
 
-def plan_for(loader: DataLoader, skip_batches: int = 0) -> ReadPlan:
-    """The order that `loader` reads and the cut of it that its samplers or dataset make."""
+def plan_for(loader: DataLoader[Any], skip_batches: int = 0) -> ReadPlan:
+    """The order that `loader` reads, and how its samplers or dataset split it."""
     if is_iterable(loader):
         plan = _plan_of_stream(loader)
     elif loader.batch_sampler is not None:
         plan = plan_of(loader.batch_sampler)
     else:
-        # The dataset is handed what the sampler gives: whole batches where that is a batch sampler.
+        # The dataset gets what the sampler yields: batches where that is a batch sampler.
         plan = plan_of(loader.sampler)
         if not isinstance(innermost(loader.sampler), BatchSampler):
             plan.counted, plan.size = False, None
@@ -71,13 +66,13 @@ def plan_for(loader: DataLoader, skip_batches: int = 0) -> ReadPlan:
     return plan
 
 
-def _plan_of_stream(loader: DataLoader) -> ReadPlan:
+def _plan_of_stream(loader: DataLoader[Any]) -> ReadPlan:
     dataset: Any = loader.dataset
     size = loader.batch_size
     if isinstance(dataset, IterableDatasetShard):
         plan = dataset.plan()
         if size is None:
-            # The dataset's elements, batches already, go round the shards.
+            # The elements of the dataset are batches, and each goes to one shard.
             return ReadPlan(dataset.dataset, False, None, plan.drop_last, plan.cut, counted=False)
         if plan.stride == size * dataset.num_processes:
             return plan
@@ -85,19 +80,19 @@ def _plan_of_stream(loader: DataLoader) -> ReadPlan:
 
 
 class BatchSource:
-    """Reads a loader epoch by epoch. Keeps the loader that has the workers, where they are persistent."""
+    """Reads a loader epoch by epoch. Keeps the loader with the workers where they are persistent."""
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
         self._kept: tuple[Any, Any] | None = None
 
     @property
     def workers(self) -> int:
-        """How many streams an iterable dataset is read in."""
+        """The number of processes that read an iterable dataset."""
         return max(1, self.loader.num_workers)
 
-    def open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
-        """The batches of one pass from `start` on. Draws at once what torch's loader draws when it is iterated."""
+    def open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
+        """The batches of one pass from `start` on. Draws at once what torch's loader draws in `__iter__`."""
         loader = self.loader
         if not is_native(loader):
             return self._foreign(plan, order, start)
@@ -110,7 +105,7 @@ class BatchSource:
 
     # -- in this process
 
-    def _map_in_process(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
+    def _map_in_process(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         loader: Any = self.loader
         if start.inner is not None:
             loader.dataset.load_state_dict(start.inner[0])
@@ -121,9 +116,9 @@ class BatchSource:
         steps = order.paced(plan.read(stream, start.consumed, order.looks_ahead))
         if has_state(loader):
             return _fetched_with_state(steps, fetch, loader.dataset)
-        return ((fetch(indices), counts, position, last) for indices, counts, position, last in steps)
+        return _fetched(steps, fetch)
 
-    def _stream_in_process(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
+    def _stream_in_process(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         loader = self.loader
         if not order.resumes:
             draw_worker_seed(loader.generator)
@@ -134,16 +129,16 @@ class BatchSource:
         lazily = is_generator(unwrapped(loader.dataset))
         stream = order.open(lambda: open_stream(loader.dataset), lazily)
         steps = order.paced(plan.read(stream, start.consumed))
-        return ((fetch(items), counts, position, last) for items, counts, position, last in steps)
+        return _fetched(steps, fetch)
 
     # -- in worker processes
 
-    def _metered(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
+    def _metered(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         engine, meter = self._with_meter(plan, order, start)
         with order.undisturbed():
             batches = iter(engine)
-        tells = isinstance(engine.dataset, MapWorker)
-        return _metered_batches(batches, meter.log, start, self.workers if tells else 0)
+        has_states = isinstance(engine.dataset, MapWorker)
+        return _metered_batches(batches, meter, start, self.workers if has_states else 0)
 
     def _with_meter(self, plan: ReadPlan, order: Order, start: StreamPosition) -> tuple[Any, Meter]:
         loader = self.loader
@@ -161,9 +156,9 @@ class BatchSource:
         meter.arm(plan, order, start.consumed)
         return engine, meter
 
-    def _streamed(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
+    def _streamed(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         loader = self.loader
-        # The first batches are stepped over here: which worker's they are shows when they come.
+        # The first batches are skipped here: which worker they come from is only known afterwards.
         steps = plan.skip // plan.stride if start.workers is None else 0
         plan = dataclasses.replace(plan, skip=0)
         key = (plan.cut, plan.size, start)
@@ -184,9 +179,9 @@ class BatchSource:
             batches = iter(engine)
         return itertools.islice(_streamed_batches(batches, start, self.workers), steps, None)
 
-    # -- loaders that iterate in a way of their own
+    # -- loaders with a custom `__iter__`
 
-    def _foreign(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
+    def _foreign(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         loader = self.loader
         begin = max(start.consumed, plan.skip)
         batches: Iterator[Any]
@@ -199,49 +194,48 @@ class BatchSource:
         with order.undisturbed():
             batches = iter(engine)
         if plan.cut.shards > 1:
-            batches = _asking(batches, meter, loader)
+            batches = _checked_batches(batches, meter, loader)
         return _looking_ahead(batches, plan, begin)
 
 
-def _marked(batches: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
-    """Tuples with whether each is the last, by a look ahead."""
-    present = next(batches, _END)
-    while present is not _END:
-        following = next(batches, _END)
-        yield *present, following is _END
-        present = following
+def _fetched(steps: Iterator[ShardStep], fetch: Fetch) -> Iterator[ShardStep]:
+    for step in steps:
+        step.data = fetch(step.data)
+        yield step
 
 
-def _fetched_with_state(steps: Iterator[Any], fetch: Any, dataset: Any) -> Iterator[Batch]:
-    for indices, counts, position, last in steps:
-        batch = fetch(indices)
-        yield batch, counts, _with_state(position, [dataset.state_dict()]), last
+def _fetched_with_state(steps: Iterator[ShardStep], fetch: Fetch, dataset: Any) -> Iterator[ShardStep]:
+    for step in _fetched(steps, fetch):
+        step.position = _with_state(step.position, [dataset.state_dict()])
+        yield step
 
 
-def _streamed_with_state(loader: DataLoader, plan: ReadPlan, start: StreamPosition, fetch: Any) -> Iterator[Batch]:
+def _streamed_with_state(
+    loader: DataLoader[Any], plan: ReadPlan, start: StreamPosition, fetch: Fetch
+) -> Iterator[ShardStep]:
     own = unwrapped(loader.dataset)
 
-    def batches() -> Iterator[Any]:
-        for items, counts, position in opened(loader.dataset, plan, start):
-            place = StreamPosition(position, (position,), 0, [own.state_dict()])
-            yield fetch(items), counts, place
+    def steps() -> Iterator[ShardStep]:
+        for step in _fetched(opened(loader.dataset, plan, start), fetch):
+            assert isinstance(step.position, int)
+            step.position = StreamPosition(step.position, (step.position,), 0, [own.state_dict()])
+            yield step
 
-    return _marked(batches())
+    return mark_last(steps())
 
 
-def _metered_batches(
-    batches: Iterator[Any], log: deque[tuple[Any, StreamPosition | int, bool]], start: StreamPosition, workers: int
-) -> Iterator[Batch]:
-    if not workers:
-        for batch in batches:
-            counts, position, last = log.popleft()
-            yield batch, counts, position, last
-        return
+def _metered_batches(batches: Iterator[Any], meter: Meter, start: StreamPosition, workers: int) -> Iterator[ShardStep]:
+    """The batches of a loader whose indices come from `meter`, with the steps that it has recorded."""
+    log = meter.log
     states = list(start.inner or [None] * workers)
-    for batch, worker, state in batches:
-        counts, position, last = log.popleft()
-        states[worker] = state
-        yield batch, counts, _with_state(position, list(states)), last
+    for batch in batches:
+        step = log.popleft()
+        step.data = batch
+        if workers:
+            step.data, worker, states[worker] = batch[0], batch[1], batch[2]
+            step.position = _with_state(step.position, list(states))
+        del batch
+        yield step
 
 
 def _with_state(position: StreamPosition | int, states: list[Any]) -> StreamPosition:
@@ -250,34 +244,34 @@ def _with_state(position: StreamPosition | int, states: list[Any]) -> StreamPosi
     return place
 
 
-def _streamed_batches(batches: Iterator[Any], start: StreamPosition, workers: int) -> Iterator[Batch]:
+def _streamed_batches(batches: Iterator[Any], start: StreamPosition, workers: int) -> Iterator[ShardStep]:
     read = list(start.workers or [0] * workers)
     states = list(start.inner or [None] * workers)
 
-    def placed() -> Iterator[Any]:
+    def steps() -> Iterator[ShardStep]:
         for batch, counts, position, worker, state in batches:
             read[worker], states[worker] = position, state
             inner = None if state is None else list(states)
             place = StreamPosition(sum(read), tuple(read), (worker + 1) % workers, inner)
             # Pinning makes lists of tuples.
-            yield batch, None if counts is None else tuple(counts), place
+            step = ShardStep(batch, None if counts is None else tuple(counts), place)
+            del batch
+            yield step
 
-    return _marked(placed())
-
-
-def _looking_ahead(batches: Iterator[Any], plan: ReadPlan, begin: int) -> Iterator[Batch]:
-    stride = plan.stride
-    placed = ((batch, None, begin + stride * step) for step, batch in enumerate(batches, 1))
-    return _marked(placed)
+    return mark_last(steps())
 
 
-def _asking(batches: Iterator[Any], meter: Meter, loader: DataLoader) -> Iterator[Any]:
-    """`batches`, which must come from `meter`: else every shard would read everything."""
+def _looking_ahead(batches: Iterator[Any], plan: ReadPlan, begin: int) -> Iterator[ShardStep]:
+    return mark_last(ShardStep(batch, None, begin + plan.stride * number) for number, batch in enumerate(batches, 1))
+
+
+def _checked_batches(batches: Iterator[Any], meter: Meter, loader: DataLoader[Any]) -> Iterator[Any]:
+    """`batches`, which must come from `meter`. Otherwise every shard would read all data."""
     for batch in batches:
-        if not meter.asked:
+        if not meter.started:
             raise PrepareError(
-                f"{type(loader).__name__} does not take its batches from its `batch_sampler`, so that it cannot be "
-                "shared out between processes. Let the main process read it (dispatch_batches=True), or give "
-                "`prepare` a torch DataLoader."
+                f"{type(loader).__name__} does not use its `batch_sampler`, so its batches cannot be split between "
+                "processes. Let the main process read it (dispatch_batches=True), or pass a torch DataLoader to "
+                "`prepare`."
             )
         yield batch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the parts of a step get from the process that read them to the others: a short header and one message each."""
+"""Batches from the process that reads them to the others: a short header, then one message for each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..runtime.channel import signature
 
 END, PART, FAILED = range(3)
 PREFIX = 8
-# A row that came to a device is read on the host as far as its description goes, which this many bytes hold mostly.
+# Bytes of a row on a device that are first copied to the host: its description is usually not longer.
 HEAD = 4096
 READER = 0
 BEGIN = Call("the start of an epoch of a data loader with dispatch_batches")
@@ -27,40 +27,45 @@ NEXT = Call("the next batch of a data loader with dispatch_batches")
 
 @dataclass(slots=True)
 class BatchMessage:
-    """What one shard is told in a step: its batch, and what is known of the step."""
+    """What one shard receives in a step: its batch, and the step's counts and position."""
 
     batch: Any
     counts: tuple[int, ...] | None
     position: int
     last: bool
-    # Whether the reader sends nothing after this.
+    # The reader sends nothing after this.
     final: bool
 
 
 class BatchChannel:
-    """The way from rank 0 to all ranks of the run. `shard` is whose part this rank takes."""
+    """A channel from rank 0 to all ranks of the run.
+
+    Args:
+        shard: the shard that this rank receives.
+    """
 
     def __init__(self, shard: int) -> None:
         self.group = transport.group_of(None)
         self.device = transport.home(self.group)
         shards = transport.all_gather_numbers([shard], self.group, signature(BEGIN.operation), BEGIN)
-        self.shards = [found[0] for found in shards]
+        self.shards: list[int] = [found[0] for found in shards]
 
     def send(self, packed: list[torch.Tensor | None]) -> None:
-        """Hand each rank its shard's parcel (`pack` of it); a rank whose shard has none is told that it has ended."""
+        """Send each rank the packed message of its shard; None means that the shard has ended."""
         rows = [packed[shard] for shard in self.shards]
         self._scatter(PART, rows, max((row.numel() for row in rows if row is not None), default=0))
 
     def end(self) -> None:
+        """Report to all ranks that there is no next batch."""
         self._header(torch.tensor([END, 0], dtype=torch.int64, device=self.device))
 
     def fail(self, reason: str) -> None:
-        """Tell all ranks why there is no next batch."""
+        """Report to all ranks why there is no next batch."""
         row = torch.frombuffer(bytearray(reason.encode()), dtype=torch.uint8)
         self._scatter(FAILED, [row] * len(self.shards), row.numel())
 
     def receive(self) -> BatchMessage | None:
-        """The next parcel from rank 0; None where none is left for this rank. RuntimeError where the reader failed."""
+        """The next message from rank 0; None where this rank has none. Raises RuntimeError where rank 0 failed."""
         header = torch.empty(2, dtype=torch.int64, device=self.device)
         self._header(header)
         kind, length = header.tolist()
@@ -83,7 +88,7 @@ class BatchChannel:
 
 
 def padded_row(row: torch.Tensor | None, length: int) -> torch.Tensor:
-    """A row with zeros after it. No row is all zeros: what `unpack` reads as nothing."""
+    """A row followed by zeros up to `length`. For None it is all zeros, which `unpack` reads as None."""
     if row is None:
         return torch.zeros(length, dtype=torch.uint8)
     if row.numel() == length:
@@ -91,18 +96,18 @@ def padded_row(row: torch.Tensor | None, length: int) -> torch.Tensor:
     return torch.cat([row, torch.zeros(length - row.numel(), dtype=torch.uint8)])
 
 
-def pack(parcel: BatchMessage) -> torch.Tensor:
-    """A parcel as one row of bytes: a description, then the bytes of its tensors."""
-    leaves = list(trees.leaves(parcel.batch, is_dense))
-    skeleton = trees.map_leaves(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), parcel.batch, is_dense)
-    known = (skeleton, parcel.counts, parcel.position, parcel.last, parcel.final)
-    told = pickle.dumps(known, protocol=pickle.HIGHEST_PROTOCOL)
-    described = torch.frombuffer(bytearray(len(told).to_bytes(PREFIX, "little") + told), dtype=torch.uint8)
-    return torch.cat([described, flat.pack(leaves, torch.device("cpu"))]) if leaves else described
+def pack(message: BatchMessage) -> torch.Tensor:
+    """A message as one row of bytes: a description, then the bytes of its tensors."""
+    leaves = list(trees.leaves(message.batch, is_dense))
+    skeleton = trees.map_leaves(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), message.batch, is_dense)
+    known = (skeleton, message.counts, message.position, message.last, message.final)
+    description = pickle.dumps(known, protocol=pickle.HIGHEST_PROTOCOL)
+    row = torch.frombuffer(bytearray(len(description).to_bytes(PREFIX, "little") + description), dtype=torch.uint8)
+    return torch.cat([row, flat.pack(leaves, torch.device("cpu"))]) if leaves else row
 
 
 def unpack(row: torch.Tensor) -> BatchMessage | None:
-    """The parcel in a row, its tensors on the row's device. None where there is none."""
+    """The message in a row, with tensors on the row's device. None where there is none."""
     head = bytes(row[:HEAD].cpu().numpy())
     start = PREFIX + int.from_bytes(head[:PREFIX], "little")
     if start == PREFIX:
@@ -110,12 +115,12 @@ def unpack(row: torch.Tensor) -> BatchMessage | None:
     if start > len(head):
         head = bytes(row[:start].cpu().numpy())
     skeleton, *known = pickle.loads(head[PREFIX:start])
-    specs = tuple((told.shape, told.dtype) for told in trees.leaves(skeleton, is_tensor_information))
+    specs = tuple((leaf.shape, leaf.dtype) for leaf in trees.leaves(skeleton, is_tensor_information))
     tensors = flat.unpack(row[start : start + sum(flat.sizes_of(specs))], specs) if specs else []
     batch = trees.replace_leaves(skeleton, tensors, is_tensor_information)
     return BatchMessage(batch, *known)
 
 
 def is_dense(value: Any) -> bool:
-    """A tensor whose content is one dense block; any other value is pickled as it is."""
+    """Whether a value is a plain dense tensor. Any other value is pickled."""
     return type(value) in flat.PLAIN and value.layout is torch.strided and not value.is_nested

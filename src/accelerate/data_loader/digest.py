@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A running checksum of an order: what was drawn so far, in one number, however it is cut into steps."""
+"""A running checksum of an order, which does not depend on how the order is split into steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def extended(digest: int, elements: list[Any]) -> int:
-    """The checksum of an order whose first part has `digest`, after some more elements of it."""
+    """The checksum after some more elements of an order that has had `digest` so far."""
     try:
         # By far most elements are indices.
         return zlib.crc32(array.array("q", elements), digest)
@@ -22,7 +22,7 @@ def extended(digest: int, elements: list[Any]) -> int:
 
 
 def _encoded(element: Any) -> bytes:
-    """What tells an element from others, alike in every process."""
+    """Bytes that identify an element, the same in every process."""
     try:
         return array.array("q", [element]).tobytes()
     except (TypeError, OverflowError, RuntimeError, ValueError):
@@ -35,5 +35,5 @@ def _encoded(element: Any) -> bytes:
         return b"{" + b",".join(_encoded(part) for pair in element.items() for part in pair) + b"}"
     if isinstance(element, (list, tuple, range)):
         return b"[" + b",".join(map(_encoded, element)) + b"]"
-    # Of anything else only the kind can be compared: its text may hold an address, and an iterator is read once.
+    # For any other type only the type is compared: its repr may contain an address, and an iterator is read once.
     return type(element).__qualname__.encode()

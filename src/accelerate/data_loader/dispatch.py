@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loader that one process reads for all: rank 0 loads, every rank is handed its part of each step."""
+"""The loader that one process reads for all: rank 0 loads the batches and sends each rank its own."""
 
 from __future__ import annotations
 
@@ -12,27 +12,35 @@ import torch.distributed as dist
 from ..core.errors import ConfigurationError
 from ..state import PartialState
 from .assign import AssignedStep, BatchAssigner, SliceFunction
-from .batch_source import Batch
 from .channel import READER, BatchChannel, BatchMessage, pack
 from .loader import PreparedLoader
 from .order import Order, is_distributed
 from .position import StreamPosition
 from .shard import check_part
-from .steps import ReadPlan, ShardSplit
+from .steps import ReadPlan, ShardSplit, ShardStep
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """A loader that rank 0 reads, and whose batches it hands out. For data that only one process can or should read.
+    """A loader that rank 0 reads for all ranks. For data that only one process can or should read.
 
-    Without `split_batches`, a step is a batch for each process; with it, one batch cut into equal parts. The last step
-    is cut into equal parts, completed with the first samples where that does not divide (`even_batches`), cut as it
-    falls with a placeholder where a process has none (`exact`), or left out (the loader's `drop_last`). Batches may
-    hold tensors and any picklable objects. Takes the arguments of torch's `DataLoader` after its own.
+    Batches may contain tensors and any picklable objects. Only rank 0's position includes how far the workers of an
+    iterable dataset have read: save that one.
 
-    Only rank 0's position tells how far the workers of a stream have read: save that one.
+    Args:
+        dataset: the dataset.
+        split_batches: a step is one batch, split equally. Otherwise it is a batch for each process.
+        skip_batches: steps skipped at the start of every pass.
+        use_stateful_dataloader: use torchdata's loader.
+        slice_fn: slices a batch, called as `(batch, slice, process_index=, num_processes=)`.
+        torch_device_mesh: the device mesh that determines which ranks read different samples.
+        iteration: the epoch of the first pass.
+        even_batches: the last step is split equally, and filled with the first samples where it does not divide.
+        exact: no sample is repeated. A process without samples in the last step gets a placeholder.
+        **kwargs: the other arguments of torch's `DataLoader`. `drop_last` drops an incomplete last step.
 
-    Raises ConfigurationError for more than one shard without a process group, RuntimeError on every rank where the
-    reader fails.
+    Raises:
+        ConfigurationError: there is more than one shard, and no process group.
+        RuntimeError: rank 0 failed to read; on every rank.
     """
 
     def __init__(
@@ -65,76 +73,81 @@ class DataLoaderDispatcher(PreparedLoader):
         shards = (state.num_processes, state.process_index)
         if torch_device_mesh is not None:
             shards = shards_of_mesh(torch_device_mesh)
-        self._share_out(ShardSplit(*shards, split_batches, even_batches, exact), slice_fn)
+        self._set_cut(ShardSplit(*shards, split_batches, even_batches, exact), slice_fn)
 
     def _configure(
         self, *args: Any, cut: ShardSplit | None = None, slice_fn: SliceFunction | None = None, **options: Any
     ) -> None:
         super()._configure(*args, **options)
         if cut is not None:
-            self._share_out(cut, slice_fn)
+            self._set_cut(cut, slice_fn)
 
-    def _share_out(self, cut: ShardSplit, slice_fn: SliceFunction | None) -> None:
-        # One shard reads what there is, as a plain loop does.
+    def _set_cut(self, cut: ShardSplit, slice_fn: SliceFunction | None) -> None:
+        # A single shard is not filled, as in a plain loop.
         self.cut = dataclasses.replace(cut, even=cut.even and cut.shards > 1)
         self.slice_fn = slice_fn
         size = super().plan().size
         check_part(size, cut.shards, cut.split, cut.exact, "dispatch_batches=True")
 
     def options(self) -> dict[str, Any]:
+        """The arguments with which `around` makes another loader like this one."""
         return {**super().options(), "cut": self.cut, "slice_fn": self.slice_fn}
 
     @property
     def split_batches(self) -> bool:
+        """Whether a step is one batch, split between the processes."""
         return self.cut.split
 
     def plan(self) -> ReadPlan:
+        """The order of the samples, and how each step is split."""
         plan = dataclasses.replace(super().plan(), cut=self.cut)
-        # The base's own plan counted single batches.
+        # The plan of the base class counts single batches.
         plan.skip += self.skip_batches * (plan.stride - dataclasses.replace(plan, cut=ShardSplit()).stride)
         return plan
 
     def __len__(self) -> int:
         return len(self.plan())
 
-    def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
+    def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         world = dist.get_world_size() if is_distributed() else 1
         if world == 1:
             if plan.cut.shards > 1:
                 raise ConfigurationError(
-                    f"dispatch_batches=True hands batches from rank 0 to {plan.cut.shards} shards, and this process "
+                    f"dispatch_batches=True sends batches from rank 0 to {plan.cut.shards} shards, and this process "
                     "is in no process group: start the script on several processes, or use dispatch_batches=False"
                 )
             return self._source.open(plan, order, start)
-        wire = BatchChannel(plan.cut.index)
+        channel = BatchChannel(plan.cut.index)
         if dist.get_rank() != READER:
-            return _received(wire)
+            return _received(channel)
         order.isolate(shared=False)
-        whole = dataclasses.replace(plan, cut=ShardSplit(exact=plan.cut.exact))
-        # What fails while the loader is opened is told to the others like what fails later.
-        dealer = BatchAssigner(plan, self.slice_fn)
-        return _assigned(lambda: dealer.rounds(self._source.open(whole, order, start)), wire, plan.cut.index)
+        unsplit = dataclasses.replace(plan, cut=ShardSplit(exact=plan.cut.exact))
+        # Opened by `_assigned`, so that an error there is reported to the other ranks as well.
+        assigner = BatchAssigner(plan, self.slice_fn)
+        return _assigned(lambda: assigner.steps(self._source.open(unsplit, order, start)), channel, plan.cut.index)
 
 
-def _assigned(open_rounds: Callable[[], Iterator[AssignedStep]], wire: BatchChannel, shard: int) -> Iterator[Batch]:
-    """The reader's own part of each step, after the others have been handed theirs."""
-    rounds = None
+def _assigned(
+    open_steps: Callable[[], Iterator[AssignedStep]], channel: BatchChannel, shard: int
+) -> Iterator[ShardStep]:
+    """Rank 0's batch of each step, after the other ranks' batches have been sent."""
+    steps = None
     while True:
         try:
-            rounds = open_rounds() if rounds is None else rounds
-            step = next(rounds, None)
-            parcels = [] if step is None else _messages(step)
-            packed = [None if parcel is None else pack(parcel) for parcel in parcels]
+            steps = open_steps() if steps is None else steps
+            step = next(steps, None)
+            messages = [] if step is None else _messages(step)
+            packed = [None if message is None else pack(message) for message in messages]
         except Exception as error:
-            wire.fail(f"{type(error).__name__}: {error}")
+            channel.fail(f"{type(error).__name__}: {error}")
             raise
         if step is None:
-            wire.end()
+            channel.end()
             return
-        wire.send(packed)
-        own = parcels[shard]
+        channel.send(packed)
+        own = messages[shard]
         if own is not None:
-            yield own.batch, own.counts, step.place, own.last
+            yield ShardStep(own.batch, own.counts, step.place, own.last)
         if step.final:
             return
 
@@ -142,24 +155,23 @@ def _assigned(open_rounds: Callable[[], Iterator[AssignedStep]], wire: BatchChan
 def _messages(step: AssignedStep) -> list[BatchMessage | None]:
     position = step.place if isinstance(step.place, int) else step.place.consumed
     return [
-        None if part is None else BatchMessage(part, step.counts, position, last, step.final)
-        for part, last in zip(step.parts, step.last, strict=True)
+        None if batch is None else BatchMessage(batch, step.counts, position, last, step.final)
+        for batch, last in zip(step.batches, step.last, strict=True)
     ]
 
 
-def _received(wire: BatchChannel) -> Iterator[Batch]:
-    """This rank's part of each step. Only in a final one can it have none."""
-    while (found := wire.receive()) is not None:
-        yield found.batch, found.counts, found.position, found.last
+def _received(channel: BatchChannel) -> Iterator[ShardStep]:
+    """This rank's batch of each step. It may have none in the final step only."""
+    while (found := channel.receive()) is not None:
+        yield ShardStep(found.batch, found.counts, found.position, found.last)
         if found.final:
             return
 
 
 def shards_of_mesh(mesh: Any) -> tuple[int, int]:
-    """How many shards of the data a device mesh has, and which one is this process's.
+    """The number of data shards of a device mesh, and the index of this process's shard.
 
-    Ranks that differ only along the dimensions that share one sample (tensor, context, sequence, pipeline) read the
-    same data.
+    Ranks that differ only along tensor, context, sequence or pipeline dimensions read the same data.
     """
     shards, index = 1, 0
     for name in mesh.mesh_dim_names or ():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading samples in this process: what torch's own loader does for one batch, without its overhead."""
+"""Read samples in this process: what torch's loader does for one batch, without its overhead."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 Fetch = Callable[[Any], Any]
 
-# The name under which torch's tools look for the time that loading takes.
+# The name by which torch's profiling tools find the time of loading.
 PROFILE_NAME = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
 
 
 def map_fetch(dataset: Any, collate: Fetch, batched: bool) -> Fetch:
-    """What turns indices (or one index, where the loader does not batch) into a batch of a map-style dataset."""
+    """A function from indices (one index where the loader does not batch) to a batch of a map-style dataset."""
     if not batched:
         return lambda index: collate(dataset[index])
     if collate is default_collate and _is_plain_tensors(dataset):
@@ -38,7 +38,7 @@ def _is_plain_tensors(dataset: Any) -> bool:
 
 
 def _rows_of(tensors: tuple[torch.Tensor, ...]) -> Fetch:
-    def fetch(indices: list[Any]) -> list[torch.Tensor]:
+    def fetch(indices: list[Any]) -> Any:
         if type(indices[0]) is int:
             rows = torch.tensor(indices)
             return [tensor[rows] for tensor in tensors]
@@ -48,7 +48,7 @@ def _rows_of(tensors: tuple[torch.Tensor, ...]) -> Fetch:
 
 
 def finished(loader: Any, fetch: Fetch) -> Fetch:
-    """`fetch` with what follows it: pinned memory where the loader asks for it, and a mark in a running profile."""
+    """`fetch`, followed by pinning where the loader requests it, and recorded in a running profile."""
     device = pin_device(loader)
     pinned = fetch if device is None else lambda wanted: pin_memory(fetch(wanted), device)
 

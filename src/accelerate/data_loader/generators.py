@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of random generators: global ones and those that samplers own; captured, compared, restored, packed."""
+"""The states of random generators, global ones and those of samplers: capture, compare, restore, pack."""
 
 from __future__ import annotations
 
+import _random
 import array
+import ctypes
+import functools
 import hashlib
 import pickle
 import random
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
@@ -18,10 +21,12 @@ States = dict[str, Any]
 
 # Every process has these; the others belong to a sampler or a loader.
 GLOBAL = ("torch", "python", "numpy")
+# 624 words of four bytes, and the place among them.
+_MT19937_BYTES = 625 * 4
 
 
 class Generators:
-    """What an order may be drawn from.
+    """The generators that an order may be drawn from.
 
     Args:
         torchs: the torch generators of a loader and its samplers.
@@ -30,18 +35,23 @@ class Generators:
     """
 
     def __init__(self, torchs: Iterable[torch.Generator] = (), others: Iterable[Any] = (), every: bool = True) -> None:
-        self.torchs = _distinct(torchs)
-        self.others = _distinct(others)
+        self.torchs: list[Any] = _distinct(torchs)
+        self.others: list[Any] = _distinct(others)
         self.every = every
+        self._last: States = {}
 
     def capture(self) -> States:
-        """The present states, one entry for each kind of generator."""
-        states: States = {"torch": torch.get_rng_state()}
-        if self.every:
-            states["python"] = random.getstate()
-            if "numpy" in sys.modules:
-                states["numpy"] = sys.modules["numpy"].random.get_state()
-        return {**states, **self.capture_private()}
+        """The present states, one entry for each kind of generator. Not to be changed: it may be returned again."""
+        watched = _watched()
+        if not self.every:
+            return {"torch": watched[0].state(), **self.capture_private()}
+        torchs, python, numpy = watched[0].state(), watched[1].state(), watched[2].state()
+        last = self._last
+        if last and last["torch"] is torchs and last["python"] is python and last["numpy"] is numpy:
+            # The usual case, at every batch.
+            return {**last, **self.capture_private()} if self.torchs or self.others else last
+        self._last = {"torch": torchs, "python": python, "numpy": numpy}
+        return {**self._last, **self.capture_private()}
 
     def capture_private(self) -> States:
         """The present states of the generators that are not global."""
@@ -53,21 +63,150 @@ class Generators:
         return states
 
     def restore(self, states: States) -> None:
-        """Set the generators that `states` tells of. Takes captured, packed and saved states."""
+        """Set the generators to `states`, which are captured, packed or saved ones."""
         if "torch" in states:
             torch.set_rng_state(states["torch"])
         if "python" in states:
             random.setstate(_python(states["python"]))
-        if "numpy" in states and "numpy" in sys.modules:
-            sys.modules["numpy"].random.set_state(_numpy(states["numpy"]))
+        if "numpy" in states:
+            np.random.set_state(_numpy(states["numpy"]))
         for generator, state in zip(self.torchs, states.get("generators", ()), strict=False):
             generator.set_state(state)
         for generator, state in zip(self.others, states.get("private", ()), strict=False):
             _set_state(generator, state)
 
 
+class _Watched:
+    """A global generator. Its state is copied only after the memory that holds it has changed.
+
+    NumPy takes 30 us for a copy and Python 7 us, which is too much for every batch. Comparing the memory takes 0.3 us.
+
+    Args:
+        copy: returns the state.
+        memory: returns the bytes that hold it, or None where they are not known: then every call copies the state.
+    """
+
+    def __init__(self, copy: Callable[[], Any], memory: Callable[[], bytes | None]) -> None:
+        self._copy = copy
+        self._memory = memory
+        self._seen: bytes | None = None
+        self._state: Any = None
+
+    def state(self) -> Any:
+        """The present state: the same object as long as it has not changed."""
+        memory = self._memory()
+        if memory is None or memory != self._seen:
+            self._state = self._copy()
+            self._seen = memory
+        return self._state
+
+
+class _WatchedTorch:
+    """Torch's CPU generator, which copies its state in 1 us. Comparing the copies as tensors would take longer."""
+
+    def __init__(self) -> None:
+        self._kind = ctypes.c_char * torch.get_rng_state().numel()
+        self._seen = b""
+        self._state = torch.empty(0)
+
+    def state(self) -> torch.Tensor:
+        """The present state: the same tensor as long as it has not changed."""
+        state = torch.get_rng_state()
+        memory = self._kind.from_address(state.data_ptr()).raw
+        if memory != self._seen:
+            self._state, self._seen = state, memory
+        return self._state
+
+
+@functools.cache
+def _watched() -> tuple[_WatchedTorch, _Watched, _Watched]:
+    """The global generators of torch, Python and NumPy."""
+    python: Any = random.getstate
+    numpy: Any = np.random.get_state
+    return (
+        _WatchedTorch(),
+        _Watched(python, _memory_of_python(python.__self__) if _python_is_readable() else _unknown),
+        _Watched(numpy, _memory_of_numpy(numpy.__self__) if _numpy_is_readable() else _unknown),
+    )
+
+
+def _unknown() -> None:
+    """What `_Watched` takes where no memory can be compared."""
+
+
+def _memory_at(address: int, size: int) -> Any:
+    return (ctypes.c_char * size).from_address(address)
+
+
+def _fields_of(thing: Any, kind: type) -> Any:
+    """The memory of a C object: the fields of its class `kind`, without the reference count before them."""
+    header = object.__basicsize__
+    return _memory_at(id(thing) + header, kind.__basicsize__ - header)
+
+
+def _memory_of_python(generator: random.Random) -> Callable[[], bytes]:
+    """What reads the state of a generator: the words and the place among them, and the normal number that is kept."""
+    words, attributes = _fields_of(generator, _random.Random), vars(generator)
+
+    def read() -> bytes:
+        content: bytes = words.raw
+        kept = attributes["gauss_next"]
+        return content if kept is None else content + repr(kept).encode()
+
+    return read
+
+
+def _memory_of_numpy(generator: np.random.RandomState) -> Callable[[], bytes | None]:
+    """The same of a `RandomState`. It keeps its normal number itself, and the words are in its bit generator."""
+    owner: Any = generator
+    bits = owner._bit_generator
+    if type(bits) is not np.random.MT19937:
+        return _unknown
+    own, words = _fields_of(owner, type(owner)), _memory_at(bits.ctypes.state_address, _MT19937_BYTES)
+    # `numpy.random.set_bit_generator` replaces `bits`.
+    return lambda: words.raw + own.raw if owner._bit_generator is bits else None
+
+
+def _python_is_readable() -> bool:
+    """Whether `_memory_of_python` shows every change of a state in this version of Python."""
+    probe = random.Random(0)
+    version, words, _ = probe.getstate()
+    read = _memory_of_python(probe)
+    states = [(version, words, None), (version, words, 0.5), (version, words, 0.25), random.Random(1).getstate()]
+    states.append((version, (*words[:-1], words[-1] - 1), None))
+    return _distinguishes(probe.setstate, states, read) and array.array("I", words[:-1]).tobytes() in read()
+
+
+def _numpy_is_readable() -> bool:
+    """Whether `_memory_of_numpy` shows every change of a state in this version of NumPy."""
+    probe = np.random.RandomState(0)
+    kind, words, place, *_ = _legacy_state(probe)
+    states = [(kind, words, place, *kept) for kept in ((0, 0.0), (1, 0.5), (1, 0.25), (1, 0.0))]
+    states += [(kind, words, place - 1, 0, 0.0), _legacy_state(np.random.RandomState(1))]
+    try:
+        read = _memory_of_numpy(probe)
+        return _distinguishes(probe.set_state, states, read) and words.tobytes() in (read() or b"")
+    except AttributeError:  # another implementation of NumPy
+        return False
+
+
+def _legacy_state(generator: np.random.RandomState) -> Any:
+    """Its state as a tuple, as `numpy.random.get_state` returns it."""
+    return generator.get_state()
+
+
+def _distinguishes(set_state: Callable[[Any], None], states: list[Any], read: Callable[[], bytes | None]) -> bool:
+    """Whether `read` returns different bytes for different states, and the same bytes for the same state."""
+    found = []
+    for state in (*states, *states):
+        set_state(state)
+        found.append(read())
+    set_state(states[0])
+    return len(set(found)) == len(states) and found[: len(states)] == found[len(states) :]
+
+
 def own_generators(*roots: Any) -> tuple[list[torch.Generator], list[Any]]:
-    """The generators that samplers have as attributes, also in samplers inside them: torch's, and all others."""
+    """The generators that samplers and the samplers inside them have as attributes: torch's, and others."""
     torchs: list[torch.Generator] = []
     others: list[Any] = []
     waiting: list[Any] = [vars(root) for root in roots if hasattr(root, "__dict__")]
@@ -92,6 +231,8 @@ def own_generators(*roots: Any) -> tuple[list[torch.Generator], list[Any]]:
 
 def equal(left: Any, right: Any) -> bool:
     """Whether two captured states are the same."""
+    if left is right:
+        return True
     if isinstance(left, torch.Tensor):
         return torch.equal(left, right)
     if isinstance(left, (list, tuple)):
@@ -108,22 +249,24 @@ def equal(left: Any, right: Any) -> bool:
 
 def differing(left: States, right: States) -> list[str]:
     """The kinds of generators whose states are not the same."""
+    if left is right:
+        return []
     return [kind for kind in left if not equal(left[kind], right[kind])]
 
 
 def derived(states: States) -> States:
-    """States of the global generators that follow from `states` and have nothing else in common with them."""
+    """States of the global generators that are derived from `states`, but are statistically independent of them."""
     seed = hashlib.sha256(pickle.dumps(_plain({kind: states[kind] for kind in GLOBAL if kind in states}))).digest()
     found: States = {"torch": torch.Generator().manual_seed(int.from_bytes(seed[:7], "little")).get_state()}
     if "python" in states:
         found["python"] = random.Random(seed).getstate()
     if "numpy" in states:
-        found["numpy"] = sys.modules["numpy"].random.RandomState(list(seed)).get_state()
+        found["numpy"] = np.random.RandomState(list(seed)).get_state()
     return found
 
 
 def packed(states: States) -> States:
-    """The same with the words of Python's and NumPy's generators as byte tensors, a tenth of their size."""
+    """`states` with the words of Python's and NumPy's generators as byte tensors, a tenth of the size."""
     found = dict(states)
     if "python" in found:
         version, words, gauss = found["python"]
@@ -175,10 +318,9 @@ def _plain(states: Any) -> Any:
 
 def _is_other(thing: Any) -> bool:
     if isinstance(thing, random.Random):
-        # One that asks the system for every number has no state.
+        # `SystemRandom` has no state.
         return not isinstance(thing, random.SystemRandom)
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(thing, (numpy.random.Generator, numpy.random.RandomState))
+    return isinstance(thing, (np.random.Generator, np.random.RandomState))
 
 
 def _state_of(generator: Any) -> Any:

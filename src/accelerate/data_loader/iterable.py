@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Iterable datasets between processes: each reads the whole stream and keeps its own part of every global batch."""
+"""Iterable datasets on several processes: each reads all samples and keeps its slice of every global batch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,26 @@ from .shard import check_part
 from .steps import ReadPlan, ShardSplit
 
 
-class IterableDatasetShard(IterableDataset):
+class IterableDatasetShard(IterableDataset[Any]):
     """The samples of `dataset` that process `process_index` of `num_processes` reads.
 
-    Of each `batch_size * num_processes` consecutive samples, process `i` takes the `i`-th `batch_size`; with
-    `split_batches` the global batch has `batch_size` samples, and each process takes a part. The last global batch is
-    completed with the first samples (`even_batches`), falls as it falls (`exact`: a process without samples yields
-    the first one of it as a placeholder), or is left out (`drop_last`). All processes must see the stream in the same
-    order: a dataset with `set_epoch` is told the epoch, one with a `generator` has it seeded with the epoch.
+    All processes must read the samples in the same order. The epoch is passed to the dataset's `set_epoch`. Without
+    that method, the dataset's `generator`, if any, is seeded with the epoch.
 
-    Raises PrepareError for `split_batches` where `batch_size` is no multiple of `num_processes`.
+    Args:
+        dataset: the dataset of all processes.
+        batch_size: the samples of one process in a step.
+        drop_last: drop an incomplete last global batch.
+        num_processes: the number of shards.
+        process_index: which shard this is: of each `batch_size * num_processes` consecutive samples, process `i`
+            takes the `i`-th `batch_size`.
+        split_batches: the global batch has `batch_size` samples, and each process takes a slice.
+        even_batches: fill the last global batch with the first samples.
+        exact: repeat no sample. A process without samples in the last global batch yields its first sample as a
+            placeholder.
+
+    Raises:
+        PrepareError: `split_batches` with a batch size that is not a multiple of `num_processes`.
 
     Example:
         list(IterableDatasetShard(stream_of_0_to_5, batch_size=2, num_processes=2, process_index=1))  # [2, 3, 0, 1]
@@ -30,7 +40,7 @@ class IterableDatasetShard(IterableDataset):
 
     def __init__(
         self,
-        dataset: IterableDataset,
+        dataset: IterableDataset[Any],
         batch_size: int = 1,
         drop_last: bool = False,
         num_processes: int = 1,
@@ -48,31 +58,31 @@ class IterableDatasetShard(IterableDataset):
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.exact = exact
-        self.epoch = 0
+        self.epoch: int = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        # The API counts this process's samples with those that complete the last batch.
+        # This process's samples, including those that fill the last batch.
         plan = self.plan()
         return len(plan) * (plan.stride // self.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
-        for samples, _, _ in self.plan().steps(self.open()):
-            yield from samples
+        for step in self.plan().steps(self.open()):
+            yield from step.data
 
     def plan(self) -> ReadPlan:
-        """The stream and this process's cut of it, as the attributes now say."""
+        """The dataset, and how it is split, according to the present attributes."""
         cut = ShardSplit(self.num_processes, self.process_index, self.split_batches, self.even_batches, self.exact)
         return ReadPlan(self.dataset, True, self.batch_size, self.drop_last, cut)
 
     def open(self) -> Iterator[Any]:
-        """The stream of one pass."""
-        # With `exact` the order is the plain run's: the generator goes on from where it is, on all ranks alike.
+        """An iterator over the samples of one pass, of all processes."""
+        # With `exact` the order is that of a plain run: all ranks share the generator's state and do not seed it.
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch") and not self.exact:
             generator.manual_seed(self.epoch)
@@ -80,5 +90,5 @@ class IterableDatasetShard(IterableDataset):
 
 
 def open_stream(dataset: Any) -> Iterator[Any]:
-    """The samples of an iterable dataset; of the whole one where it is a shard."""
+    """The samples of an iterable dataset; of a shard, those of all processes."""
     return dataset.open() if isinstance(dataset, IterableDatasetShard) else iter(dataset)

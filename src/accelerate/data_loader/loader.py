@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared loaders: passes over a torch loader's data for this shard, with their position, on its device."""
+"""Prepared loaders: they read one shard of a torch loader's data, keep its position and copy it to the device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..collectives.rng import synchronize_rng_states
 from ..runtime import marks
 from ..state import GradientState
 from .base import DataLoaderAdapter, DataLoaderStateMixin
-from .batch_source import Batch, BatchSource, is_iterable, is_native, plan_for
+from .batch_source import BatchSource, is_iterable, is_native, plan_for
 from .generators import Generators, own_generators
 from .order import History, Order, draws_at_once
 from .position import Position, StreamPosition, total_of
 from .prefetch import feed_for
 from .samplers import SeedableRandomSampler, check_skip, epoch_listeners, get_sampler, with_sampler
-from .steps import ReadPlan
+from .steps import ReadPlan, ShardStep
 from .workers import keeps_state, unwrapped
 
-# What a copy or another process makes anew.
+# Attributes that are not copied or pickled: a copy or another process has its own.
 _PER_PROCESS = frozenset(
     {
         "batches_read",
@@ -42,15 +42,16 @@ _PER_PROCESS = frozenset(
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A torch loader that reads one shard's part, and knows where in the epoch it is.
+    """A torch loader that reads one shard and keeps its position in the epoch.
 
     Attributes:
         batches_read: batches that the present pass, or the last one, has yielded on this process.
-        iteration: the epoch of the next pass. It goes up by one with each pass that is read to its end.
-        skip_batches: steps left out at the start of every pass.
+        iteration: the epoch of the next pass. It increases by one after each complete pass.
+        skip_batches: steps skipped at the start of every pass.
     """
 
     batches_read = 0
+    _is_accelerate_prepared = True
 
     def __init__(
         self,
@@ -79,8 +80,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         )
 
     @classmethod
-    def around(cls, base: DataLoader, use_stateful_dataloader: bool = False, **options: Any) -> Any:
-        """A prepared loader around a torch loader that exists already."""
+    def around(cls, base: DataLoader[Any], use_stateful_dataloader: bool = False, **options: Any) -> Any:
+        """Make a prepared loader from an existing torch loader."""
         loader = cls.__new__(cls)
         loader.use_stateful_dataloader = use_stateful_dataloader
         loader.base_dataloader = base
@@ -100,7 +101,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         check_skip(skip_batches)
         self.device = None if device is None else torch.device(device)
-        # Without a generator to synchronise the ranks agree on the order all the same: on what it is drawn from.
+        # Without a generator to synchronize, the ranks share the states that the order is drawn from.
         kinds = None if rng_types is None else list(rng_types)
         self.rng_types = kinds if synchronized_generator is not None else _without_generator(kinds)
         self.synchronized_generator = synchronized_generator
@@ -112,20 +113,20 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._ready()
 
     def _ready(self) -> None:
-        """What is made anew in every process."""
+        """Set the attributes that every process and every copy has for itself."""
         self._source = BatchSource(self.base_dataloader)
         self._history = History()
         self._feed = feed_for(self.device, self._non_blocking)
-        # The pass that is under way (or was left), and where it is.
+        # The present pass (or the last one, if it was not complete), and its position.
         self._order: Order | None = None
         self._place: StreamPosition | int = 0
         self._pending: Position | None = None
-        # A loader without the first batches of this one's epoch goes on with it, and tells where it is.
+        # A loader that skips the first batches of this one's epoch continues it and has its position.
         self._origin: PreparedLoader | None = None
         self._successor: weakref.ref[PreparedLoader] | None = None
 
     def options(self) -> dict[str, Any]:
-        """What `around` takes to make another loader like this one."""
+        """The arguments with which `around` makes another loader like this one."""
         return {
             "use_stateful_dataloader": self.use_stateful_dataloader,
             "device": self.device,
@@ -144,6 +145,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def gradient_state(self) -> GradientState:
+        """The shared gradient state."""
         return GradientState()
 
     # -- one pass
@@ -165,36 +167,37 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             start = resumed.place
         self._order, self._place = order, start
         plan = self.plan()
-        batches = self._open(plan, order, start)
+        steps = self._open(plan, order, start)
         if self._feed is not None:
-            batches = self._feed.ahead(batches)
-        return self._pass(batches, plan, start)
+            steps = self._feed.ahead(steps)
+        return self._pass(steps, plan, start)
 
-    def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[Batch]:
+    def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         cut = plan.cut
         if shared := cut.shards > 1 or self.torch_device_mesh is not None:
-            # The shards of one order, or ranks that work on the same samples. A loader of one rank alone asks nobody.
-            order.isolate(shared, ends_alike=cut.shards == 1 or cut.even or cut.exact or plan.drop_last)
+            # The shards of one order, or ranks that read the same samples, share a stream of random numbers.
+            order.isolate(shared, equal_lengths=cut.shards == 1 or cut.even or cut.exact or plan.drop_last)
         elif cut.exact:
             order.isolate(shared=False)
         return self._source.open(plan, order, start)
 
-    def _pass(self, batches: Iterator[Batch], plan: ReadPlan, start: StreamPosition) -> Iterator[Any]:
+    def _pass(self, steps: Iterator[ShardStep], plan: ReadPlan, start: StreamPosition) -> Iterator[Any]:
         self.begin()
         complete, self.batches_read = False, 0
         marks.begin_pass(self)
         try:
             self.remainder = -1 if self._drop_last else plan.last_size(start.consumed)
-            for batch, counts, place, last in batches:
-                if counts is not self.batch_counts:
-                    self._weigh(counts, plan)
-                if last and self.remainder < 0 and not (plan.drop_last or self._drop_last):
-                    self.remainder = _last_size(counts, plan)
-                self.end_of_dataloader = last
-                self._place = place
+            for step in steps:
+                if step.counts is not self.batch_counts:
+                    self._weigh(step.counts, plan)
+                if step.last and self.remainder < 0 and not (plan.drop_last or self._drop_last):
+                    self.remainder = _last_size(step.counts, plan)
+                self.end_of_dataloader = step.last
+                self._place = step.position
                 self.batches_read += 1
+                # The next batch is read without this one in memory, unless the loop keeps it.
+                batch, step.data = step.data, None
                 yield batch
-                # The next batch is read without this one in memory, unless its reader keeps it.
                 del batch
                 for call in self.between_batches:
                     call(self)
@@ -206,7 +209,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.end()
 
     def _end_epoch(self, following: int) -> None:
-        """Count the epoch, here and in the loader whose epoch this was the rest of."""
+        """Set the next epoch, here and in the loader whose epoch this one completed."""
         self.iteration = following
         if self._origin is not None and self._origin.iteration < following:
             self._origin._end_epoch(following)
@@ -220,7 +223,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # -- what is read
 
     def plan(self) -> ReadPlan:
-        """The order of the samples and this shard's cut of it, as the samplers now say."""
+        """The order of the samples, and how it is split, according to the present samplers."""
         return plan_for(self.base_dataloader, self.skip_batches)
 
     def _new_order(self) -> Order:
@@ -249,10 +252,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def total_batch_size(self) -> int:
-        """Samples in a step over all shards. AttributeError where batches have no fixed size."""
+        """Samples in a step over all shards. Raises AttributeError where batches have no fixed size."""
         size = self.plan().global_batch
         if size is None:
-            raise AttributeError  # `__getattr__` says why
+            raise AttributeError  # `__getattr__` adds the message
         return size
 
     @property
@@ -262,11 +265,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
 
     def get_sampler(self) -> Any:
-        """The sampler of single indices at the bottom of this loader."""
+        """The sampler of single indices inside this loader; None where there is none."""
         return None if is_iterable(self.base_dataloader) else get_sampler(self.base_dataloader)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Draw from another sampler from the next pass on."""
+        """Replace the sampler, from the next pass on."""
         base = self.base_dataloader
         if base.batch_sampler is None:
             base.__dict__["sampler"] = sampler
@@ -275,10 +278,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._source = BatchSource(base)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next pass, for the samplers and the dataset."""
+        """Set the epoch of the next pass, here and in samplers and a dataset that have `set_epoch`."""
         self.iteration = epoch
         if self._pending is not None and self._pending.epoch != epoch:
-            # Whoever asks for another epoch does not want the rest of that one.
+            # A request for another epoch drops the rest of the loaded one.
             self._pending = None
         base = self.base_dataloader
         for listener in epoch_listeners(base.batch_sampler, base.sampler, base.dataset):
@@ -287,10 +290,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # -- position
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this loader is: the epoch, and how much of its order all shards have been given.
+        """The position: the epoch, and how much of its order all shards together have read.
 
-        Numbers, strings, lists and byte tensors; the same on every shard, whatever their number. After the last
-        batch, while the loop has not ended, the whole epoch is consumed: a pass resumed from there yields nothing.
+        After the last batch, while the loop has not ended, a pass that is resumed from the position yields nothing.
+
+        Returns:
+            Numbers, strings, lists and byte tensors. They do not depend on the shard or the number of shards.
         """
         if self._pending is not None:
             return self._pending.to_dict()
@@ -312,11 +317,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def origin(self) -> PreparedLoader:
-        """The loader that the user prepared: this one, or the one whose epoch this one goes on with."""
+        """The loader that the user prepared: this one, or the one whose epoch this one continues."""
         return self if self._origin is None else self._origin.origin
 
     def succeed(self, origin: PreparedLoader) -> None:
-        """Go on in the present epoch of `origin`, also from a position that was loaded into it."""
+        """Continue the present epoch of `origin`, also from a position that was loaded into it."""
         self.before_pass, self.between_batches = origin.before_pass, origin.between_batches
         self._pending, origin._pending = origin._pending, None
         self._origin = origin
@@ -324,9 +329,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         origin._successor = weakref.ref(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a position, also one that another number of shards had. The next pass yields what is left.
+        """Load a position, also one of another number of shards. The next pass yields the rest of its epoch.
 
-        Raises CheckpointError for a state that this loader cannot go on from.
+        Args:
+            state_dict: what `state_dict` has returned.
+
+        Raises:
+            CheckpointError: this loader cannot continue from the position.
         """
         position = Position.from_dict(state_dict)
         plan = self.plan()
@@ -342,16 +351,30 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 class DataLoaderShard(PreparedLoader):
-    """The loader of one shard: every process reads its own part.
+    """The loader of one shard: every process reads its own samples.
 
-    Takes the arguments of torch's `DataLoader` after its own. `device`: where batches are put (None: left where they
-    are). `rng_types`: generators to synchronise before every pass ("torch", "cuda", "generator", ...), the last one
-    being `synchronized_generator`. `skip_batches`: steps left out at the start of every pass.
+    Args:
+        dataset: the dataset.
+        device: where batches are put. None: they are not moved.
+        rng_types: generators to synchronize before every pass ("torch", "cuda", "generator", ...).
+        synchronized_generator: the generator that "generator" means.
+        skip_batches: steps skipped at the start of every pass.
+        use_stateful_dataloader: use torchdata's loader.
+        torch_device_mesh: the device mesh that determines which ranks read different samples.
+        iteration: the epoch of the first pass.
+        **kwargs: the other arguments of torch's `DataLoader`.
     """
 
 
 class SkipDataLoader(PreparedLoader):
-    """A loader without its first `skip_batches`. Map-style datasets are not read for them; a stream is read on."""
+    """A loader that skips its first `skip_batches`. A map-style dataset is not read for them.
+
+    Args:
+        dataset: the dataset.
+        skip_batches: steps skipped at the start of every pass.
+        use_stateful_dataloader: use torchdata's loader.
+        **kwargs: the other arguments of torch's `DataLoader`.
+    """
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
@@ -375,7 +398,7 @@ def _consumed(place: StreamPosition | int) -> int:
 
 
 def _last_size(counts: tuple[int, ...] | None, plan: ReadPlan) -> int:
-    """The remainder of a last step that its counts tell; -1 where they are not known."""
+    """The remainder of a last step according to its counts; -1 where they are not known."""
     if counts is None:
         return -1
     total = sum(counts)

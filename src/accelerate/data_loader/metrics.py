@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather one row a sample: what every rank's batch really held, without what only fills it up."""
+"""Gather one row for each sample from all ranks, without the repeated samples that fill the last batch."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ def gather_for_metrics(
     group: dist.ProcessGroup | None = None,
     parts: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Nested data of all ranks with one row a sample, each sample once, on every rank.
+    """Gather nested data with one row for each sample from all ranks, each sample once.
 
     Args:
-        input_data: tensors whose dimension 0 is the batch (0-d ones are one value a rank), or objects: a list.
+        input_data: tensors whose dimension 0 is the batch (a 0-d tensor is one value for each rank), or a list of
+            objects.
         loader: the prepared loader whose batch the data belongs to, or None.
-        use_gather_object: gather as objects also where everything is a tensor.
-        shards, group: how many parts the data has, and the ranks that hold one each (None: all ranks).
-        parts: ranks that computed on different parts of the same samples: each gives its row of a sample.
+        use_gather_object: gather as objects even if all values are tensors.
+        shards: the number of shards of the data. None: the size of the group.
+        group: ranks that have one shard each. None: all ranks.
+        parts: ranks that computed on different slices of the same samples; each contributes its rows.
+
+    Returns:
+        The gathered data, on every rank.
     """
     as_objects = use_gather_object or not _only_tensors(input_data)
     found = _each_once(input_data, loader, as_objects, shards, group)
@@ -51,7 +56,7 @@ def _each_once(
     if loader is None or not loader.end_of_dataloader:
         return gathered
     if loader.remainder == -1:
-        logger.info("The length of the dataset is not known: rows that fill up the last batch cannot be told apart.")
+        logger.info("The length of the dataset is not known, so rows that fill the last batch are not removed.")
         return gathered
     if loader.remainder <= 0:
         return gathered
@@ -71,7 +76,7 @@ def _gather(data: Any, as_objects: bool, shards: int | None, group: dist.Process
 
 
 def _is_uneven(loader: Any) -> bool:
-    """Whether the ranks' present batches hold different numbers of rows, in a known way, and nothing fills them up."""
+    """Whether the ranks' present batches have different, known numbers of rows and are not filled."""
     counts = loader.batch_counts
     return counts is not None and len(set(counts)) > 1 and not loader.plan().cut.repeats
 

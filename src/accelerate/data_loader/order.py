@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an epoch's order is drawn from: recorded where it is drawn, shared by all ranks, drawn from again on resume."""
+"""The random states that an epoch's order is drawn from: recorded, shared by all ranks, and restored on resume."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from .digest import extended
 from .generators import GLOBAL, Generators, States, derived, differing, equal, listed, packed
 from .position import StreamPosition
 from .samplers import SeedableRandomSampler
+from .steps import ShardStep
 
-# These draw their whole order from torch when they are first asked for an index.
+# These draw their full order from torch when the first index is requested.
 _DRAWN_AT_ONCE = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 # Nor does an iterator over a finished sequence draw anything.
 _FINISHED: tuple[type, ...] = (
@@ -43,14 +44,12 @@ _FINISHED: tuple[type, ...] = (
     type(reversed([])),
 )
 
-# How often within an epoch the states of a plain loop's generators are recorded because the loop drew in between.
+# How often in an epoch states are recorded because the loop has drawn from the sampler's generator in between.
 RECORDS = 4096
 
-# What ranks that call something else are told that the others do.
+# How these messages are named to ranks that call something else.
 _EPOCH_START = "the start of an epoch of a data loader"
 _COMPARISON = Call("the comparison of a data loader's order")
-
-_END: Any = object()
 
 # Passes under way whose sampler draws as it goes.
 _under_way: weakref.WeakSet[Order] = weakref.WeakSet()
@@ -58,7 +57,7 @@ _under_way: weakref.WeakSet[Order] = weakref.WeakSet()
 
 @dataclass(slots=True)
 class History:
-    """What the passes of one loader have in common.
+    """What the passes of one loader share.
 
     Fields:
         overtaken: another part of the program has drawn from a generator between two draws of this loader's sampler.
@@ -68,12 +67,12 @@ class History:
 
 
 def draws_at_once(sampler: Any) -> bool:
-    """Whether `sampler` is known to draw its whole order at its first index, and from torch's generators alone."""
+    """Whether `sampler` is known to draw its full order at the first index, and only from torch's generators."""
     if type(sampler) in _DRAWN_AT_ONCE or isinstance(sampler, SeedableRandomSampler):
         return True
     if not isinstance(sampler, RandomSampler) or type(sampler).__iter__ is not RandomSampler.__iter__:
         return False
-    # Without a generator it makes one of its own for each pass. A given one may be drawn from in between.
+    # Without a generator it creates one for each pass. Others may draw from a given one in between.
     return sampler.generator is None or not (sampler.replacement or sampler.num_samples > len(sampler.data_source))
 
 
@@ -92,10 +91,12 @@ class Order:
     the states that a repetition cannot know are recorded.
 
     Args:
-        stream: what is iterated: a sampler, a batch sampler; None for an iterable dataset.
+        stream: what is iterated: a sampler or a batch sampler. None for an iterable dataset.
         generators: what it may draw from.
-        seedable: the seedable sampler inside of it, if any. stateful: what in it keeps a state.
-        known: it is known to draw at once. history: what the passes of the loader have in common.
+        seedable: the seedable sampler inside it, if any.
+        stateful: the sampler with a `state_dict` inside it, if any.
+        known: it is known to draw at once.
+        history: what the passes of the loader share.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Order:
         self.stateful = stateful
         self.known = known
         self.history = History() if history is None else history
-        # The states that the order is opened with, and those that were set before some of its elements were drawn.
+        # The states at the start of the order, and those that were set before later elements were drawn.
         self.states: States = self._opening()
         self.later: list[tuple[int, States]] = []
         self.unrecorded = False
@@ -121,17 +122,17 @@ class Order:
         self.resumes = False
         self.isolates = False
         self.shared = False
-        self.ends_alike = False
-        # How many elements were drawn. Of these, those behind the place of the last step; the checksum up to there.
+        self.equal_lengths = False
+        # The number of elements drawn; those after the position of the last step; that position and its checksum.
         self.drawn = 0
         self._ahead: list[Any] = []
         self._place = 0
         self._digest = 0
         self._expected: tuple[int, int | None] = (0, None)
-        # The states that the sampler's next draw begins with, where they are known; kinds that it has drawn from.
+        # The states at the sampler's next draw, where they are known; the kinds of generators that it has used.
         self._next: States | None = None
         self._used: set[str] = set()
-        # The process's own states while a step is drawn, of the generators that are not to follow.
+        # While a step is drawn: the process's states of the generators that are restored afterwards.
         self._put_back: States = {}
         self._rejoins: set[str] | None = None
         self._finished = False
@@ -149,11 +150,11 @@ class Order:
         return {**states, **self.generators.capture()}
 
     def as_saved(self) -> States:
-        """The states of this order as numbers, lists and byte tensors."""
+        """The states of this order for a position: numbers, lists and byte tensors."""
         states: States = {name: listed(state) for name, state in self.states.items()}
         later = list(self.later)
         if self._next is not None and self._is_plain:
-            # What the sampler would draw from next: others may have drawn since.
+            # The sampler's next draw begins here, and others may have drawn since its last one.
             present = self.generators.capture()
             later.append((self.drawn, packed({kind: present[kind] for kind in sorted(self._used)})))
         if later:
@@ -161,16 +162,15 @@ class Order:
         if self.unrecorded:
             states["unrecorded"] = True
             warnings.warn(
-                f"the {self._name()} of this loader and the loop draw from the same generator, more than {RECORDS} "
-                "times in turn in this epoch: a position in the middle of this epoch cannot be resumed from. "
-                "Accelerator(exact=True) or a generator of the sampler's own keeps the two apart; or save between "
-                "epochs.",
+                f"the {self._name()} of this loader and the loop have drawn from the same generator more than "
+                f"{RECORDS} times in turn in this epoch, so a position in the middle of this epoch cannot be resumed "
+                "from. Use Accelerator(exact=True), give the sampler its own generator, or save between epochs.",
                 stacklevel=3,
             )
         return states
 
     def own(self) -> States:
-        """The part of the present states that is the loader's: its generators and its sampler's seed."""
+        """The present states that belong to the loader: its generators and its sampler's seed."""
         states = self.generators.capture_private()
         if self.seedable is not None:
             states["seed"] = self.seedable.initial_seed
@@ -179,7 +179,7 @@ class Order:
         return {name: listed(state) for name, state in states.items()}
 
     def restore_own(self, states: States) -> None:
-        """Put back what `own` told."""
+        """Restore what `own` has returned."""
         self.generators.restore({kind: states[kind] for kind in ("generators", "private") if kind in states})
         if "seed" in states and self.seedable is not None:
             self.seedable.initial_seed = states["seed"]
@@ -187,40 +187,40 @@ class Order:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether all ranks have the same order anyway."""
+        """Whether all ranks have the same order without sharing states."""
         if self.known and self.seedable is not None:
             return self.seedable.seed_agreed
         return type(self.stream) is SequentialSampler
 
-    # -- whose order it is
+    # -- which states count
 
     def resume(self, states: States, place: StreamPosition) -> None:
-        """Draw the order of an epoch that was left in its middle, with nothing drawn from this process's states."""
+        """Draw the order of an epoch that is resumed in its middle, without a draw from this process's states."""
         if states.get("unrecorded"):
             raise CheckpointError(
-                "this position was saved in the middle of an epoch whose sampler and loop drew from the same "
-                "generator in turn, too often to be recorded: the rest of that epoch is not known. Load a position "
-                "from between epochs, or call set_epoch on this loader for a new epoch."
+                "this position was saved in the middle of an epoch in which sampler and loop drew from the same "
+                "generator in turn too often to be recorded, so the rest of that epoch is not known. Load a position "
+                "that was saved between epochs, or call set_epoch on this loader for a new epoch."
             )
         self.states = dict(states)
         self.later = [(count, found) for count, found in self.states.pop("later", [])]
         self._expected = (place.consumed, place.digest)
         self.resumes = self.begun = True
 
-    def isolate(self, shared: bool, ends_alike: bool = False) -> None:
-        """Keep the sampler's draws apart from all others.
+    def isolate(self, shared: bool, equal_lengths: bool = False) -> None:
+        """Separate the sampler's draws from all others.
 
         Args:
-            shared: the ranks are shards of this order, or work on the same samples: rank 0's states count.
-            ends_alike: all ranks make as many steps.
+            shared: the ranks are shards of this order, or read the same samples: rank 0's states are used.
+            equal_lengths: all ranks make equally many steps.
         """
         self.isolates = True
         self.shared = shared and is_distributed() and not self.is_fixed
-        self.ends_alike = ends_alike
+        self.equal_lengths = equal_lengths
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it makes no difference that a step is drawn before the present one is worked on."""
+        """Whether a step may be drawn before the present one is used."""
         return self.known or self.isolates
 
     @property
@@ -235,7 +235,7 @@ class Order:
 
     @property
     def _leads(self) -> bool:
-        """Whether the process's generators go along with the order's."""
+        """Whether the process's generators follow the order's stream."""
         return not (self.resumes or self._follows or "rekeyed" in self.states)
 
     # -- drawing
@@ -243,7 +243,7 @@ class Order:
     def open(self, start: Callable[[], Iterator[Any]], lazily: bool) -> Iterator[Any]:
         """The iterator that `start` makes, which draws the order.
 
-        `lazily`: `start` draws nothing before its first element. Otherwise it is called at once, as torch does.
+        With `lazily`, `start` draws nothing before the first element. Otherwise it is called at once, as in torch.
         """
         if self.known and not self.resumes and not self.shared:
             if type(self.stream) is not SequentialSampler:
@@ -254,42 +254,42 @@ class Order:
         if not self.resumes and not lazily:
             with self.applied():
                 found = start()
-        return itertools.chain.from_iterable(self._parts(start, found))
+        return itertools.chain.from_iterable(self._elements(start, found))
 
     def _recorded(self, start: Callable[[], Iterator[Any]]) -> Iterator[Iterator[Any]]:
-        """The states at the first element are those that count: whoever has drawn before."""
+        """The order begins with the states at its first element, and not with those at `open`."""
         self.begun = True
         self.states = self._opening()
         yield start()
 
-    def _parts(self, start: Callable[[], Iterator[Any]], found: Iterator[Any] | None) -> Iterator[Iterable[Any]]:
+    def _elements(self, start: Callable[[], Iterator[Any]], found: Iterator[Any] | None) -> Iterator[Iterable[Any]]:
         own = self.generators.capture()
         self._begin(found is not None)
         self._put_back = self._entered(own)
         if self.resumes and self.stateful is not None and "sampler" in self.states:
             self.stateful.load_state_dict(copy.deepcopy(self.states["sampler"]))
         if not self.known:
-            # `paced` puts the process's own states back after the step.
+            # `paced` restores the process's states after the step.
             yield self._drawn(start() if found is None else found)
             return
         try:
             found = start()
-            # Samplers draw when they are first asked for an index.
+            # These samplers draw when the first index is requested.
             first = list(itertools.islice(found, 1))
         finally:
-            # Generators of the loader's own go on from here.
+            # The loader's own generators continue from here.
             self.generators.restore(self._put_back)
         yield first
         yield found
 
     def _begin(self, opened: bool) -> None:
-        """Fix the states that the first element is drawn from: rank 0's, for all ranks. One message an epoch."""
+        """Determine the states at the first element, for all ranks those of rank 0. One message for each epoch."""
         if self.resumes:
             return
         self.begun = True
         present = self._opening()
         if self.isolates and (self.history.overtaken or any(order is not self for order in _under_way)):
-            # Others draw from the same generators in between: the numbers that they see are not used here again.
+            # Others draw from the same generators in between, so these numbers are not used here as well.
             present["rekeyed"] = True
         if self.shared:
             present = broadcast_each(present, operation=_EPOCH_START)
@@ -303,7 +303,7 @@ class Order:
             self.states = present
 
     def _entered(self, own: States) -> States:
-        """Set the states of the first element. Returns those of the process's own that are to be put back."""
+        """Set the states at the first element. Returns the process's states that must be restored."""
         if self.resumes:
             self._set(self.states)
             return _global(own)
@@ -315,9 +315,9 @@ class Order:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """What is drawn in the block is drawn from the states that the order is opened with: rank 0's, or saved ones.
+        """A context in which draws use the states at the start of the order: rank 0's, or saved ones.
 
-        The global generators of a rank that had others are left as they were.
+        The global generators of a rank with other states are restored at its end.
         """
         own = self.generators.capture()
         put_back: States = {}
@@ -338,8 +338,13 @@ class Order:
             self.generators.restore(put_back)
 
     def _drawn(self, found: Iterator[Any]) -> Iterator[Any]:
-        """The elements of an order, with what is due before some of them."""
+        """The elements of an order. Before some of them saved states are set, or the order is verified."""
         self._finished = isinstance(found, _FINISHED)
+        if not self.resumes and (self._finished or "rekeyed" not in self.states):
+            return self._counted(found)
+        return self._with_due(found)
+
+    def _with_due(self, found: Iterator[Any]) -> Iterator[Any]:
         due: list[tuple[int, Callable[[], None]]] = []
         if self.resumes:
             due += [(count, self._setter(count, states)) for count, states in self.later]
@@ -353,11 +358,15 @@ class Order:
         yield from self._counted(found)
 
     def _counted(self, elements: Iterator[Any]) -> Iterator[Any]:
-        keep = self._ahead.append if self.stream is not None else None
+        if self.stream is None:
+            for element in elements:
+                self.drawn += 1
+                yield element
+            return
+        keep = self._ahead.append
         for element in elements:
             self.drawn += 1
-            if keep is not None:
-                keep(element)
+            keep(element)
             yield element
 
     def _setter(self, count: int, states: States) -> Callable[[], None]:
@@ -369,14 +378,14 @@ class Order:
         return set_states
 
     def _rejoin(self, states: States) -> None:
-        """Where the process's generators stand where the saved run's did, go on in the plain loop's way."""
+        """Continue as a plain loop if the process's generators have the states of the saved run."""
         present = self.generators.capture()
         kinds = {kind for kind in states if kind in present}
         same = all(equal(self._put_back[kind], present[kind]) for kind in kinds if kind in self._put_back)
         self._rejoins = kinds if kinds and same else None
 
     def _rekey(self) -> None:
-        """From the second element on, random numbers that nothing else in the program draws."""
+        """From the second element on, use a separate stream of random numbers."""
         present = self.generators.capture()
         self._put_back = {**_global(present), **self._put_back}
         self.generators.restore(derived(present))
@@ -387,52 +396,56 @@ class Order:
             self.seedable.initial_seed = states["seed"]
 
     def _verify(self) -> None:
-        """Raise CheckpointError where the part of the epoch that is done was not drawn as in the saved run."""
+        """Raise CheckpointError where the order up to the position is not that of the saved run."""
         consumed, digest = self._expected
         if self.stream is None or digest is None:
             return
         if self.drawn < consumed or extended(self._digest, self._ahead[: consumed - self._place]) != digest:
             raise CheckpointError(
                 f"the order of this epoch cannot be drawn again: after {consumed} elements the {self._name()} gives "
-                "other ones than in the run that saved this position, so that samples would be lost or repeated. It "
-                "draws from something that is not part of a position (a file, the clock, a generator that it makes "
-                "itself without a seed), or it was changed. Let it draw from a seeded generator that it has as an "
-                "attribute, or from (seed, epoch) with `set_epoch`; to go on without the rest of this epoch, call "
-                "set_epoch with the next one after loading."
+                "other ones than in the run that saved this position, so samples would be lost or repeated. It draws "
+                "from something that is not part of a position (a file, the clock, a generator that it creates "
+                "without a seed), or it has changed. Give it a seeded generator as an attribute, or seed it from the "
+                "epoch in `set_epoch`. To continue without the rest of this epoch, call set_epoch with the next one "
+                "after loading."
             )
 
-    def paced(self, steps: Iterator[Any]) -> Iterator[Any]:
-        """`steps` that are cut from this order, each drawn from the states that are the order's."""
+    def paced(self, steps: Iterator[ShardStep]) -> Iterator[ShardStep]:
+        """`steps` that consist of elements of this order, each drawn with the states of the order."""
         return steps if self.known else self._paced(steps)
 
-    def _paced(self, steps: Iterator[Any]) -> Iterator[Any]:
+    def _paced(self, steps: Iterator[ShardStep]) -> Iterator[ShardStep]:
         _under_way.add(self)
         number = 0
         try:
             while True:
                 step = self._next_step(steps)
                 number += 1
-                if self.shared and (number == 1 or (step is _END and self.ends_alike)):
+                if self.shared and (number == 1 or (step is None and self.equal_lengths)):
                     self._compare()
-                if step is _END:
+                if step is None:
                     return
-                yield self._placed(step)
+                if self.stream is not None:
+                    self._place_step(step)
+                yield step
         finally:
             _under_way.discard(self)
 
-    def _next_step(self, steps: Iterator[Any]) -> Any:
+    def _next_step(self, steps: Iterator[ShardStep]) -> ShardStep | None:
         if self._finished:
-            return next(steps, _END)
+            return next(steps, None)
         before = self.generators.capture()
         if not self._is_plain:
             return self._next_isolated(steps, before)
         count = self.drawn
-        step = next(steps, _END)
-        self._record(count, before, self.generators.capture())
+        step = next(steps, None)
+        after = self.generators.capture()
+        if after is not before or self._next is None:
+            self._record(count, before, after)
         return step
 
     def _record(self, count: int, before: States, after: States) -> None:
-        """Note the states before a draw where a repetition would have others."""
+        """Record the states before a draw where a resumed run would have other ones."""
         used = differing(before, after)
         self._used.update(used)
         if self._next is None:
@@ -443,16 +456,16 @@ class Order:
             self.unrecorded = True
         elif changed:
             self.later.append((count, packed(changed)))
-        self._next.update({kind: after[kind] for kind in used})
+        self._next = {**self._next, **{kind: after[kind] for kind in used}}
 
-    def _next_isolated(self, steps: Iterator[Any], before: States) -> Any:
+    def _next_isolated(self, steps: Iterator[ShardStep], before: States) -> ShardStep | None:
         start = self._next
         if start is not None:
             moved = differing(before, start)
             self._put_back = {kind: before[kind] for kind in moved}
             self.generators.restore({kind: start[kind] for kind in moved})
         try:
-            return next(steps, _END)
+            return next(steps, None)
         finally:
             self._next = self.generators.capture()
             if start is not None and self._leads and not self.history.overtaken:
@@ -462,19 +475,17 @@ class Order:
                 self._used |= self._rejoins
             self.generators.restore(self._put_back)
 
-    def _placed(self, step: Any) -> Any:
-        """`step` with the checksum of the order up to it."""
-        if self.stream is None:
-            return step
-        items, counts, position, *rest = step
-        count = position - self._place
+    def _place_step(self, step: ShardStep) -> None:
+        """Add the checksum of the order up to `step` to its position."""
+        assert isinstance(step.position, int)
+        count = step.position - self._place
         self._digest = extended(self._digest, self._ahead[:count])
         del self._ahead[:count]
-        self._place = position
-        return items, counts, StreamPosition(position, digest=self._digest), *rest
+        self._place = step.position
+        step.position = StreamPosition(step.position, digest=self._digest)
 
     def _compare(self) -> None:
-        """Raise PrepareError on every rank where the ranks have not drawn the same order."""
+        """Raise PrepareError on every rank where the ranks have drawn different orders."""
         if self.stream is None:
             return
         digest = extended(self._digest, self._ahead)
@@ -484,12 +495,12 @@ class Order:
         others = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if others:
             raise PrepareError(
-                f"rank {others[0]} draws another order than rank 0 (within the first {rows[0][0]} elements), from "
-                f"rank 0's random states: the {self._name()} draws from something else (a file, the clock, a "
-                "generator that it makes itself without a seed, this process's rank), so that samples would be lost "
-                "and others repeated. Let it draw from torch's, Python's or NumPy's global generators, from a seeded "
-                "generator that it has as an attribute, or from (seed, epoch) with `set_epoch`; or let rank 0 draw "
-                "for all: dispatch_batches=True."
+                f"rank {others[0]} draws another order than rank 0 (within the first {rows[0][0]} elements), although "
+                f"both start with rank 0's random states: the {self._name()} draws from something else (a file, the "
+                "clock, a generator that it creates without a seed, this process's rank), so samples would be lost or "
+                "repeated. Let it draw from the global generators of torch, Python or NumPy, give it a seeded "
+                "generator as an attribute, or seed it from the epoch in `set_epoch`. Or let rank 0 draw for all "
+                "ranks: dispatch_batches=True."
             )
 
     def _name(self) -> str:
@@ -497,7 +508,7 @@ class Order:
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """What torch draws in the block from its global generator does not count where an epoch is resumed."""
+        """A context that restores torch's global generator at its end if an epoch is resumed."""
         state = torch.get_rng_state() if self.resumes else None
         yield
         if state is not None:
@@ -510,6 +521,7 @@ def draw_worker_seed(generator: torch.Generator | None) -> int:
 
 
 def is_distributed() -> bool:
+    """Whether there is a process group of more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

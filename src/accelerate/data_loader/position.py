@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in the epoch a loader is: how much of the global order all shards have read, independent of their number."""
+"""The position of a loader in its epoch: how much of the global order all shards together have read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FORMAT = 2
 
 @dataclass(slots=True)
 class StreamPosition:
-    """A position in one epoch's order.
+    """A position in the order of one epoch.
 
     Fields:
-        consumed: samples (or batches, as the loader's plan counts) that all shards together have read.
-        workers: for an iterable dataset, the samples of each worker's own stream (one where there are no workers).
-        turn: the worker whose batch comes next.
-        inner: the states of a dataset that keeps its own, one for each worker.
+        consumed: samples (or batches, see `ReadPlan.unit`) that all shards together have read.
+        workers: for an iterable dataset, the samples that each worker has read (one number without workers).
+        turn: the worker that yields the next batch.
+        inner: the states of a dataset with a `state_dict`, one for each worker.
         digest: a checksum of what was consumed, where the order cannot be known beforehand.
     """
 
@@ -32,12 +32,15 @@ class StreamPosition:
 
 @dataclass(slots=True)
 class Position:
-    """What a loader's `state_dict` says.
+    """The contents of a loader's `state_dict`.
 
     Fields:
-        epoch: the loader's epoch. unit: what `place.consumed` counts. total: the length of the order, where known.
+        epoch: the loader's epoch.
+        unit: what `place.consumed` counts.
+        total: the length of the order; None where it is not known.
+        place: the position in the epoch.
         order: the states that the epoch's order was drawn from; None between epochs.
-        own: between epochs, the states of what the loader draws from and nobody else keeps (generators, seed).
+        own: between epochs, the states of the loader's generators and its sampler's seed.
     """
 
     epoch: int
@@ -49,10 +52,11 @@ class Position:
 
     @property
     def in_epoch(self) -> bool:
+        """Whether the position is in the middle of an epoch."""
         return self.order is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and byte tensors."""
+        """The position as numbers, strings, lists and byte tensors."""
         found: dict[str, Any] = {
             "format": FORMAT,
             "epoch": self.epoch,
@@ -95,7 +99,7 @@ class Position:
             ) from error
 
     def check_fits(self, unit: str, total: int | None, workers: int | None) -> None:
-        """Raise CheckpointError where a loader of that order cannot go on from here."""
+        """Raise CheckpointError where a loader with such an order cannot continue from this position."""
         if not self.in_epoch:
             return
         if self.unit != unit:

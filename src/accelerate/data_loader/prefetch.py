@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device feed: while the present batch is computed on, the next one is copied on a stream of its own."""
+"""Copy batches to the device: while one batch is computed on, the next one is copied on a separate stream."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from ..core import devices, trees
+from .steps import ShardStep
 
 
 def feed_for(device: torch.device | None, non_blocking: bool = False) -> DeviceFeed | PlainFeed | None:
-    """How batches get to `device`; None on the CPU, where they are already."""
+    """What copies batches to `device`; None for the CPU."""
     if device is None or device.type in ("cpu", "meta"):
         return None
     module = devices.module_of(device)
@@ -23,54 +25,61 @@ def feed_for(device: torch.device | None, non_blocking: bool = False) -> DeviceF
 
 
 class PlainFeed:
-    """Copies a batch when it is asked for: for devices that have no streams (MPS, XLA)."""
+    """Copies a batch when it is requested: for devices without streams (MPS, XLA)."""
 
     def __init__(self, device: torch.device, non_blocking: bool) -> None:
         self.device = device
         self.non_blocking = non_blocking
 
-    def ahead(self, batches: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        for batch, *rest in batches:
-            yield trees.send_to_device(batch, self.device, self.non_blocking), *rest
+    def ahead(self, steps: Iterator[ShardStep]) -> Iterator[ShardStep]:
+        """The steps with their batches on the device."""
+        for step in steps:
+            step.data = trees.send_to_device(step.data, self.device, self.non_blocking)
+            yield step
 
 
 class DeviceFeed:
-    """Copies the next batch from pinned memory on a side stream before the present one is handed out.
+    """Copies the next batch from pinned memory on a side stream before the present one is yielded.
 
-    The batch after the present one is read before the present one is computed on. The side stream waits for the work
-    that was queued when a copy starts, so that memory that it is given again is free on the device too; the work
-    that follows waits for the copy. `non_blocking` makes no difference here: no copy blocks.
+    The side stream waits for work that is queued when a copy starts, so that the device no longer uses the memory
+    that the copy gets. Work that follows waits for the copy. No copy blocks the host.
     """
 
     def __init__(self, device: torch.device, module: Any, pins: bool) -> None:
         self.device = device
         self.module = module
         self.pins = pins
-        self.stream = module.Stream(device)
+        self.stream: Any = module.Stream(device)
 
-    def ahead(self, batches: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-        present = self._started(next(batches, None))
+    def ahead(self, steps: Iterator[ShardStep]) -> Iterator[ShardStep]:
+        """The steps with their batches on the device."""
+        present = self._started(next(steps, None))
         while present is not None:
-            moved, rest, source, done = present
-            # A source that reuses its buffers may write into them from here on.
-            done.synchronize()
-            del source
-            following = self._started(next(batches, None))
-            done.wait(self.module.current_stream(self.device))
-            present = None
-            yield moved, *rest
-            del moved
-            present = following
-            following = None
+            # From here on a source that reuses its buffers may write into them.
+            present.done.synchronize()
+            present.source = None
+            following = self._started(next(steps, None))
+            present.done.wait(self.module.current_stream(self.device))
+            yield present.step
+            present, following = following, None
 
-    def _started(self, item: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-        if item is None:
+    def _started(self, step: ShardStep | None) -> _Copy | None:
+        if step is None:
             return None
-        batch, *rest = item
-        found = trees.find_device(batch)
+        source = step.data
+        found = trees.find_device(source)
         if self.pins and found is not None and found.type == "cpu":
-            batch = pin_memory(batch, self.device.type)
+            source = pin_memory(source, self.device.type)
         self.stream.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(self.stream):
-            moved = trees.send_to_device(batch, self.device, non_blocking=True)
-        return moved, rest, batch, self.stream.record_event()
+            step.data = trees.send_to_device(source, self.device, non_blocking=True)
+        return _Copy(step, source, self.stream.record_event())
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy in progress: its step, the source, and the event after the copy."""
+
+    step: ShardStep
+    source: Any
+    done: Any

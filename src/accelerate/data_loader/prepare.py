@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a torch loader to a prepared one: which samplers and datasets are exchanged, and what cannot be prepared."""
+"""From a torch loader to a prepared one: which samplers and datasets are replaced, and what cannot be prepared."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _LOADER_ARGUMENTS = (
 
 
 def prepare_data_loader(
-    dataloader: DataLoader,
+    dataloader: DataLoader[Any],
     device: torch.device | None = None,
     num_processes: int | None = None,
     process_index: int | None = None,
@@ -66,26 +66,37 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     exact: bool = False,
 ) -> Any:
-    """A loader that reads this process's part of `dataloader`'s data. A prepared one is returned as it is.
+    """Make a loader that reads this process's shard of `dataloader`'s data.
 
     Args:
-        device, put_on_device: where batches are put, and whether they are put anywhere.
-        num_processes, process_index: how many shards the data has and which one this is; by default the run's
-            processes, or those of `torch_device_mesh` that do not share their samples.
-        split_batches: the batch size is that of all processes together.
-        rng_types, non_blocking: see `DataLoaderShard`.
-        dispatch_batches: rank 0 reads for all. None: where the dataset is iterable and batches are put on a device.
-        even_batches: complete the last step with samples from the start of the epoch.
-        slice_fn_for_dispatch: how a dispatched batch is cut: `(batch, slice, process_index=, num_processes=)`.
-        use_seedable_sampler, data_seed: shuffle by `SeedableRandomSampler`.
-        use_stateful_dataloader: the loader is torchdata's, and its position holds the dataset's own state.
-        exact: each sample is read once in every epoch. A step is `batch_size * num_processes` consecutive samples of
-            the one order, of which shard r takes the r-th `batch_size`; the last one falls as it falls, and a shard
-            without samples in it reads a placeholder (`batch_weight` 0.0). Batches of a batch sampler are taken as
-            they are: `num_processes` of them are a step; with `split_batches` each is one, cut into equal parts.
+        dataloader: the loader. A prepared one is returned unchanged.
+        device: where batches are put, with `put_on_device`.
+        num_processes: the number of shards. Default: the processes of the run, or those of `torch_device_mesh` that
+            read different samples.
+        process_index: which shard this process reads.
+        split_batches: the loader's batch size is that of all processes together.
+        put_on_device: move batches to `device`.
+        rng_types: see `DataLoaderShard`.
+        dispatch_batches: rank 0 reads for all ranks. None: if the dataset is iterable and batches go to a device.
+        even_batches: fill the last step with samples from the start of the epoch.
+        slice_fn_for_dispatch: slices a dispatched batch. Called as `(batch, slice, process_index=, num_processes=)`.
+        use_seedable_sampler: shuffle with a `SeedableRandomSampler`.
+        data_seed: the seed of that sampler.
+        non_blocking: copy batches asynchronously, on devices without streams.
+        use_stateful_dataloader: use torchdata's loader, whose position includes the state of the dataset.
+        torch_device_mesh: the device mesh that determines which ranks read different samples.
+        exact: each sample is read once in every epoch. A step is `batch_size * num_processes` consecutive samples, of
+            which shard r reads the r-th `batch_size`. The last step may be smaller. A shard without samples in it
+            reads a placeholder (`batch_weight` 0.0). A custom batch sampler's batches are not changed:
+            `num_processes` of them are a step. With `split_batches`, each batch is a step and is split equally.
 
-    Raises PrepareError (a ValueError) for a loader that is sharded already, one without a batch size where one is
-    needed, and one whose batches cannot be cut; ConfigurationError (a ValueError) for anything but a DataLoader.
+    Returns:
+        The prepared loader, which is an instance of the loader's class.
+
+    Raises:
+        PrepareError: the loader is sharded already, has no batch size where one is needed, or its batches cannot be
+            split. It is a ValueError.
+        ConfigurationError: `dataloader` is not a DataLoader. It is a ValueError.
 
     Example:
         loader = prepare_data_loader(DataLoader(dataset, batch_size=8), num_processes=2, process_index=0)
@@ -97,7 +108,7 @@ def prepare_data_loader(
     _check_not_sharded(dataloader, cut)
     if data_seed is not None and not use_seedable_sampler:
         warnings.warn(
-            "data_seed is the seed of the seedable sampler: it does nothing without use_seedable_sampler=True"
+            "data_seed is the seed of the seedable sampler: it has no effect without use_seedable_sampler=True"
         )
     if dispatch_batches is None:
         dispatch_batches = is_iterable(dataloader) and put_on_device
@@ -108,7 +119,7 @@ def prepare_data_loader(
     on_xla = target is not None and target.type == "xla" and is_available("torch_xla")
     options: dict[str, Any] = {
         "use_stateful_dataloader": use_stateful_dataloader,
-        # torch_xla's own feed copies in a thread.
+        # torch_xla copies in a thread.
         "device": None if on_xla else target,
         "_non_blocking": non_blocking,
         "_drop_last": base.drop_last,
@@ -117,7 +128,9 @@ def prepare_data_loader(
     if dispatch_batches:
         return DataLoaderDispatcher.around(base, cut=cut, slice_fn=slice_fn_for_dispatch, **options)
     if slice_fn_for_dispatch is not None and cut.shards > 1:
-        warnings.warn("slice_fn_for_dispatch cuts dispatched batches: it does nothing without dispatch_batches=True")
+        warnings.warn(
+            "slice_fn_for_dispatch slices dispatched batches: it has no effect without dispatch_batches=True"
+        )
     generator = _synchronized_generator(base, cut)
     loader = DataLoaderShard.around(
         _shard(base, cut), rng_types=rng_types, synchronized_generator=generator, **options
@@ -129,13 +142,23 @@ def prepare_data_loader(
     return loader
 
 
-def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> Any:
-    """A loader without the first `num_batches` of every pass: to go on in the middle of an epoch.
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Any:
+    """Make a loader that skips the first `num_batches` of every pass, to continue in the middle of an epoch.
 
-    Of a map-style dataset no sample is read for them, only their indices are drawn; a stream is read on. Where a
-    position was loaded into `dataloader`, the loader goes on in that epoch's order, and not before that position.
-    A loader around another says itself how, by a method `without_first(num_batches)`. Raises PrepareError for a
-    negative number, ConfigurationError for anything else.
+    A map-style dataset is not read for them: only their indices are drawn. An iterable dataset is read. If a position
+    was loaded into `dataloader`, the new loader continues in that epoch's order, and not before that position. A
+    class that wraps a loader can define `without_first(num_batches)` to do this in its own way.
+
+    Args:
+        dataloader: a loader, prepared or not.
+        num_batches: how many batches to skip.
+
+    Returns:
+        The new loader.
+
+    Raises:
+        PrepareError: `num_batches` is negative or not an integer.
+        ConfigurationError: `dataloader` is not a DataLoader.
 
     Example:
         for batch in skip_first_batches(loader, 100): ...
@@ -167,7 +190,7 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> Any:
     return loader
 
 
-def _without_first(base: DataLoader, num_batches: int) -> Any:
+def _without_first(base: DataLoader[Any], num_batches: int) -> Any:
     if base.batch_sampler is None:
         return altered(base, sampler=SkipBatchSampler(base.sampler, num_batches))
     return altered(base, batch_sampler=SkipBatchSampler(base.batch_sampler, num_batches))
@@ -182,12 +205,12 @@ def _cut(
         shards = found[0] if shards is None else shards
         index = found[1] if index is None else index
     if not 0 <= index < shards:
-        raise PrepareError(f"process_index={index} is none of {shards} processes: they are counted from 0")
+        raise PrepareError(f"process_index={index} is out of range: {shards} processes are numbered from 0")
     return ShardSplit(shards, index, split_batches, even_batches, exact)
 
 
-def _check_not_sharded(dataloader: DataLoader, cut: ShardSplit) -> None:
-    """Raise PrepareError where the loader's sampler gives each process a part already."""
+def _check_not_sharded(dataloader: DataLoader[Any], cut: ShardSplit) -> None:
+    """Raise PrepareError where the loader's sampler splits the data between the processes already."""
     if cut.shards == 1 or is_iterable(dataloader):
         return
     for sampler in (dataloader.sampler, dataloader.batch_sampler, get_sampler(dataloader)):
@@ -195,14 +218,14 @@ def _check_not_sharded(dataloader: DataLoader, cut: ShardSplit) -> None:
         if isinstance(replicas, int) and replicas > 1:
             raise PrepareError(
                 f"this loader is sharded already: its {type(sampler).__name__} gives each of {replicas} "
-                f"processes a part of the dataset, and sharing that out between {cut.shards} processes would drop the "
-                "rest. Give the DataLoader no such sampler (shuffle=True, or a sampler over the whole dataset); "
-                "`prepare` shares it out. Or keep the loader as it is: do not prepare it."
+                f"processes a part of the dataset, and splitting that between {cut.shards} processes would drop the "
+                "rest. Give the DataLoader no such sampler (use shuffle=True, or a sampler over the full dataset), "
+                "since `prepare` splits the data. Or do not prepare the loader."
             )
 
 
-def _base(dataloader: DataLoader, stateful: bool) -> Any:
-    """A loader of the user's own class (torchdata's where it is asked for) that may be changed."""
+def _base(dataloader: DataLoader[Any], stateful: bool) -> Any:
+    """A copy of the loader that may be changed: of its class, or of torchdata's with `stateful`."""
     if getattr(dataloader, "next_iter_state", None) is not None:
         raise PrepareError(
             "a position was loaded into this loader before it was prepared: load it into the prepared one"
@@ -235,7 +258,7 @@ def _with_seedable_sampler(base: Any, data_seed: int | None) -> Any:
 
 
 def _shard(base: Any, cut: ShardSplit) -> Any:
-    """`base` with samplers or a dataset that give this shard its part."""
+    """`base` with a sampler or dataset that reads this shard only."""
     if cut.shards == 1 and not cut.exact:
         return base
     options: dict[str, Any] = {
@@ -270,19 +293,19 @@ def _shard_stream(base: Any, cut: ShardSplit, options: dict[str, Any]) -> Any:
 def _check_counted(base: Any, counted: bool) -> None:
     if not counted:
         raise PrepareError(
-            "exact=True counts samples, and this loader has batch_size=None: how many samples its elements hold is "
-            "not known. Give the DataLoader a batch_size (or a BatchSampler as its sampler)."
+            "exact=True counts samples, and this loader has batch_size=None, so the number of samples in its elements "
+            "is not known. Give the DataLoader a batch_size (or a BatchSampler as its sampler)."
         )
     if not is_native(base) or not base.in_order:
-        why = "in_order=False gives batches in any order" if is_native(base) else "it iterates in a way of its own"
+        why = "in_order=False gives batches in any order" if is_native(base) else "it has a custom `__iter__`"
         raise PrepareError(
-            f"exact=True needs to know which samples a batch of this {type(base).__name__} holds, and {why}: use a "
+            f"exact=True has to know which samples are in a batch of this {type(base).__name__}, and {why}: use a "
             "torch DataLoader with in_order=True"
         )
 
 
 def _synchronized_generator(base: Any, cut: ShardSplit) -> torch.Generator | None:
-    """The generator of the loader's order that all ranks are to have alike, where it has one of its own."""
+    """The generator of the loader's sampler or dataset, whose state all ranks must share; None where there is none."""
     sampler = base.dataset if is_iterable(base) else get_sampler(base)
     generator = getattr(sampler, "generator", None)
     if cut.shards == 1 or isinstance(sampler, SeedableRandomSampler) or not isinstance(generator, torch.Generator):

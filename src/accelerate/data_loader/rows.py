@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches as rows: count them, take some, join them. Columns are tensors, or lists with an element a row."""
+"""Count, slice and join the rows of batches. Columns are tensors, or lists with one element for each row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core import trees
 
 
 def count_rows(batch: Any) -> int | None:
-    """The samples in a batch: the length of its first tensor, or of its first list of plain values; else None."""
+    """The number of rows: the length of the first tensor, or of the first list of plain values; else None."""
     found = trees.first_leaf(batch)
     if found is not None:
         return int(found.shape[0]) if found.dim() else None
@@ -22,12 +22,12 @@ def count_rows(batch: Any) -> int | None:
 
 
 def take_rows(batch: Any, rows: int | None, start: int, stop: int) -> Any:
-    """Rows `start` to `stop` of a batch of `rows`; what is no column is kept as it is."""
+    """Rows `start` to `stop` of a batch of `rows`. Values that are not columns are not changed."""
     return _per_column(lambda column: column[start:stop], batch, rows)
 
 
 def repeat_rows(batch: Any, rows: int, count: int) -> Any:
-    """`count` rows of a batch of `rows`, from its first on, again from the first where it takes more."""
+    """`count` rows of a batch of `rows`, from the first on, repeated where there are fewer."""
     wanted = [index % rows for index in range(count)]
 
     def pick(column: Any) -> Any:
@@ -39,7 +39,7 @@ def repeat_rows(batch: Any, rows: int, count: int) -> Any:
 
 
 def join_rows(batches: list[Any], rows: list[int]) -> Any:
-    """Batches of the same structure as one. Raises ValueError where their columns do not fit together."""
+    """Join batches of the same structure. Raises ValueError where their columns have different shapes."""
     if len(batches) == 1:
         return batches[0]
     first = batches[0]
@@ -61,9 +61,9 @@ def _concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ValueError(
-            f"the last batches of an epoch have tensors of shapes {shapes}, which cannot be joined to be shared out "
-            "evenly. Pad all samples to one length, drop the last batch (drop_last=True), or use exact=True, which "
-            "hands batches out as they are."
+            f"the last batches of an epoch have tensors of shapes {shapes}, which cannot be joined and split "
+            "equally. Pad all samples to one length, drop the last batch (drop_last=True), or use exact=True, which "
+            "does not join batches."
         ) from error
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samplers of our own, and how to find and exchange the sampler inside a loader."""
+"""The samplers of this package, and functions that find and replace the sampler of a loader."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from ..core.errors import PrepareError
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Shuffles from (seed + epoch): the same order for an epoch, whatever was drawn before.
+    """Shuffles with the seed `data_seed + epoch`, so the order of an epoch does not depend on earlier draws.
 
-    Takes the arguments of torch's `RandomSampler`, and `data_seed` (torch's present seed where it is not given).
-    Without `set_epoch` the epoch goes up by one with each pass that is read to its end.
+    Without `set_epoch` the epoch increases by one after each complete pass.
+
+    Args:
+        *args: those of torch's `RandomSampler`.
+        **kwargs: those of torch's `RandomSampler`, and `data_seed` (by default torch's initial seed).
 
     Example:
         sampler = SeedableRandomSampler(dataset, data_seed=42)
@@ -29,7 +32,7 @@ class SeedableRandomSampler(RandomSampler):
         super().__init__(*args, **kwargs)
         self.initial_seed: int = torch.random.initial_seed() if data_seed is None else data_seed
         self.epoch = 0
-        # Whether all ranks are known to have this seed.
+        # All ranks are known to have this seed.
         self.seed_agreed = data_seed is not None
 
     def __iter__(self) -> Iterator[int]:
@@ -40,12 +43,12 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch to shuffle for."""
+        """Set the epoch of the next pass."""
         self.epoch = epoch
 
 
 class SkipBatchSampler(BatchSampler):
-    """The batches of `batch_sampler` without the first `skip_batches`: only their indices are drawn."""
+    """The batches of `batch_sampler` without the first `skip_batches`, of which only the indices are drawn."""
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         check_skip(skip_batches)
@@ -59,26 +62,27 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """The batches of the sampler, with those that are left out."""
+        """The number of batches, including those that are skipped."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self.skip_batches)
 
     def __getattr__(self, name: str) -> Any:
-        # What the sampler inside knows (batch_size, drop_last, sampler, ...) is asked for here too.
+        # The attributes of the wrapped sampler: batch_size, drop_last, sampler, ...
         if name == "batch_sampler":
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
 
 def check_skip(skip_batches: int) -> None:
+    """Raise PrepareError unless `skip_batches` is an integer from 0 on."""
     if isinstance(skip_batches, bool) or not isinstance(skip_batches, int) or skip_batches < 0:
-        raise PrepareError(f"the number of batches to skip is a whole number from 0 up; it was given {skip_batches!r}")
+        raise PrepareError(f"the number of batches to skip must be an integer of at least 0, not {skip_batches!r}")
 
 
 def innermost(batch_sampler: Any) -> Any:
-    """The user's own batch sampler inside those of this package."""
+    """The user's batch sampler inside those of this package."""
     while _is_wrapper(batch_sampler):
         batch_sampler = batch_sampler.batch_sampler
     return batch_sampler
@@ -97,7 +101,7 @@ def get_sampler(dataloader: Any) -> Any:
 
 
 def with_sampler(batch_sampler: Any, sampler: Sampler[int]) -> Any:
-    """A copy of `batch_sampler` that draws from `sampler`; the user's own object stays as it was."""
+    """A copy of `batch_sampler` that draws from `sampler`. The original is not changed."""
     fresh = copy.copy(batch_sampler)
     if _is_wrapper(fresh):
         fresh.batch_sampler = with_sampler(fresh.batch_sampler, sampler)
@@ -118,7 +122,7 @@ def seedable(sampler: RandomSampler, data_seed: int | None) -> SeedableRandomSam
 
 
 def shuffles_plainly(sampler: Any) -> bool:
-    """Whether `sampler` is torch's own random sampler (a subclass with an order of its own is not)."""
+    """Whether `sampler` is torch's random sampler, and not a subclass with another order."""
     return (
         isinstance(sampler, RandomSampler)
         and not isinstance(sampler, SeedableRandomSampler)
@@ -127,7 +131,7 @@ def shuffles_plainly(sampler: Any) -> bool:
 
 
 def epoch_listeners(*roots: Any) -> list[Any]:
-    """What wants to hear of a new epoch (has `set_epoch`) among `roots` and the samplers inside them, each once."""
+    """The objects with a `set_epoch` among `roots` and the samplers inside them, each once."""
     found: dict[int, Any] = {}
     waiting = list(roots)
     seen: set[int] = set()

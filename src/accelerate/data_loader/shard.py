@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches of one shard: a batch sampler that gives each process its part of another one's."""
+"""The batches of one shard: a batch sampler that splits another one between the processes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,22 @@ from .steps import ReadPlan, ShardSplit
 
 
 class BatchSamplerShard(BatchSampler):
-    """The part of `batch_sampler`'s batches that process `process_index` of `num_processes` reads.
+    """The batches of `batch_sampler` that process `process_index` of `num_processes` reads.
 
-    Batch `i` goes to process `i % num_processes`; with `split_batches` each batch is cut into `num_processes` parts
-    instead. `even_batches` completes the last step with samples from the start of the epoch, so that every process
-    has as many batches of the same length. `exact` repeats nothing: the last step falls as it falls, and a process
-    without samples in it gets the step's first sample as a placeholder, so that all make as many steps.
+    Args:
+        batch_sampler: the batch sampler of all processes.
+        num_processes: the number of shards.
+        process_index: which shard this is.
+        split_batches: each batch is split between the processes. Otherwise batch `i` goes to process
+            `i % num_processes`.
+        even_batches: fill the last step with samples from the start of the epoch, so that every process has equally
+            many batches of the same length.
+        exact: repeat no sample. A process without samples in the last step gets the step's first sample as a
+            placeholder, so that all processes make equally many steps.
 
-    Raises PrepareError for `split_batches` where the batch size is no multiple of `num_processes` (with `exact` a
-    sampler that tells no batch size may be split: each of its batches is a global batch, cut into equal parts).
+    Raises:
+        PrepareError: `split_batches` with a batch size that is not a multiple of `num_processes`. With `exact` the
+            batch sampler may have no batch size: each of its batches is a global batch and is split equally.
 
     Example:
         list(BatchSamplerShard(BatchSampler(range(6), 2, False), num_processes=2, process_index=1))
@@ -45,7 +52,7 @@ class BatchSamplerShard(BatchSampler):
         self.even_batches = even_batches
         self.exact = exact
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
-        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
         check_part(self.batch_size, num_processes, split_batches, exact, type(self).__name__)
 
     @property
@@ -58,32 +65,32 @@ class BatchSamplerShard(BatchSampler):
 
     def __iter__(self) -> Iterator[Any]:
         plan = self.plan()
-        return (indices for indices, _, _ in plan.steps(plan.open()))
+        return (step.data for step in plan.steps(plan.open()))
 
     def plan(self) -> ReadPlan:
-        """The order that these batches come from and this shard's cut of it, as the attributes now say."""
+        """The order that these batches come from, and how it is split, according to the present attributes."""
         cut = ShardSplit(self.num_processes, self.process_index, self.split_batches, self.even_batches, self.exact)
         return order_of(self.batch_sampler, cut)
 
 
 def check_part(batch_size: int | None, shards: int, split: bool, exact: bool, who: str) -> None:
-    """Raise PrepareError where batches of `batch_size` cannot be cut into `shards` equal parts."""
+    """Raise PrepareError where batches of `batch_size` cannot be split into `shards` equal slices."""
     if not split or shards == 1 or (exact and batch_size is None):
         return
     if batch_size is None:
         raise PrepareError(
-            f"{who}: split_batches=True cuts each batch into {shards} parts, and this loader tells no batch size. "
+            f"{who}: split_batches=True splits each batch into {shards} slices, and this loader has no batch size. "
             "Give the DataLoader a `batch_size`, its batch sampler a `batch_size`, or use split_batches=False."
         )
     if batch_size % shards:
         raise PrepareError(
-            f"{who}: split_batches=True cuts each batch into {shards} parts (one a process), and the batch size "
-            f"{batch_size} is no multiple of {shards}. Use one that is, or split_batches=False."
+            f"{who}: split_batches=True splits each batch into {shards} slices (one for each process), and the batch "
+            f"size {batch_size} is not a multiple of {shards}. Use one that is, or split_batches=False."
         )
 
 
 def order_of(batch_sampler: Any, cut: ShardSplit) -> ReadPlan:
-    """The order behind a batch sampler: its samples where torch's own batching is used, else its batches."""
+    """The order behind a batch sampler: single samples for torch's `BatchSampler`, batches for any other."""
     if isinstance(batch_sampler, SkipBatchSampler):
         inner = order_of(batch_sampler.batch_sampler, cut)
         inner.skip += batch_sampler.skip_batches * (inner.size if inner.of_samples and inner.size else 1)
@@ -96,7 +103,7 @@ def order_of(batch_sampler: Any, cut: ShardSplit) -> ReadPlan:
 
 
 def plan_of(batch_sampler: Any) -> ReadPlan:
-    """The plan of any batch sampler; one that is no shard is read whole."""
+    """The plan of any batch sampler; all batches of one that is not a shard are read."""
     if isinstance(batch_sampler, SkipBatchSampler):
         plan = plan_of(batch_sampler.batch_sampler)
         plan.skip += batch_sampler.skip_batches * plan.stride

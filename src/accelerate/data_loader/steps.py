@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who reads what: one order of samples or batches, cut into global steps and each step between the shards. Pure."""
+"""Which shard reads what: one order of samples or batches, split into global steps, and each step into shards."""
 
 from __future__ import annotations
 
@@ -10,25 +10,37 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# What a shard reads in one step; the samples each shard really has in that step, in shard order (None: not known);
-# how much of the order all shards together have read after it.
-Step = tuple[Any, tuple[int, ...] | None, int]
-# The same, and whether it is this shard's last.
-MarkedStep = tuple[Any, tuple[int, ...] | None, int, bool]
+from .position import StreamPosition
 
-_END: Any = object()
+
+@dataclass(slots=True)
+class ShardStep:
+    """One step of one shard, from the order to the batch: each stage of a loader fills in what it knows.
+
+    Fields:
+        data: what this shard reads: indices or samples, then the batch.
+        counts: the samples that each shard really has in the step, in shard order; None where that is not known.
+        position: how much of the order all shards together have read after it.
+        last: it is this shard's last one.
+    """
+
+    data: Any
+    counts: tuple[int, ...] | None
+    position: int | StreamPosition
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSplit:
-    """How the global order is shared out.
+    """How the global order is split between the shards.
 
     Fields:
-        shards, index: how many shards there are, and which one this is.
-        split: a batch of the order is the global batch and each shard takes a part; otherwise each takes a batch.
-        even: an incomplete last step is completed with samples from the start of the epoch.
-        exact: nothing is repeated; the last step falls as it falls, and a shard without samples reads one
-            placeholder, so that all shards make as many steps.
+        shards: the number of shards.
+        index: which shard this is.
+        split: a batch of the order is the global batch, and each shard takes a slice; otherwise each takes a batch.
+        even: an incomplete last step is filled with samples from the start of the epoch.
+        exact: no sample is repeated. A shard without samples in the last step reads one placeholder, so that all
+            shards make equally many steps.
     """
 
     shards: int = 1
@@ -39,20 +51,22 @@ class ShardSplit:
 
     @property
     def repeats(self) -> bool:
-        """Whether an incomplete last step is completed."""
+        """Whether an incomplete last step is filled."""
         return self.even and not self.exact
 
 
 @dataclass(slots=True)
 class ReadPlan:
-    """One epoch's order and its cut.
+    """The order of one epoch, and how it is split.
 
     Fields:
         stream: the order: a sampler (of indices), an iterable dataset (of samples), or a batch sampler (of batches).
-        of_samples: the stream gives single samples, which are batched here; otherwise whole batches.
-        size: samples in one batch of the order (before the cut); None where its batches tell themselves.
-        skip: how much of the stream is left out at the start of every epoch, in samples or batches.
-        counted: the length of a batch is the number of its samples; otherwise that is not known.
+        of_samples: the stream yields single samples, which are batched here; otherwise it yields batches.
+        size: samples in one batch of the order, before it is split; None where its batches differ.
+        drop_last: an incomplete last step is dropped.
+        cut: how a step is split between the shards.
+        skip: how much of the stream is skipped at the start of every epoch, in samples or batches.
+        counted: the length of a batch is the number of its samples; otherwise that number is not known.
     """
 
     stream: Iterable[Any]
@@ -76,7 +90,7 @@ class ReadPlan:
 
     @property
     def global_batch(self) -> int | None:
-        """Samples in a full global step, where that is a fixed number."""
+        """Samples in a full global step; None where that is not a fixed number."""
         return None if self.size is None else self.size * (1 if self.cut.split else self.cut.shards)
 
     def open(self) -> Iterator[Any]:
@@ -85,15 +99,20 @@ class ReadPlan:
 
     @property
     def opens_lazily(self) -> bool:
-        """Whether nothing is drawn before the first element is asked for. Torch batches single samples like that."""
+        """Whether nothing is drawn before the first element is requested, as torch does where it batches samples."""
         return self.of_samples or is_generator(self.stream)
 
-    def read(self, stream: Iterator[Any], start: int = 0, ahead: bool = True) -> Iterator[MarkedStep]:
-        """The steps of this shard from position `start` of `stream` on, each with whether it is the last.
+    def read(self, stream: Iterator[Any], start: int = 0, ahead: bool = True) -> Iterator[ShardStep]:
+        """The steps of this shard from a position on, of which the last one is marked.
 
         Args:
-            ahead: look one step ahead for that. Otherwise the length of the stream tells it, where it has one, and
-                nothing is drawn earlier than a plain loop does.
+            stream: an iterator over the order.
+            start: the position in it.
+            ahead: read one step ahead to find the last one. Otherwise the length of the stream determines it, where
+                it has one, and nothing is drawn earlier than in a plain loop.
+
+        Returns:
+            An iterator over the steps.
         """
         steps = self.steps(stream, start)
         if ahead:
@@ -104,13 +123,13 @@ class ReadPlan:
             return mark_last(steps)
         return mark_by_length(steps, total, self.stride if self.drop_last and self.of_samples else 1)
 
-    def steps(self, stream: Iterator[Any], start: int = 0) -> Iterator[Step]:
+    def steps(self, stream: Iterator[Any], start: int = 0) -> Iterator[ShardStep]:
         """The steps of this shard from position `start` of `stream` on (never before `skip`)."""
         start = max(start, self.skip)
         if self.of_samples:
             return sample_steps(stream, self.stride, self.cut, self.drop_last, start)
         if self.cut.shards == 1 and not self.cut.repeats:
-            return whole_steps(stream, start, self.counted)
+            return single_steps(stream, start, self.counted)
         if self.cut.split:
             return split_steps(stream, self.size, self.cut, self.drop_last, start)
         size = self.size if self.counted else None
@@ -140,58 +159,62 @@ class ReadPlan:
             return -1
 
 
-def mark_last(steps: Iterator[Step]) -> Iterator[MarkedStep]:
-    """`steps`, each with whether it is the last. The next one is asked for before the present one is handed out."""
-    present = next(steps, _END)
-    while present is not _END:
-        items, counts, position = present
-        present = next(steps, _END)
-        yield items, counts, position, present is _END
+def mark_last(steps: Iterator[ShardStep]) -> Iterator[ShardStep]:
+    """`steps` with the last one marked. The next step is read before the present one is yielded."""
+    present = next(steps, None)
+    while present is not None:
+        following = next(steps, None)
+        present.last = following is None
+        yield present
+        present = following
 
 
-def mark_by_length(steps: Iterator[Step], total: int, least: int) -> Iterator[MarkedStep]:
-    """`steps`, each with whether it is the last: fewer than `least` elements of the `total` come after it.
+def mark_by_length(steps: Iterator[ShardStep], total: int, least: int) -> Iterator[ShardStep]:
+    """`steps` with the last one marked: fewer than `least` of the `total` elements come after it.
 
-    A stream that is longer than it says is found out by a look ahead at its supposed end.
+    At the supposed end one step is read ahead, since a stream may be longer than its `__len__`.
     """
     ended = True
-    for items, counts, position in steps:
-        ended = total - position < least
+    for step in steps:
+        assert isinstance(step.position, int)
+        ended = step.last = total - step.position < least
         if ended and least == 1:
-            yield from mark_last(itertools.chain([(items, counts, position)], steps))
+            yield from mark_last(itertools.chain([step], steps))
             return
-        yield items, counts, position, ended
+        yield step
     if not ended:
         warnings.warn(
-            f"a sampler says that it has {total} elements and gives fewer: the last batch of the epoch could not be "
-            "marked as such, so that an accumulation window may stay open. Correct its __len__.",
+            f"a sampler has a length of {total} and yields fewer elements: the last batch of the epoch could not be "
+            "marked as such, so an accumulation window may stay open. Correct its __len__.",
             stacklevel=2,
         )
 
 
 def is_generator(stream: Any) -> bool:
-    """Whether iterating `stream` runs none of its code before the first element is asked for."""
+    """Whether iterating `stream` runs none of its code before the first element is requested."""
     return inspect.isgeneratorfunction(getattr(type(stream), "__iter__", None))
 
 
 def real_counts(samples: int, part: int, shards: int) -> tuple[int, ...]:
-    """How `samples` consecutive samples fall into `shards` parts of `part`, in order."""
+    """How many of `samples` consecutive samples each of `shards` slices of length `part` gets, in order."""
     return tuple(min(part, max(0, samples - part * shard)) for shard in range(shards))
 
 
 def completed(items: list[Any], size: int, start: list[Any]) -> list[Any]:
-    """`items` filled up to `size` with those of `start`, as often as it takes."""
+    """`items` filled up to `size` with items of `start`, repeated as often as necessary."""
     return items + list(itertools.islice(itertools.cycle(start), size - len(items)))
 
 
-def sample_steps(stream: Iterator[Any], size: int, cut: ShardSplit, drop_last: bool, start: int) -> Iterator[Step]:
-    """Steps of `size` consecutive samples, each shard's part of which follows the one's before it."""
+def sample_steps(
+    stream: Iterator[Any], size: int, cut: ShardSplit, drop_last: bool, start: int
+) -> Iterator[ShardStep]:
+    """Steps of `size` consecutive samples, of which each shard gets a consecutive slice."""
     part = size // cut.shards
     low = part * cut.index
     high = low + part
     full = (part,) * cut.shards
     repeats = cut.repeats
-    # What completes the last step is the start of the epoch, also where this run goes on in its middle.
+    # The last step is filled from the start of the epoch, also after a resume in its middle.
     head = list(itertools.islice(stream, min(start, size))) if repeats else []
     _discard(stream, start - len(head))
     position = start
@@ -199,7 +222,7 @@ def sample_steps(stream: Iterator[Any], size: int, cut: ShardSplit, drop_last: b
         if repeats and len(head) < size:
             head = (head + group)[:size]
         position += size
-        yield group[low:high], full, position
+        yield ShardStep(group[low:high], full, position)
     if not group or drop_last:
         return
     position += len(group)
@@ -207,22 +230,22 @@ def sample_steps(stream: Iterator[Any], size: int, cut: ShardSplit, drop_last: b
     if repeats:
         group = completed(group, size, (head + group)[:size])
     if mine := group[low:high]:
-        yield mine, counts, position
+        yield ShardStep(mine, counts, position)
     elif cut.exact:
-        yield group[:1], counts, position
+        yield ShardStep(group[:1], counts, position)
 
 
-def whole_steps(stream: Iterator[Any], start: int, counted: bool = True) -> Iterator[Step]:
-    """Every batch as it is: the steps of the only shard."""
+def single_steps(stream: Iterator[Any], start: int, counted: bool = True) -> Iterator[ShardStep]:
+    """The steps of a single shard: every batch unchanged."""
     _discard(stream, start)
     for position, batch in enumerate(stream, start + 1):
-        yield batch, (len(batch),) if counted else None, position
+        yield ShardStep(batch, (len(batch),) if counted else None, position)
 
 
 def batch_steps(
     stream: Iterator[Any], size: int | None, cut: ShardSplit, drop_last: bool, start: int, counted: bool = True
-) -> Iterator[Step]:
-    """Steps of as many consecutive batches as there are shards, one each. Batches may differ in length."""
+) -> Iterator[ShardStep]:
+    """Steps of one batch for each shard, from consecutive batches, which may differ in length."""
     shards, index = cut.shards, cut.index
     head = list(itertools.islice(stream, min(start, shards))) if cut.repeats else []
     _discard(stream, start - len(head))
@@ -239,16 +262,16 @@ def batch_steps(
         if not following and cut.repeats and not drop_last:
             group = completed_batches(group, shards, size, head)
         if index < len(group):
-            yield group[index], counts, position
+            yield ShardStep(group[index], counts, position)
         elif cut.exact:
-            yield group[0][:1], counts, position
+            yield ShardStep(group[0][:1], counts, position)
         group = following
 
 
 def split_steps(
     stream: Iterator[Any], size: int | None, cut: ShardSplit, drop_last: bool, start: int
-) -> Iterator[Step]:
-    """Steps of one batch, cut into parts of the same length. A longer batch than `size` has longer parts."""
+) -> Iterator[ShardStep]:
+    """Steps of one batch, split into slices of the same length, which grow with a batch longer than `size`."""
     shards, index = cut.shards, cut.index
     head = next(stream, None) if start and cut.repeats else None
     _discard(stream, start - (head is not None))
@@ -256,8 +279,8 @@ def split_steps(
     for batch in stream:
         position += 1
         head = batch if head is None else head
-        whole = len(batch) if size is None else max(size, len(batch))
-        part = -(-whole // shards)
+        length = len(batch) if size is None else max(size, len(batch))
+        part = -(-length // shards)
         if drop_last and size is not None and len(batch) < size:
             continue
         counts = real_counts(len(batch), part, shards)
@@ -265,30 +288,30 @@ def split_steps(
             batch = completed(list(batch), part * shards, list(head))
         mine = batch[part * index : part * (index + 1)]
         if len(mine):
-            yield mine, counts, position
+            yield ShardStep(mine, counts, position)
         elif cut.exact:
-            yield batch[:1], counts, position
+            yield ShardStep(batch[:1], counts, position)
 
 
 def lengths_of(group: list[Any], shards: int) -> tuple[int, ...] | None:
-    """The samples in each batch of a step; None where one is no list of indices."""
+    """The number of samples in each batch of a step; None where one is not a list of indices."""
     if not all(hasattr(batch, "__len__") for batch in group):
         return None
     return (*map(len, group), *[0] * (shards - len(group)))
 
 
 def completed_batches(group: list[Any], shards: int, size: int | None, head: list[Any]) -> list[Any]:
-    """A last step with a batch for every shard: batches of `size` from the start of the epoch, or its first ones."""
+    """A last step with a batch for every shard, filled with samples or batches from the start of the epoch."""
     if size is None:
         return completed(group, shards, head)
     start = list(itertools.chain.from_iterable(head))
     following = itertools.cycle(start)
     filled = [list(batch) for batch in group]
-    # Only the last batch of a sampler falls short by chance; shorter ones before it are meant to be.
+    # Only the last batch of a sampler is incomplete; shorter ones before it are intended.
     filled[-1] += itertools.islice(following, max(0, size - len(filled[-1])))
     return filled + [list(itertools.islice(following, size)) for _ in range(shards - len(filled))]
 
 
 def _discard(stream: Iterator[Any], count: int) -> None:
-    """Step over `count` elements."""
+    """Skip `count` elements."""
     next(itertools.islice(stream, count, count), None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading in worker processes: torch's own workers, told what to read by a plan, and telling what they have read."""
+"""Loading in torch's worker processes: what they read follows a plan, and they return their positions."""
 
 from __future__ import annotations
 
@@ -15,63 +15,63 @@ from .fetch import Fetch, map_fetch
 from .iterable import IterableDatasetShard, open_stream
 from .order import Order
 from .position import StreamPosition
-from .steps import ReadPlan
+from .steps import ReadPlan, ShardStep
 
 
-def altered(loader: DataLoader, **changes: Any) -> Any:
-    """A copy of `loader` (of its own class, with its own extras) with other attributes."""
+def altered(loader: DataLoader[Any], **changes: Any) -> Any:
+    """A copy of `loader`, of the same class, with some attributes changed."""
     fresh = copy.copy(loader)
-    # Past torch's guard: it protects a loader in use, and this one is new.
+    # Without torch's check, which protects a loader in use: this one is new.
     fresh.__dict__.update(changes, _iterator=None)
     return fresh
 
 
 def as_is(batch: Any) -> Any:
-    """The collate function of batches that are collated already."""
+    """The collate function for batches that are collated already."""
     return batch
 
 
 def keeps_state(thing: Any) -> bool:
-    """Whether `thing` can tell and take up its own position."""
+    """Whether `thing` has `state_dict` and `load_state_dict`."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
-class Meter(Sampler):
-    """Gives torch's loader the indices of a plan's steps, and notes what else is known of each."""
+class Meter(Sampler[Any]):
+    """A batch sampler that yields the indices of a plan's steps and records the steps."""
 
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
-        self.log: deque[tuple[Any, StreamPosition | int, bool]] = deque()
-        self.asked = False
+        self.log: deque[ShardStep] = deque()
+        self.started = False
 
     def arm(self, plan: ReadPlan, order: Order, start: int) -> None:
-        """What the next pass reads."""
+        """Set what the next pass reads."""
         self.plan = copy.copy(plan)
         self.plan.skip = max(plan.skip, start)
         self.order = order
-        self.asked = False
+        self.started = False
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __iter__(self) -> Iterator[Any]:
-        log: deque[tuple[Any, StreamPosition | int, bool]] = deque()
+        log: deque[ShardStep] = deque()
         self.log = log
-        self.asked = True
+        self.started = True
         stream = self.order.open(self.plan.open, self.plan.opens_lazily)
-        return _noted(self.order.paced(self.plan.read(stream, ahead=self.order.looks_ahead)), log)
+        return _recorded(self.order.paced(self.plan.read(stream, ahead=self.order.looks_ahead)), log)
 
 
-def _noted(steps: Iterator[Any], log: deque[tuple[Any, StreamPosition | int, bool]]) -> Iterator[Any]:
-    for indices, counts, position, last in steps:
-        log.append((counts, position, last))
-        yield indices
+def _recorded(steps: Iterator[ShardStep], log: deque[ShardStep]) -> Iterator[Any]:
+    for step in steps:
+        log.append(step)
+        yield step.data
 
 
-class MapWorker(Dataset):
-    """A map-style dataset that keeps a state: its batches, each with the worker's number and the state after it."""
+class MapWorker(Dataset[Any]):
+    """A map-style dataset with a state. It returns each batch with the worker's number and the state after it."""
 
-    def __init__(self, loader: DataLoader, states: list[Any] | None) -> None:
+    def __init__(self, loader: DataLoader[Any], states: list[Any] | None) -> None:
         self.dataset: Any = loader.dataset
         self.turn = 0
         self.states = states
@@ -90,13 +90,13 @@ class MapWorker(Dataset):
     __getitem__ = __getitems__
 
 
-class StreamWorker(IterableDataset):
-    """The batches of one shard of a stream, collated where they are read, each with what is known of its step.
+class StreamWorker(IterableDataset[Any]):
+    """The batches of one shard of an iterable dataset, collated in the worker, each with its step's counts.
 
     Yields `(batch, counts, position in this worker's stream, worker, state of the dataset)`.
     """
 
-    def __init__(self, loader: DataLoader, plan: ReadPlan, start: StreamPosition, has_state: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], plan: ReadPlan, start: StreamPosition, has_state: bool) -> None:
         self.dataset = loader.dataset
         self.turn = start.turn
         self.collate = loader.collate_fn
@@ -104,53 +104,58 @@ class StreamWorker(IterableDataset):
         self.start = start
         self.has_state = has_state
 
-    def __iter__(self) -> Iterator[tuple[Any, Any, int, int, Any]]:
+    def __iter__(self) -> Iterator[tuple[Any, Any, Any, int, Any]]:
         worker = worker_number()
         own = unwrapped(self.dataset)
-        for items, counts, position in opened(self.dataset, self.plan, self.start, worker):
+        for step in opened(self.dataset, self.plan, self.start, worker):
             state = own.state_dict() if self.has_state else None
-            yield self.collate(items), counts, position, worker, state
+            # A plain tuple: torch's workers send it, and pin what is in it.
+            yield self.collate(step.data), step.counts, step.position, worker, state
 
 
-def opened(dataset: Any, plan: ReadPlan, place: StreamPosition, worker: int = 0) -> Iterator[Any]:
-    """The steps of a stream from `place` on: by the dataset's own state where there is one, else by reading."""
+def opened(dataset: Any, plan: ReadPlan, place: StreamPosition, worker: int = 0) -> Iterator[ShardStep]:
+    """The steps of a stream from `place` on, by the dataset's state if it has one, else by reading up to there."""
     start = 0 if place.workers is None else place.workers[worker]
     if place.inner is None or place.inner[worker] is None:
         yield from plan.steps(open_stream(dataset), start)
         return
     unwrapped(dataset).load_state_dict(place.inner[worker])
-    for items, counts, position in dataclasses.replace(plan, skip=0).steps(open_stream(dataset)):
-        yield items, counts, position + start
+    for step in dataclasses.replace(plan, skip=0).steps(open_stream(dataset)):
+        assert isinstance(step.position, int)
+        step.position += start
+        yield step
 
 
 def unwrapped(dataset: Any) -> Any:
-    """The user's own dataset."""
+    """The user's dataset inside those of this package."""
     while isinstance(dataset, (IterableDatasetShard, StreamWorker, MapWorker)):
         dataset = dataset.dataset
     return dataset
 
 
 def worker_number() -> int:
+    """The number of this worker process; 0 in the main process."""
     info = get_worker_info()
     return 0 if info is None else info.id
 
 
 class WorkerStart:
-    """What a worker does first: it shows the user's own dataset in `get_worker_info`, and takes its number.
+    """The `worker_init_fn`: it corrects the dataset and the worker's number in `get_worker_info`.
 
-    Torch begins every pass with worker 0, and a pass that goes on in the middle of an epoch begins with another one:
-    the numbers by which a dataset parts itself are turned, so that batches come in the order of the whole epoch.
+    Torch begins every pass with worker 0, but a pass that resumes in the middle of an epoch must begin with another
+    worker. The numbers by which a dataset splits itself are rotated, so that batches come in the epoch's order.
     """
 
     def __init__(self, user_function: Any) -> None:
         self.user_function = user_function
 
     def __call__(self, worker: int) -> None:
+        """Set the rotated number and the unwrapped dataset in the worker's info, then call the user's function."""
         info = get_worker_info()
         assert info is not None
-        turned = (info.id + info.dataset.turn) % info.num_workers  # type: ignore[attr-defined]
-        # Past the guard of torch's object, which is there for users.
+        rotated = (info.id + info.dataset.turn) % info.num_workers  # type: ignore[attr-defined]
+        # Torch forbids users to change this object.
         object.__setattr__(info, "dataset", unwrapped(info.dataset))
-        object.__setattr__(info, "id", turned)
+        object.__setattr__(info, "id", rotated)
         if self.user_function is not None:
-            self.user_function(turned)
+            self.user_function(rotated)

@@ -13,12 +13,17 @@ from ..collectives.rng import synchronize_rng_states
 
 
 class MpDeviceLoaderWrapper(parallel_loader.MpDeviceLoader):
-    """Feeds the device in a thread of its own. What the prepared loader inside knows is asked for here."""
+    """A device loader of torch_xla around a prepared loader: a thread copies batches to the device.
+
+    Args:
+        dataloader: the prepared loader. Its attributes are attributes of this loader too.
+        device: the XLA device.
+    """
 
     def __init__(self, dataloader: Any, device: torch.device) -> None:
         super().__init__(dataloader, device)
         self._rng_types = dataloader.rng_types
-        # The generators are synchronised here, before the feeding thread starts.
+        # Generators are synchronized in `__iter__`, before the thread starts.
         dataloader.rng_types = None
         self.device = device
         self.dataloader = dataloader
@@ -26,21 +31,26 @@ class MpDeviceLoaderWrapper(parallel_loader.MpDeviceLoader):
     def __iter__(self) -> Iterator[Any]:
         if self._rng_types:
             synchronize_rng_states(self._rng_types, self.dataloader.synchronized_generator)
-        return super().__iter__()
+        batches: Iterator[Any] = super().__iter__()
+        return batches
 
     def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass."""
         self.dataloader.set_epoch(epoch)
 
     @property
     def total_batch_size(self) -> int:
-        return self.dataloader.total_batch_size
+        """Samples in a step over all shards."""
+        return int(self.dataloader.total_batch_size)
 
     @property
     def total_dataset_length(self) -> int:
-        return self.dataloader.total_dataset_length
+        """Samples in the dataset of all shards."""
+        return int(self.dataloader.total_dataset_length)
 
     @property
     def batch_sampler(self) -> Any:
+        """The batch sampler of the prepared loader."""
         return self.dataloader.batch_sampler
 
     def __getattr__(self, name: str) -> Any:

@@ -15,4 +15,4 @@ EXPORTS = {
     ],
 }
 
-__getattr__, __dir__, __all__ = attach(__name__, EXPORTS)
+__getattr__, __dir__, __all__ = attach(__name__, EXPORTS, all_public=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this machine can carry the processes of a launch: its processors and its free memory."""
+"""Whether this machine has enough processors and free memory for the processes of a launch."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from ..core import env, system
 from ..core.errors import ConfigurationError
 from .spec import LaunchSpec
 
-# Bytes that each process takes for itself before the script does anything: USS of a process that has imported torch
-# 2.13 for the CPU and joined a gloo group, 149 MiB on Linux (builds for CUDA take more). A model comes on top.
+# Bytes of a process before the script does anything: the USS after importing torch 2.13 for the CPU and joining a gloo
+# group is 149 MiB on Linux (builds for CUDA need more).
 PROCESS = 150 * 2**20
-# For a process that is forked from one that has imported torch: USS was 9 MiB after it had joined a gloo group, and
-# 106 MiB after one step of DDP, which imports more (torch 2.13 for the CPU). The check refuses only what cannot fit,
-# and counts between the two.
+# For a process forked from one that has imported torch: the USS is 9 MiB after joining a gloo group, and 106 MiB after
+# one step of DDP, which imports more (torch 2.13 for the CPU). The estimate is between the two.
 FORKED_PROCESS = 40 * 2**20
-# Engines whose processes do not run here, or that count them themselves.
+# Engines whose processes run elsewhere, or that check this themselves.
 ELSEWHERE = frozenset({"slurm", "ray", "kubernetes", "tpu", "deepspeed"})
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a machine has. cpus: logical processors; memory: free bytes, None where it is not known."""
+    """The resources of a machine. cpus: logical processors; memory: free bytes, None where unknown."""
 
     cpus: int
     memory: int | None
 
     @classmethod
     def of_this_machine(cls) -> Capacity:
+        """Return the usable cores and the free memory of this machine."""
         return cls(system.usable_cpu_count(), system.available_memory())
 
 
 def shortage_of_memory(processes: int, each: int, capacity: Capacity) -> str | None:
-    """Why so many processes do not fit into the free memory; None where they do."""
+    """Why the processes do not fit into the free memory; None where they do."""
     if processes <= 1 or capacity.memory is None or processes * each <= capacity.memory:
         return None
     return (
@@ -44,22 +44,22 @@ def shortage_of_memory(processes: int, each: int, capacity: Capacity) -> str | N
 
 
 def shortage_of_cpus(processes: int, threads: int | None, capacity: Capacity) -> str | None:
-    """What is to be said where processes, or their threads, have to share processors; None where they need not."""
+    """The warning where processes or their threads share processors; None where they do not."""
     if processes > capacity.cpus:
         return (
-            f"{processes} processes share {_cpus(capacity)}: each gets a part of one, and all are slower "
-            f"for it. --num_processes {capacity.cpus} uses them fully"
+            f"{processes} processes share {_cpus(capacity)}: all of them run slower. "
+            f"--num_processes {capacity.cpus} uses the processors fully"
         )
     if threads is not None and processes * threads > capacity.cpus:
         return (
-            f"{processes} process{'es' if processes > 1 else ''} of {threads} threads share {_cpus(capacity)}: they "
+            f"{processes} process{'es' if processes > 1 else ''} of {threads} threads share {_cpus(capacity)} and "
             f"slow each other down. --num_cpu_threads_per_process {max(1, capacity.cpus // processes)} fits"
         )
     return None
 
 
 def check(spec: LaunchSpec, engine: str, oversubscribe: bool, capacity: Capacity | None = None) -> list[str]:
-    """The warnings about a launch on this machine. ConfigurationError where its memory cannot hold the processes."""
+    """The warnings about a launch on this machine; ConfigurationError where its memory is too small."""
     if engine in ELSEWHERE or (engine == "mpi" and spec.hostfile):
         return []
     capacity = capacity or Capacity.of_this_machine()
@@ -67,21 +67,19 @@ def check(spec: LaunchSpec, engine: str, oversubscribe: bool, capacity: Capacity
     lack = shortage_of_memory(processes, PROCESS, capacity)
     if lack and not oversubscribe:
         raise ConfigurationError(
-            f"num_processes={spec.num_processes}: {lack}. Ask for fewer, or give --oversubscribe to start them "
-            "all the same"
+            f"num_processes={spec.num_processes}: {lack}. Use fewer, or --oversubscribe to start them anyway"
         )
     crowd = shortage_of_cpus(processes, spec.threads, capacity) if spec.device == "cpu" else None
     return [text for text in (lack, crowd) if text]
 
 
 def check_forked(processes: int, capacity: Capacity | None = None) -> str | None:
-    """The same for functions in forked processes, which have no options: a variable allows what does not fit."""
+    """`check` for functions in forked processes, where a variable replaces the option --oversubscribe."""
     capacity = capacity or Capacity.of_this_machine()
     lack = shortage_of_memory(processes, FORKED_PROCESS, capacity)
-    if lack and not env.get_flag("oversubscribe"):
+    if lack and not env.get_flag("ACCELERATE_OVERSUBSCRIBE"):
         raise ConfigurationError(
-            f"num_processes={processes}: {lack}. Ask for fewer, or set {env.variable('oversubscribe')}=1 to start "
-            "them all the same"
+            f"num_processes={processes}: {lack}. Use fewer, or set ACCELERATE_OVERSUBSCRIBE=1 to start them anyway"
         )
     return lack or shortage_of_cpus(processes, None, capacity)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API's functions that turn parsed arguments into commands and environments, on top of our own settings."""
+"""The API's functions that turn parsed arguments into commands and environments."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """The environment of several processes; `args` gets the names that torch's own runner reads."""
     settings = _settings(args)
-    _command(args)
+    if getattr(args, "training_script", None) is not None:
+        _command(args)
     machines = args.num_machines or 1
     args.nproc_per_node = str(int(args.num_processes) // machines)
     port = args.main_process_port
@@ -74,8 +75,8 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     elif port == 0:
         from .ports import ReservedPort
 
-        with ReservedPort() as held:
-            port = held.number
+        with ReservedPort() as reserved:
+            port = reserved.number
     if machines > 1:
         args.nnodes, args.node_rank = str(machines), int(args.machine_rank)
         if args.same_network:
@@ -129,7 +130,7 @@ def prepare_tpu(
 
 
 def prepare_sagemager_args_inputs(sagemaker_config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """The arguments of SageMaker's estimator, and the data inputs of the job. (The API spells the name so.)"""
+    """Return the arguments of SageMaker's estimator and the job's data inputs. The API spells the name this way."""
     from .sagemaker import estimator_arguments
 
     return estimator_arguments(sagemaker_config, args)

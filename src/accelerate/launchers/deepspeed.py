@@ -12,8 +12,8 @@ from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from .base import Launcher
+from .ports import DEFAULT_PORT
 from .spec import LaunchSpec, ProcessSpec, Program, check_host
-from .static import DEFAULT_PORT
 
 # The file from which DeepSpeed's starter takes the variables of the processes it starts elsewhere.
 ENVIRONMENT_FILE = ".deepspeed_env"
@@ -57,6 +57,11 @@ class DeepSpeedLauncher(Launcher):
         self.hosts = hosts
 
     def check(self) -> None:
+        """Check before anything starts.
+
+        Raises:
+            ConfigurationError: this launcher cannot run the launch.
+        """
         super().check()
         if self.hosts.hostfile is None:
             raise ConfigurationError("several machines under DeepSpeed's starter need --deepspeed_hostfile")
@@ -75,6 +80,7 @@ class DeepSpeedLauncher(Launcher):
             raise ConfigurationError("the program deepspeed is not on the PATH: pip install deepspeed")
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
+        """Return the process of DeepSpeed's launcher."""
         spec = self.spec
         address = spec.main_process_ip if spec.main_process_ip_given else None
         command = starter_command(
@@ -86,14 +92,15 @@ class DeepSpeedLauncher(Launcher):
         return [ProcessSpec(0, 0, tuple(command), variables, starter="deepspeed")]
 
     def run(self) -> int:
-        from .supervisor import Supervisor
+        """Run DeepSpeed's launcher. Returns the exit code."""
+        from .supervisor import supervise
 
         (process,) = self.processes()
         # The file has no way to write an empty value.
         values = {name: text for name, text in process.variables.items() if text}
         with atomic_write(ENVIRONMENT_FILE, "w") as file:
             file.writelines(env.convert_dict_to_env_variables(values))
-        return Supervisor(self.spec).run([process])
+        return supervise(self.spec, [process]).code
 
 
 def python_path() -> str:

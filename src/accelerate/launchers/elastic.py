@@ -1,5 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Machines that come and go: torch's rendezvous says who takes part, and a round is watched like any launch."""
+"""Machines that join and leave: torch's rendezvous forms the group, and our supervisor runs each generation of it.
+
+torch's own agent is not used. Measured with torch 2.13 on gloo, two nodes, `keep_alive_interval=1`:
+
+- Where a rank failed on one node, the agent of the other did not notice within 120 s (here: both end within seconds,
+  and both name the rank).
+- Where an agent was killed, its ranks continued to run, and the other node did not notice within 75 s (here: less than
+  10 s).
+- Where a node was lost and the remaining ranks did not communicate, the agent did not notice within 75 s; where they
+  did, it took 10 s and a restart.
+- Restarts: the first of 20 hung with the store that the c10d rendezvous shares by default, because dead processes'
+  addresses stay in it; 20 of 20 succeeded with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`, which this engine sets too.
+
+`tests/distributed/test_launch_elastic.py` repeats the first one. When torch passes it, this engine can host its agent.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +28,22 @@ from types import FrameType
 
 from ..core import env
 from ..core.errors import ConfigurationError
-from .base import Launcher
+from .base import Launcher, print_message
 from .generations import Generation, processes
 from .messenger import StoreLost
+from .ports import DEFAULT_PORT
 from .rendezvous import Rendezvous, lost, settings_of
 from .spec import LaunchSpec, ProcessSpec
-from .static import DEFAULT_PORT
-from .static_rendezvous import interface_of, resolve_address, say
-from .supervisor import Supervisor
+from .static import interface_of, resolve_address
+from .supervisor import supervise
 
-# torch's own stores and agents speak of every connection that ends; what they mean for the run is said by us.
+# torch's stores and rendezvous log every connection that ends; the launcher reports what that means for the run.
 QUIET = {"TORCH_CPP_LOG_LEVEL": "FATAL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-OWN = ("static", "c10d")
+OWN_BACKENDS = ("static", "c10d")
 
 
 class Interrupted(BaseException):
-    """A signal came while no rank was running."""
+    """A signal arrived while no rank was running."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -37,7 +51,7 @@ class Interrupted(BaseException):
 
 
 class ElasticLauncher(Launcher):
-    """`nnodes` is a number of machines or a range as 1:4. Ranks are handed out by the rendezvous."""
+    """`nnodes` is a number of machines or a range as 1:4. The rendezvous assigns the ranks."""
 
     name = "elastic"
 
@@ -46,6 +60,11 @@ class ElasticLauncher(Launcher):
         super().__init__(replace(spec, main_process_port=spec.main_process_port or (0 if alone else DEFAULT_PORT)))
 
     def check(self) -> None:
+        """Check before anything starts.
+
+        Raises:
+            ConfigurationError: this launcher cannot run the launch.
+        """
         super().check()
         resolve_address(self.spec.main_process_ip)
         if self.spec.num_machines > 1 and not self.spec.main_process_ip_given and ":" not in self.spec.nnodes:
@@ -62,15 +81,16 @@ class ElasticLauncher(Launcher):
 
     @property
     def _is_ours(self) -> bool:
-        """Other backends, and a store in a file, are handled by torch's own agent."""
+        """Whether this engine runs the launch; torch's own agent handles other backends and a store in a file."""
         stored = self.spec.rendezvous_settings().get("store_type", "tcp")
-        return self.spec.rdzv_backend in OWN and stored == "tcp"
+        return self.spec.rdzv_backend in OWN_BACKENDS and stored == "tcp"
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
-        """As they are in the first round, if all machines come."""
+        """Those of the first generation, if all machines join."""
         return processes(self.spec, 0 if port is None else port, attempt)
 
     def run(self) -> int:
+        """Run this machine's share of the launch. Returns the exit code."""
         address = _address_towards(self.spec.main_process_ip)
         variables = dict(self.spec.variables)
         if env.get("GLOO_SOCKET_IFNAME") is None and (name := interface_of(address)) is not None:
@@ -81,8 +101,8 @@ class ElasticLauncher(Launcher):
 
             return run_program_elastic(spec, address)
         if spec.num_machines > 1 and not spec.main_process_ip_given:
-            say("no --main_process_ip: only launches on this machine can join the run")
-        # What is set for this process alone must not reach the ranks.
+            print_message("no --main_process_ip: only launches on this machine can join the run")
+        # Variables that are set for this process alone must not reach the ranks.
         for variable in QUIET:
             variables.setdefault(variable, env.get(variable))
         env.publish({variable: env.get(variable, value) for variable, value in QUIET.items()})
@@ -91,22 +111,22 @@ class ElasticLauncher(Launcher):
 
 
 def _run(spec: LaunchSpec, address: str) -> int:
-    """Meet, then run rounds until the run is over for this machine; its exit code."""
+    """Join the rendezvous and run generations until the run is over for this machine. Returns the exit code."""
     import logging
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     rendezvous: Rendezvous | None = None
-    rounds: list[Generation] = []
+    generations: list[Generation] = []
     try:
         rendezvous = Rendezvous(spec, address)
         rendezvous.compare_clocks()
-        return _run_rounds(spec, rendezvous, rounds)
+        return _run_generations(spec, rendezvous, generations)
     except Interrupted as error:
         name = signal.Signals(error.number).name
-        if rounds:
+        if generations:
             with contextlib.suppress(StoreLost):
-                rounds[-1].interrupted(name, 128 + error.number)
-        say(f"ended by {name}")
+                generations[-1].interrupted(name, 128 + error.number)
+        print_message(f"ended by {name}")
         return 128 + error.number
     except StoreLost as error:
         if rendezvous is None:
@@ -114,50 +134,53 @@ def _run(spec: LaunchSpec, address: str) -> int:
         raise StoreLost(lost(rendezvous, str(error))) from error
     finally:
         if rendezvous is not None:
-            rendezvous.close(rounds[-1] if rounds else None)
+            rendezvous.close(generations[-1] if generations else None)
 
 
-def _run_rounds(spec: LaunchSpec, rendezvous: Rendezvous, rounds: list[Generation]) -> int:
+def _run_generations(spec: LaunchSpec, rendezvous: Rendezvous, generations: list[Generation]) -> int:
     restarts = 0
     while True:
         formed, launch, port = rendezvous.form(restarts)
-        rounds.append(formed)
+        generations.append(formed)
         formed.interval = spec.monitor_interval
         formed.begin()
         if formed.number > 1 or ":" in spec.nnodes:
-            _tell_who(formed, launch)
-        supervisor = Supervisor(launch, formed)
-        supervisor.run(processes(launch, port, formed.restarts))
+            _report_group(formed, launch)
+        supervisor = supervise(launch, processes(launch, port, formed.restarts), formed)
         if supervisor.interrupted:
             formed.interrupted(supervisor.interrupted, supervisor.code)
             return supervisor.code
-        end = formed.settle_end(supervisor.finished)
+        end = formed.wait_for_end(supervisor.finished)
         code = supervisor.code or end.code
         if end.kind == "finished":
             return 0
         if end.kind == "over":
             return code
-        restarts = formed.restarts + int(formed.costs)
+        restarts = formed.restarts + int(formed.uses_restart)
         if restarts > spec.max_restarts:
             if end.kind != "failed":
-                say(f"{formed.left} of at least {formed.least} machines left, and no restart (--max_restarts)")
+                print_message(
+                    f"{formed.remaining} of at least {formed.min_machines} machines left, no restart (--max_restarts)"
+                )
             return code
-        formed.gather("stopped", spec.stop_timeout + 2.0)
+        formed.wait_for_members("stopped", spec.stop_timeout + 2.0)
         if restarts > formed.restarts:
-            say(f"restart {restarts} of {spec.max_restarts}")
+            print_message(f"restart {restarts} of {spec.max_restarts}")
 
 
-def _tell_who(formed: Generation, launch: LaunchSpec) -> None:
+def _report_group(formed: Generation, launch: LaunchSpec) -> None:
     names = ", ".join(member.name for member in formed.members)
-    first = formed.place * launch.local_processes
+    first = formed.position * launch.local_processes
     last = first + launch.local_processes - 1
     ranks = f"rank {first}" if last == first else f"ranks {first} to {last}"
     count = len(formed.members)
-    say(f"{count} machine{'s' if count > 1 else ''} in the group: {names}; here {ranks} of {launch.num_processes}")
+    print_message(
+        f"{count} machine{'s' if count > 1 else ''} in the group: {names}; here {ranks} of {launch.num_processes}"
+    )
 
 
 def _address_towards(host: str) -> str:
-    """This machine's own address on the network that leads to `host`."""
+    """This machine's address on the network to `host`."""
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -169,20 +192,20 @@ def _address_towards(host: str) -> str:
 
 @contextlib.contextmanager
 def _raising_signals() -> Iterator[None]:
-    """Signals that end the run are errors while no rank runs; while ranks run, their supervisor catches them."""
+    """Raise Interrupted for signals that end the run. While ranks run, their supervisor handles signals."""
     if threading.current_thread() is not threading.main_thread() or os.name != "posix":
         yield
         return
 
     seen: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         if seen:
             os._exit(128 + number)
         seen.append(number)
         raise Interrupted(number)
 
-    former = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    former = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank failed first, why, and how the others ended: told once, in words, and as JSON."""
+"""Which rank failed first, why, and how the others ended: a summary for the console, and JSON for programs."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from ..core.files import atomic_write
 from . import tracebacks
 from .process import Rank
+from .streams import RankEnd
 from .tracebacks import LOST, OWN
 
-# How it is known which task of a foreign starter failed first, and how: what a watched rank says, what Slurm does.
-_TOLD = re.compile(
-    r"^accelerate launch: rank (\d+) ended, code (-?\d+)\n|^srun: error: .*: task (\d+): Exited with exit code (\d+)",
-    re.MULTILINE,
-)
+# A rank that has ended: supervised here, or reported by another program's task.
+Ended = TypeVar("Ended", Rank, RankEnd)
 _SIGNAL_WORDS = {
-    signal.SIGSEGV: "it touched memory that is not its own: a defect in native code, an extension or the driver",
-    signal.SIGABRT: "native code gave up (abort)",
-    signal.SIGBUS: "a memory-mapped file or shared memory (/dev/shm) is exhausted or was cut short",
-    signal.SIGILL: "an instruction that this processor does not have",
+    signal.SIGSEGV: "invalid memory access: a defect in native code, an extension or the driver",
+    signal.SIGABRT: "native code called abort()",
+    signal.SIGBUS: "shared memory (/dev/shm) is exhausted, or a memory-mapped file was truncated",
+    signal.SIGILL: "an instruction that this processor does not support",
     signal.SIGFPE: "an arithmetic error in native code",
-    signal.SIGTERM: "somebody asked it to end",
+    signal.SIGTERM: "requested by another process, as a job scheduler or kill",
     signal.SIGINT: "interrupted",
 }
 
 
 @dataclass
 class Failure:
-    """The first failing rank of a run. code: its exit code, negative for a signal."""
+    """The first rank of a run that failed; `code` is its exit code, negative for a signal."""
 
     rank: int
     local_rank: int
@@ -48,81 +47,91 @@ class Failure:
     log: str | None = None
     time: float = field(default_factory=time.time)
     others: dict[int, str] = field(default_factory=dict)
-    # The program that started the ranks, where this launcher did not: pid and code are its own.
+    # The program that started the ranks where this launcher did not; `pid` is its process id then.
     starter: str = ""
-    # Where the first cause is a rank that ended too early without an error, the code of the one that failed for it.
+    # Where the first rank ended early without an error, the code of the rank that failed because of that.
     consequence: int = 0
 
     @property
     def exit_code(self) -> int:
+        """The launcher's exit code."""
         return exit_code(self.code) or exit_code(self.consequence)
 
     def lines(self) -> list[str]:
+        """The summary for the console."""
         who = f"rank {self.rank}" if self.rank >= 0 else "a rank"
         head, *more = self.cause.splitlines() or [""]
-        told = [f"accelerate launch: {who} failed: {head}", *(f"    {line}".rstrip() for line in more)]
+        lines = [f"accelerate launch: {who} failed: {head}", *(f"    {line}".rstrip() for line in more)]
         pid = f"pid {self.pid}" if not self.starter else f"{self.starter} (pid {self.pid})"
         log = f", log {self.log}" if self.log else ""
-        told.append(f"  host {self.host}, {pid}, exit code {exit_code(self.code)}{log}")
+        lines.append(f"  host {self.host}, {pid}, exit code {exit_code(self.code)}{log}")
         if self.others:
-            told.append(f"  other ranks: {_grouped(self.others)}")
-        return told
+            lines.append(f"  other ranks: {_grouped(self.others)}")
+        return lines
 
     def write(self, path: str) -> None:
-        """The same as JSON, for programs."""
-        told = {key: value for key, value in asdict(self).items() if key not in ("shown", "consequence")}
-        told |= {"exit_code": self.exit_code, "signal": -self.code if self.code < 0 else None}
+        """Write the failure as JSON."""
+        content = {key: value for key, value in asdict(self).items() if key not in ("shown", "consequence")}
+        content |= {"exit_code": self.exit_code, "signal": -self.code if self.code < 0 else None}
         Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(Path(path).expanduser(), "w") as file:
-            json.dump(told, file, indent=2)
+            json.dump(content, file, indent=2)
 
 
 def exit_code(code: int) -> int:
-    """What the launcher returns for a process's code: its own, or 128 and the signal's number as shells do."""
+    """The launcher's exit code for a process's: the same, or as in shells 128 plus the number of the signal."""
     return code if code >= 0 else 128 - code
 
 
 def report(ranks: Sequence[Rank], first: Rank) -> str:
-    """The first failure for the other machines' consoles."""
+    """The first failure in one text, for the consoles of the other machines."""
     cause = (
         early_cause(_others(ranks, first))
         if first.code == 0
-        else cause_of(first.exit_code, _last_words(first), first.rank)
+        else cause_of(first.exit_code, _last_output(first), first.rank)
     )
     return f"rank {first.rank} on {first.host} (pid {first.popen.pid}) failed: {cause}"
 
 
 def blame(rank: Rank) -> int:
-    """How much a failed rank's last words point at another one: see `tracebacks.blame`."""
-    return tracebacks.blame(_last_words(rank), rank.rank) if rank.exit_code > 0 else OWN
+    """How much a failed rank's last output points to another rank: see `tracebacks.blame`."""
+    return tracebacks.blame(_last_output(rank), rank.rank) if rank.exit_code > 0 else OWN
 
 
 def find_first(ranks: Sequence[Rank]) -> Rank | None:
-    """The rank that failed first, or None where none did.
+    """The rank that failed first; None where none did.
 
-    A rank that ended without an error is the first one where the others failed only because they needed it.
+    A rank that ended without an error counts as the first where the others failed only because they needed it.
     """
-    failed = [rank for rank in ranks if rank.exit_code and rank.trouble_at is not None]
-    # A killed rank is noticed at its very end, while those that lost it write their tracebacks a moment later.
-    ordered = sorted(failed, key=lambda rank: (blame(rank), rank.trouble_at))
+    failed = [rank for rank in ranks if rank.exit_code and rank.failed_at is not None]
+    # Sorted by blame first: ranks that lost the connection may write their tracebacks before the cause ends.
+    ordered = sorted(failed, key=lambda rank: (blame(rank), rank.failed_at))
     if not ordered:
         return None
     first = ordered[0]
-    level = blame(first)
-    early = [rank for rank in ranks if rank.code == 0 and not rank.spec.starter]
+    if (level := blame(first)) == OWN:
+        return first
+    early = sorted(
+        (rank for rank in ranks if rank.code == 0 and not rank.spec.starter), key=lambda rank: rank.ended_at or 0
+    )
+    return _explaining(early, level, _last_output(first), first.rank) or first
+
+
+def _explaining(early: Sequence[Ended], level: int, output: str, rank: int) -> Ended | None:
+    """The one of the ranks that ended early, in that order, which explains the last output of a failed rank."""
     if level != LOST:
-        named = tracebacks.named_ranks(tracebacks.message_of(_last_words(first), first.rank)) if level else set()
-        early = [rank for rank in early if rank.rank in named]
-    return min(early, key=lambda rank: rank.ended_at or 0.0, default=first)
+        named = tracebacks.named_ranks(tracebacks.message_of(output, rank))
+        early = [end for end in early if end.rank in named]
+    return next(iter(early), None)
 
 
 def _others(ranks: Sequence[Rank], first: Rank) -> list[int]:
-    """The ranks that had not ended well when the first one had."""
+    """The ranks that had not ended without an error when the first one had."""
     return [rank.rank for rank in ranks if rank is not first and rank.code != 0]
 
 
 def early_cause(others: Sequence[int]) -> str:
-    """What is wrong with a rank that ended without an error, but before `others`."""
+    """The error of a rank that ended with exit code 0 before `others`."""
     return (
         f"it ended with exit code 0 while {_numbered(others)} still needed it. Every rank must run the same number of "
         "steps, reach the same collective operations and leave the script at the same point."
@@ -130,28 +139,29 @@ def early_cause(others: Sequence[int]) -> str:
 
 
 def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
-    """Everything about the first failure. Takes the traceback that was held back."""
+    """Everything about the first failure. Removes the delayed tracebacks of all ranks from their streams."""
     ended_early = first.code == 0
-    # Where nothing failed on the first rank itself, the traceback of one that needed it shows where that was.
-    speaker = first
+    # Where the first rank ended without an error, the traceback of a rank that needed it shows where that was.
+    source = first
     if ended_early:
-        failed = [rank for rank in ranks if rank.exit_code and rank.trouble_at is not None]
-        speaker = min(failed, key=lambda rank: (blame(rank), rank.trouble_at), default=first)
-    # What happened to the others is read before their tracebacks are dropped.
-    last_words = _last_words(speaker)
-    fates = {
-        rank.rank: _fate(rank, speaker, last_words)
+        failed = [rank for rank in ranks if rank.exit_code and rank.failed_at is not None]
+        source = min(failed, key=lambda rank: (blame(rank), rank.failed_at), default=first)
+    output = _last_output(source)
+    others = {
+        rank.rank: _outcome(rank, source, output)
         for rank in ranks
         if rank is not first and (rank.code or rank.stopped or ended_early)
     }
-    held = speaker.error.drop()
-    # Where a process took long to end after its traceback, that was shown already: only programs are told it again.
-    traceback = (held or _last_shown(speaker)).decode(errors="replace")
+    # Where a process took long to end after its traceback, that was shown already.
+    shown = source.error.last_traceback if source.exit_code > 0 else b""
+    delayed = source.error.take_delayed()
+    traceback = (delayed or shown).decode(errors="replace")
     if ended_early:
         cause = early_cause(_others(ranks, first))
     else:
-        words = traceback or first.error.tail.decode(errors="replace")
-        cause = cause_of(first.exit_code, words, first.rank, oom_kills)
+        cause = cause_of(
+            first.exit_code, traceback or first.error.tail.decode(errors="replace"), first.rank, oom_kills
+        )
     failure = Failure(
         rank=first.rank,
         local_rank=first.spec.local_rank,
@@ -160,115 +170,123 @@ def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
         cause=cause,
         host=first.host,
         traceback=traceback,
-        shown=not held,
+        shown=not delayed,
         log=str(first.log_folder / "stderr.log") if first.log_folder else None,
-        others=fates,
-        consequence=speaker.exit_code,
+        others=others,
+        consequence=source.exit_code,
     )
     if first.spec.starter:
         _of_starter(first, failure)
     for rank in ranks:
-        rank.error.drop()
+        rank.error.take_delayed()
     return failure
 
 
-def _last_shown(rank: Rank) -> bytes:
-    """The traceback that was shown too early, where it is the last thing the process has said."""
-    return rank.error.last_traceback if rank.exit_code > 0 else b""
-
-
-def told_by_rank(rank: int, code: int) -> str:
-    """The line in which a rank under a foreign starter tells its end; code is negative for a signal."""
+def end_report(rank: int, code: int) -> str:
+    """The line in which a rank started by another program reports its end; code is negative for a signal."""
     return f"accelerate launch: rank {rank} ended, code {code}\n"
 
 
+def first_cause(ends: Sequence[RankEnd], text: str) -> tuple[RankEnd, str] | None:
+    """Which of the ranks that ended was the first cause, and why; None where none failed.
+
+    Args:
+        ends: in the order of the reports.
+        text: the last output of the ranks before the first failure was reported.
+    """
+    failed = next((end for end in ends if end.code), None)
+    if failed is None:
+        return None
+    # srun labels each line with its task.
+    labelled = re.findall(rf"^{failed.rank}: .*", text, re.MULTILINE)
+    output = "\n".join(labelled) if labelled else text
+    if failed.code > 0 and (level := tracebacks.blame(output, failed.rank)) != OWN:
+        early = [end for end in ends[: ends.index(failed)] if end.code == 0]
+        if (end := _explaining(early, level, output, failed.rank)) is not None:
+            return end, early_cause([failed.rank])
+    return failed, cause_of(failed.code, output, failed.rank)
+
+
 def _of_starter(starter: Rank, failure: Failure) -> None:
-    """Make the failure of a starter that of the rank that failed under it; what the starter adds is left out."""
-    words = starter.error.tail.decode(errors="replace")
-    found = _TOLD.search(words)
+    """Turn the failure of a starter into that of the rank that failed under it, without the starter's own messages."""
     failure.starter, failure.rank = starter.spec.starter, -1
-    if found is None:
-        return
-    failure.rank, failure.code = int(found.group(1) or found.group(3)), int(found.group(2) or found.group(4))
-    if found.group(1):
-        failure.traceback = failure.traceback.partition(found.group())[0]
-        words = failure.traceback or words
-    else:
-        # srun marks lines with their task, and speaks before the last of the rank's own have come.
-        words = "\n".join(re.findall(rf"^{failure.rank}: .*", words, re.MULTILINE))
-    failure.cause = cause_of(failure.code, words, failure.rank)
+    ends = starter.error.ends
+    # Output after the first reported failure comes from the starter and from ranks that it stopped.
+    text = starter.error.before_failure.decode(errors="replace")
+    if tracebacks.HEADER in text:
+        failure.traceback = text
+    found = first_cause(ends, text or starter.error.tail.decode(errors="replace"))
+    if found is not None:
+        (failure.rank, failure.code), failure.cause = found
+        failure.consequence = next(end.code for end in ends if end.code)
 
 
-def _fate(rank: Rank, first: Rank, words: str) -> str:
-    """How another rank ended, in a few words that follow its number."""
+def _outcome(rank: Rank, first: Rank, output: str) -> str:
+    """How another rank ended, in a few words."""
     if rank.code == 0 and not rank.stopped:
         return "ended with exit code 0"
-    if rank.trouble_at is None:
+    if rank.failed_at is None:
         return "stopped by the launcher"
     if rank.exit_code < 0:
         return f"killed by {_signal_name(-rank.exit_code)}"
-    message = tracebacks.message_of(_last_words(rank), rank.rank)
+    message = tracebacks.message_of(_last_output(rank), rank.rank)
     if not message:
         return f"ended with exit code {rank.exit_code}"
-    if tracebacks.blame(_last_words(rank), rank.rank) == LOST:
+    if tracebacks.blame(_last_output(rank), rank.rank) == LOST:
         return "lost the connection to another rank"
-    if tracebacks.fingerprint(message) == tracebacks.fingerprint(tracebacks.message_of(words, first.rank)):
+    if tracebacks.fingerprint(message) == tracebacks.fingerprint(tracebacks.message_of(output, first.rank)):
         return "failed with the same error"
     return tracebacks.first_line(message)
 
 
 def _grouped(others: Mapping[int, str]) -> str:
-    """Fates in one line: ranks of the same fate together."""
-    by_fate: dict[str, list[int]] = {}
-    for rank, fate in sorted(others.items()):
-        by_fate.setdefault(fate, []).append(rank)
-    told = [f"{_numbered(ranks)}: {fate}" for fate, ranks in list(by_fate.items())[:8]]
-    if len(by_fate) > 8:
-        told.append(f"and {sum(len(ranks) for ranks in list(by_fate.values())[8:])} more")
-    return "; ".join(told)
+    """The outcomes in one line, with the ranks of the same outcome together."""
+    by_outcome: dict[str, list[int]] = {}
+    for rank, outcome in sorted(others.items()):
+        by_outcome.setdefault(outcome, []).append(rank)
+    listed = [f"{_numbered(ranks)}: {outcome}" for outcome, ranks in list(by_outcome.items())[:8]]
+    if len(by_outcome) > 8:
+        listed.append(f"and {sum(len(ranks) for ranks in list(by_outcome.values())[8:])} more")
+    return "; ".join(listed)
 
 
 def _numbered(ranks: Sequence[int]) -> str:
-    """ranks 0 to 5, 7"""
+    """Format ranks as words, such as "ranks 0 to 5, 7"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    told = [str(low) if low == high else f"{low}{' to ' if high > low + 1 else ', '}{high}" for low, high in spans]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(told)}" if told else "other ranks"
+    listed = [str(low) if low == high else f"{low}{' to ' if high > low + 1 else ', '}{high}" for low, high in spans]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(listed)}" if listed else "other ranks"
 
 
-def _last_words(rank: Rank) -> str:
-    return (rank.error.held or rank.error.tail).decode(errors="replace")
+def _last_output(rank: Rank) -> str:
+    return (rank.error.delayed or rank.error.tail).decode(errors="replace")
 
 
-def cause_of(code: int, words: str, rank: int | None = None, oom_kills: int = 0) -> str:
-    """Why a process ended with this code, in words; `words` is what it printed last.
-
-    An exception's message comes whole, however many lines it has.
-    """
+def cause_of(code: int, output: str, rank: int | None = None, oom_kills: int = 0) -> str:
+    """Why a process ended with this code, given its last output. The message of an exception is complete."""
     if code >= 0:
-        message = tracebacks.message_of(words, rank)
-        if message:
-            return message + _remark(words)
-        last = next((line for line in reversed(tracebacks.plain_lines(words, rank)) if line.strip()), "")
-        said = f"; the last line of its standard error: {tracebacks.first_line(last.strip())}" if last else ""
-        return f"it ended with exit code {code}{said}"
+        if message := tracebacks.message_of(output, rank):
+            return message + _remark(output)
+        last = next((line.strip() for line in reversed(tracebacks.plain_lines(output, rank)) if line.strip()), "")
+        suffix = f"; the last line of its standard error: {tracebacks.first_line(last)}" if last else ""
+        return f"it ended with exit code {code}{suffix}"
     number = -code
     name = _signal_name(number)
     if number == signal.SIGKILL:
         if oom_kills:
-            return f"killed by {name}: out of memory (the kernel's record of this control group says so)"
+            return f"killed by {name}: out of memory (recorded by the kernel for this control group)"
         return f"killed by {name}: by the kernel when memory runs out, by a job scheduler, or by hand (see dmesg)"
     meaning = next((words for known, words in _SIGNAL_WORDS.items() if known == number), None)
     return f"killed by {name}" + (f": {meaning}" if meaning else "")
 
 
-def _remark(words: str) -> str:
-    """What an exception alone does not say."""
-    if "torch/utils/data/dataloader.py" in words and "multiprocessing/connection.py" in words:
+def _remark(output: str) -> str:
+    """What the message of an exception leaves out."""
+    if "torch/utils/data/dataloader.py" in output and "multiprocessing/connection.py" in output:
         return "\nA worker process of the data loader has died: killed for lack of memory, or crashed."
     return ""
 
@@ -281,7 +299,7 @@ def _signal_name(number: int) -> str:
 
 
 def oom_kills() -> int:
-    """How often the kernel has killed for lack of memory in this control group."""
+    """The number of processes in this control group that the kernel killed for lack of memory."""
     try:
         events = Path("/sys/fs/cgroup/memory.events").read_text()
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function in several forked processes of this machine; the first failing one's own traceback is the error."""
+"""Run a function in several forked processes; the error contains the traceback of the one that failed first."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from . import tracebacks
 from .failure import cause_of, early_cause
 from .process import die_with
 
-# Seconds between the request to end and the kill.
-PATIENCE = 4.0
+# Seconds between SIGTERM and SIGKILL.
+STOP_TIMEOUT = 4.0
 # Seconds in which a rank may turn out to be the cause of another one's failure.
-SETTLE = 5.0
+CAUSE_TIMEOUT = 5.0
 
 
 def run_functions(
@@ -32,7 +32,10 @@ def run_functions(
 ) -> None:
     """Call `function(*args)` in one forked process for each set of variables, and wait for all.
 
-    Raises LaunchError with the traceback of the process that failed first. The function needs not be picklable.
+    The function need not be picklable.
+
+    Raises:
+        LaunchError: with the traceback of the process that failed first.
     """
     context = multiprocessing.get_context("fork")
     started: list[tuple[BaseProcess, Connection]] = []
@@ -73,7 +76,7 @@ def _child(
 
 
 def forget_parent() -> None:
-    """State of the parent that must not be this process's: our shared states, and torch's threads."""
+    """Reset what must not be inherited from the parent: the shared states, and torch's threads."""
     if "accelerate.state" in sys.modules:
         from .. import state
 
@@ -82,12 +85,12 @@ def forget_parent() -> None:
     if "torch" in sys.modules:
         import torch
 
-        # OpenMP's threads are not forked: a parallel region in the child would wait for them for ever.
+        # OpenMP's threads do not survive a fork: a parallel region in the child would wait for them for ever.
         torch.set_num_threads(1)
 
 
 def finish_forked() -> None:
-    """A forked process ends without the interpreter's exit handlers: close the process group here."""
+    """Close the process group: a forked process ends without the interpreter's exit handlers."""
     if "accelerate.runtime.group" in sys.modules:
         from ..runtime import group
 
@@ -105,8 +108,8 @@ def _join(started: Sequence[tuple[BaseProcess, Connection]]) -> None:
 
 
 def _first_failure(started: Sequence[tuple[BaseProcess, Connection]]) -> LaunchError:
-    """The error of the process that failed first; those that only lost the connection to it may be noticed before."""
-    deadline = time.monotonic() + SETTLE
+    """The error of the process that failed first, which may end after others that lost the connection to it."""
+    deadline = time.monotonic() + CAUSE_TIMEOUT
     reports: dict[int, tuple[float, str]] = {}
     while True:
         for rank, (_, connection) in enumerate(started):
@@ -139,15 +142,15 @@ def _first_failure(started: Sequence[tuple[BaseProcess, Connection]]) -> LaunchE
 
 def _error(rank: int, process: BaseProcess, words: str, cause: str | None = None) -> LaunchError:
     cause = cause or cause_of(process.exitcode or 1, words, rank)
-    told = f"rank {rank} failed: {cause} (host {socket.gethostname()}, pid {process.pid})"
-    return LaunchError(f"{told}\n\n{words}" if words else told)
+    message = f"rank {rank} failed: {cause} (host {socket.gethostname()}, pid {process.pid})"
+    return LaunchError(f"{message}\n\n{words}" if words else message)
 
 
 def _end(processes: Any) -> None:
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.terminate()
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + STOP_TIMEOUT
     for process in alive:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():

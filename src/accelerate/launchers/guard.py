@@ -10,6 +10,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    """Replace this process with the command. On Linux the command is killed when its starter ends."""
     starter, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

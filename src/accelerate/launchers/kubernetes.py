@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes: the manifest of an Indexed Job, one pod a machine, and the service through which the pods meet."""
+"""Kubernetes: the manifest of an Indexed Job with one pod for each machine, and of the service that connects them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from ..core.device_kinds import DEVICES
 from ..core.errors import ConfigurationError
 from .base import Launcher
+from .ports import DEFAULT_PORT
 from .spec import LaunchSpec
-from .static import DEFAULT_PORT
 
-# What the launcher in each pod is told as well, where it is not the default.
+# Further options of the launcher in each pod, where they are not the defaults.
 HANDED_ON = ("role", "tee", "log_dir", "error_file", "stop_timeout", "rdzv_conf")
 
 
 class KubernetesLauncher(Launcher):
-    """`image`: the container image with the script and what it needs. Only shows; `kubectl apply -f -` starts."""
+    """Writes the manifest that `kubectl apply -f -` starts. `image`: the container image with the script."""
 
     name = "kubernetes"
 
@@ -27,6 +27,11 @@ class KubernetesLauncher(Launcher):
         self.image = image
 
     def check(self) -> None:
+        """Check before anything starts.
+
+        Raises:
+            ConfigurationError: this launcher cannot run the launch.
+        """
         super().check()
         if not self.image:
             raise ConfigurationError("the kubernetes engine needs --image, the container image that holds the script")
@@ -37,18 +42,21 @@ class KubernetesLauncher(Launcher):
             )
 
     def run(self) -> int:
+        """Raise ConfigurationError: only --dry_run is supported."""
         raise ConfigurationError(
             "the kubernetes engine writes a manifest and starts nothing: give --dry_run, and pipe it to "
             "kubectl apply -f -"
         )
 
     def dry_run(self) -> str:
+        """Return the manifest as YAML."""
         import yaml
 
         return yaml.safe_dump_all([self.service(), self.job()], sort_keys=False).rstrip()
 
     @property
     def job_name(self) -> str:
+        """The name of the job, made from that of the script."""
         stem = re.sub(r"[^a-z0-9-]+", "-", Path(self.spec.program.name).stem.lower()).strip("-")
         return stem[:50] or "accelerate"
 
@@ -63,7 +71,7 @@ class KubernetesLauncher(Launcher):
                 "clusterIP": "None",
                 "publishNotReadyAddresses": True,
                 "selector": {"job-name": self.job_name},
-                "ports": [{"name": "meeting", "port": self._port}],
+                "ports": [{"name": "rendezvous", "port": self._port}],
             },
         }
 
@@ -72,6 +80,7 @@ class KubernetesLauncher(Launcher):
         return self.spec.main_process_port or DEFAULT_PORT
 
     def job(self) -> dict[str, Any]:
+        """Return the Indexed Job, with one pod for each machine."""
         spec = self.spec
         resource = DEVICES[spec.device].kubernetes if spec.device in DEVICES else None
         container: dict[str, Any] = {

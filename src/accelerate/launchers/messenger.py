@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one thread that talks to the store all machines share: beats of life, and answers that never block the asker."""
+"""The thread that uses the store shared by all machines: heartbeats, and requests with a timeout."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 from ..core.errors import LaunchError
 
 T = TypeVar("T")
 
-# Seconds between two signs of life, and without an answer after which the store counts as lost.
+# Seconds between two heartbeats, and without an answer after which the store counts as lost.
 BEAT = 0.5
-SILENCE = 6.0
-# Beats without a new sign after which a machine counts as gone. Beats, not seconds: a machine that was itself asleep
-# must not take all others for gone when it wakes.
-MISSED = 6
+STORE_TIMEOUT = 6.0
+# Own heartbeats without one of another machine, after which that counts as lost. Not in seconds: a machine that was
+# suspended must not count all others as lost when it resumes.
+MAX_MISSED = 6
 
 
 class StoreLost(LaunchError):
-    """The machine that holds the store is gone or out of reach."""
+    """The machine that holds the store is lost or cannot be reached."""
 
 
 class Messenger(threading.Thread):
-    """`store` is a connection of this thread's own. `member` is this machine's number in the run.
+    """Sends heartbeats and runs requests, one after the other.
 
-    keeps_time: this machine's clock is the one that others compare theirs to.
+    Args:
+        store: a connection that only this thread uses.
+        member: this machine's number in the run.
+        keeps_time: the other machines compare their clocks to this machine's.
     """
 
     def __init__(self, store: Any, member: int, keeps_time: bool = False) -> None:
@@ -38,16 +41,17 @@ class Messenger(threading.Thread):
         self.store = store
         self.member = member
         self.keeps_time = keeps_time
-        # Called with the store at each beat, in this thread.
-        self.follow: Callable[[Any], None] | None = None
+        # Called with the store at each heartbeat, in this thread.
+        self.on_beat: Callable[[Any], None] | None = None
         self.reason = ""
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._over = False
         self._beats = 0
         self._answered = time.monotonic()
-        self._silent_since: float | None = None
+        self._overdue_since: float | None = None
 
     def run(self) -> None:
+        """Process requests and send heartbeats until the thread is closed or a request fails."""
         due = 0.0
         while not self._over:
             try:
@@ -58,7 +62,7 @@ class Messenger(threading.Thread):
             try:
                 request()
             except Exception as error:
-                # Whatever goes wrong here, the run's machines can no longer agree on anything.
+                # After any error here, the machines of the run can no longer agree on anything.
                 self.reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 return
             self._answered = time.monotonic()
@@ -68,65 +72,71 @@ class Messenger(threading.Thread):
         self.store.set(alive_key(self.member), str(self._beats))
         if self.keeps_time:
             self.store.set("clock", repr(time.time()))
-        if self.follow is not None:
-            self.follow(self.store)
+        if self.on_beat is not None:
+            self.on_beat(self.store)
 
-    def tell(self, message: Callable[[Any], Any]) -> None:
-        """Have the thread do something with the store; nobody waits for it."""
-        self._requests.put(lambda: message(self.store))
+    def post(self, action: Callable[[Any], Any]) -> None:
+        """Have the thread call `action(store)`, without waiting for it."""
+        self._requests.put(lambda: action(self.store))
 
-    def ask(self, question: Callable[[Any], T]) -> T:
-        """What `question(store)` returns. It must not wait for anybody. Raises StoreLost where no answer comes."""
+    def request(self, action: Callable[[Any], T]) -> T:
+        """Have the thread call `action(store)`, which must not block, and return its result.
+
+        Raises:
+            StoreLost: the store does not answer in time.
+        """
         answer: Future[T] = Future()
 
         def work() -> None:
             try:
-                answer.set_result(question(self.store))
+                answer.set_result(action(self.store))
             except Exception as error:
                 answer.set_exception(error)
                 raise
 
         self._requests.put(work)
-        until = time.monotonic() + SILENCE
+        until = time.monotonic() + STORE_TIMEOUT
         while True:
             try:
                 return answer.result(timeout=0.2)
-            except NoAnswer:
+            except FutureTimeout:
                 if not self.is_alive() or time.monotonic() > until:
-                    raise StoreLost(self.reason or f"no answer for {SILENCE:.0f} s") from None
+                    raise StoreLost(self.reason or f"no answer for {STORE_TIMEOUT:.0f} s") from None
             except RuntimeError as error:
                 raise StoreLost(str(error).splitlines()[0]) from None
 
-    def is_silent(self) -> bool:
-        """Whether the store is lost. Said only at the second look: at the first this process may just have woken."""
+    def is_lost(self) -> bool:
+        """Whether the store is lost. Only a second call reports it: this process may have been suspended before."""
         if not self.is_alive():
             return True
         now = time.monotonic()
-        if now - self._answered < SILENCE:
-            self._silent_since = None
-        elif self._silent_since is None:
-            self._silent_since = now
-        return self._silent_since is not None and now - self._silent_since > 2 * BEAT
+        if now - self._answered < STORE_TIMEOUT:
+            self._overdue_since = None
+        elif self._overdue_since is None:
+            self._overdue_since = now
+        return self._overdue_since is not None and now - self._overdue_since > 2 * BEAT
 
     def stop(self) -> None:
+        """End the thread after the current request."""
         self._over = True
 
 
 class Presence:
-    """Which of some machines still give signs of life, judged beat by beat."""
+    """Which of some machines still send heartbeats."""
 
     def __init__(self, members: list[int]) -> None:
         self.missed = dict.fromkeys(members, 0)
-        self._heard = dict.fromkeys(members, b"")
+        self._last = dict.fromkeys(members, b"")
 
-    def look(self, store: Any) -> list[int]:
-        """The machines that are gone, as of this beat."""
+    def update(self, store: Any) -> list[int]:
+        """Read the heartbeats. Returns the machines that are lost."""
         members = list(self.missed)
         for member, beat in zip(members, store.multi_get([alive_key(m) for m in members]), strict=True):
-            self.missed[member] = 0 if beat != self._heard[member] else self.missed[member] + 1
-            self._heard[member] = beat
-        return [member for member, missed in self.missed.items() if missed >= MISSED]
+            self.missed[member] = 0 if beat != self._last[member] else self.missed[member] + 1
+            self._last[member] = beat
+        return [member for member, missed in self.missed.items() if missed >= MAX_MISSED]
 
 
 def alive_key(member: int) -> str:
+    """The key of a machine's heartbeat."""
     return f"alive/{member}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes started by mpirun: Open MPI, MPICH, Intel MPI, MVAPICH. Ranks come from their own variables."""
+"""Processes started by mpirun of Open MPI, MPICH, Intel MPI or MVAPICH, whose variables contain the ranks."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..core import env
 from ..core.errors import ConfigurationError
 from .base import Launcher
-from .ports import ReservedPort
+from .ports import DEFAULT_PORT
 from .spec import LaunchSpec, ProcessSpec, check_host
-from .static import DEFAULT_PORT
 from .watched_process import watched
 
-# Variables that other machines need although this launch did not set them.
+if TYPE_CHECKING:
+    from .supervisor import Supervisor
+
+# Further variables that the other machines need.
 CARRIED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "GLOO_SOCKET_IFNAME")
 
 
@@ -31,14 +34,11 @@ def find_mpirun() -> str:
 
 
 def implementation(mpirun: str) -> str:
-    """openmpi, intel, mvapich or mpich, as the program says of itself."""
-    told = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout.lower()
-    if "open mpi" in told or "open-rte" in told or "openrte" in told or "prrte" in told:
+    """openmpi, intel, mvapich or mpich, from the output of --version."""
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout.lower()
+    if any(name in version for name in ("open mpi", "open-rte", "openrte", "prrte")):
         return "openmpi"
-    for name in ("intel", "mvapich"):
-        if name in told:
-            return name
-    return "mpich"
+    return next((name for name in ("intel", "mvapich") if name in version), "mpich")
 
 
 def mpirun_command(
@@ -88,10 +88,16 @@ class MpiLauncher(Launcher):
         super().__init__(spec)
 
     def check(self) -> None:
+        """Check before anything starts.
+
+        Raises:
+            ConfigurationError: this launcher cannot run the launch.
+        """
         super().check()
         find_mpirun()
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
+        """Return the process of mpirun, which starts the ranks."""
         spec = self.spec
         variables = dict(spec.variables)
         variables["MASTER_ADDR"] = spec.main_process_ip
@@ -104,16 +110,11 @@ class MpiLauncher(Launcher):
         command = mpirun_command(spec.num_processes, spec.hostfile, {**carried, **variables}, per_host)
         return [ProcessSpec(0, 0, (*command, *watched(spec.program.argv())), {}, starter="mpirun")]
 
-    def run(self) -> int:
-        from .supervisor import Supervisor, with_restarts
+    def attempt(self, number: int) -> Supervisor:
+        """Run mpirun once, after `number` failed attempts."""
+        if not self.spec.hostfile:
+            return super().attempt(number)
+        from .supervisor import supervise
 
-        def attempt(number: int) -> Supervisor:
-            supervisor = Supervisor(self.spec)
-            if self.spec.hostfile:
-                supervisor.run(self.processes(attempt=number))
-                return supervisor
-            with ReservedPort(self.spec.main_process_port) as port:
-                supervisor.run(self.processes(port.number, number))
-            return supervisor
-
-        return with_restarts(self.spec, attempt)
+        # Rank 0 is elsewhere: no port can be reserved there.
+        return supervise(self.spec, self.processes(attempt=number))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import traceback
 import warnings
@@ -22,22 +23,28 @@ _first_touch: list[str] = []
 
 
 class PrepareForLaunch:
-    """A function ready to be started as one of several processes: its index becomes its rank.
+    """A function to start as one of several processes.
 
-    Called with the index that a process starter hands out, then the function's own arguments.
+    Call it with the index of the process, which becomes its rank, and the function's own arguments.
+
+    Args:
+        launcher: the function.
+        distributed_type: `XLA` where torch_xla assigns the ranks.
+        debug: unused; part of the API.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
         self.launcher = launcher
-        self.distributed_type = str(getattr(distributed_type, "value", distributed_type))
+        self.distributed_type: str = str(getattr(distributed_type, "value", distributed_type))
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> Any:
+        """Set the variables of the rank, and call the function."""
         if self.distributed_type != "XLA":
-            world = env.get_int("world_size") or 1
+            world = env.get_int("WORLD_SIZE") or 1
             nodes = env.get_int("NNODES") or 1
             first = (env.get_int("NODE_RANK") or 0) * (world // nodes)
-            env.publish({"local_rank": index, "rank": first + index, "fork_launched": "1"})
+            env.publish({"LOCAL_RANK": index, "RANK": first + index, "FORK_LAUNCHED": "1"})
         return self.launcher(*args)
 
 
@@ -58,25 +65,49 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Run `function(*args)` on `num_processes` processes of this machine, forked from the notebook.
+    """Run a training function on several processes of this machine, forked from the notebook.
 
-    One process is a plain call. Several machines each call it with their `node_rank`; `rdzv_*`, `max_restarts` and
-    `monitor_interval` (seconds) are those of torch's elastic agent, which is used where they are given.
-    Raises ValueError for arguments that cannot be, RuntimeError where the notebook has used an accelerator already,
-    LaunchError with the traceback of the process that failed first.
+    A single process is a plain call. The function creates its own `Accelerator`.
+
+    Args:
+        function: called as `function(*args)` in each process.
+        args: its arguments.
+        num_processes: number of processes on this machine; 1 by default on the CPU.
+        mixed_precision: `no`, `fp16`, `bf16` or `fp8`.
+        use_port: port of rank 0. Where the default is in use, a free one is taken on a single machine.
+        master_addr: address of the first machine.
+        node_rank: number of this machine. Each machine calls this function.
+        num_nodes: number of machines.
+        rdzv_backend: rendezvous backend of torch's elastic agent, which runs the processes where this differs from
+            `static` or where `rdzv_endpoint` or `max_restarts` are given.
+        rdzv_endpoint: its address, `host:port`.
+        rdzv_conf: its settings.
+        rdzv_id: its name for the run.
+        max_restarts: number of restarts after failures.
+        monitor_interval: seconds between two checks of the processes by the elastic agent.
+        log_line_prefix_template: prefix of each line of output, as for the elastic agent.
+
+    Raises:
+        ValueError: for invalid arguments.
+        RuntimeError: the notebook has already used an accelerator.
+        LaunchError: with the traceback of the process that failed first.
+
+    Example:
+        >>> from accelerate import notebook_launcher
+        >>> notebook_launcher(train, args=(3,), num_processes=2)
     """
     if str(mixed_precision).lower() not in PrecisionType.list():
         raise ConfigurationError(
             f"mixed_precision={mixed_precision!r} is unknown: choose one of {', '.join(PrecisionType.list())}"
         )
-    published = {"mixed_precision": str(mixed_precision).lower()}
+    published = {"ACCELERATE_MIXED_PRECISION": str(mixed_precision).lower()}
     if _is_tpu():
         _run_on_tpu(function, args, published)
         return
     present = system.accelerators()
     if num_processes is None and present.count > 1:
         raise ConfigurationError(
-            f"say how many of this machine's {present.count} {present.kind} devices to use: num_processes=..."
+            f"this machine has {present.count} {present.kind} devices: set num_processes to the number to use"
         )
     count = 1 if num_processes is None else num_processes
     if count < 1 or num_nodes < 1 or not 0 <= node_rank < num_nodes:
@@ -91,7 +122,7 @@ def notebook_launcher(
     _check_untouched(present.kind)
     if present.count and count > present.count:
         raise ConfigurationError(f"num_processes={count}: this machine has {present.count} {present.kind} devices")
-    _check_room(count)
+    _check_capacity(count)
     print(f"Launching training on {count} {present.kind} processes.")
     spec = LaunchSpec(
         program=Program(getattr(function, "__name__", "function"), kind="program"),
@@ -100,7 +131,7 @@ def notebook_launcher(
         machine_rank=node_rank,
         main_process_ip=master_addr,
         device=present.kind,
-        variables={"ACCELERATE_MIXED_PRECISION": published["mixed_precision"], "FORK_LAUNCHED": "1"},
+        variables={**published, "FORK_LAUNCHED": "1"},
     )
     if max_restarts or rdzv_backend != "static" or rdzv_endpoint:
         from .torch_agent import run_function_elastic
@@ -118,13 +149,19 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run `function(*args)` on a few forked CPU processes that work together, to try distributed code out.
+    """Run a function on a few forked CPU processes that communicate, to try out distributed code.
 
-    Raises LaunchError with the traceback of the process that failed first.
+    Args:
+        function: called as `function(*args)` in each process.
+        args: its arguments.
+        num_processes: number of processes.
+
+    Raises:
+        LaunchError: with the traceback of the process that failed first.
     """
     if num_processes < 1:
         raise ConfigurationError(f"num_processes={num_processes}: at least 1 process is needed")
-    _check_room(num_processes)
+    _check_capacity(num_processes)
     spec = LaunchSpec(
         program=Program(getattr(function, "__name__", "function"), kind="program"),
         num_processes=num_processes,
@@ -134,15 +171,15 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         run_functions(function, args, [spec.process(index, port.number).variables for index in range(num_processes)])
 
 
-def _check_room(processes: int) -> None:
-    """ConfigurationError where memory cannot hold the processes; a warning where they share processors."""
+def _check_capacity(processes: int) -> None:
+    """ConfigurationError where the memory is too small for the processes; a warning where they share processors."""
     warning = capacity.check_forked(processes)
     if warning:
         warnings.warn(warning, stacklevel=3)
 
 
 def _alone(kind: str, published: dict[str, str]) -> dict[str, str]:
-    variables = {env.variable(field): text for field, text in published.items()}
+    variables = dict(published)
     if kind == "mps":
         # Operations that the Apple GPU lacks run on the CPU instead of failing.
         variables["PYTORCH_ENABLE_MPS_FALLBACK"] = "1"
@@ -150,7 +187,7 @@ def _alone(kind: str, published: dict[str, str]) -> dict[str, str]:
 
 
 def _port(use_port: str, fixed: bool) -> ReservedPort:
-    """The port that was asked for. The default one is no wish: another is taken where it is in use."""
+    """Reserve the given port. Where the default one is in use, another is taken."""
     try:
         return ReservedPort(int(use_port))
     except ConfigurationError:
@@ -160,7 +197,7 @@ def _port(use_port: str, fixed: bool) -> ReservedPort:
 
 
 def _check_untouched(kind: str) -> None:
-    """Forked processes can use neither the notebook's CUDA context nor its process state."""
+    """Check that the notebook has neither a CUDA context nor a process state, which forked processes cannot use."""
     if "accelerate.state" in sys.modules:
         from .. import state
 
@@ -181,7 +218,7 @@ def _check_untouched(kind: str) -> None:
 
 
 def _who_touched() -> str:
-    """Who made the CUDA context: the recorded stack, else the notebook's cells that speak of it."""
+    """Which code created the CUDA context: the recorded stack, else the notebook's cells that mention CUDA."""
     if _first_touch:
         return f"It was first used here:\n{_first_touch[0]}"
     history = getattr(sys.modules.get("__main__"), "In", [])
@@ -192,12 +229,12 @@ def _who_touched() -> str:
         if ".cuda" in line or ("cuda" in line and "device" in line) or '"cuda' in line or "'cuda" in line
     ]
     if cells:
-        return "These lines speak of it:\n" + "\n".join(cells[:10]) + "\n"
-    return "It happened before this launcher was imported, so that who did it was not recorded."
+        return "These lines mention it:\n" + "\n".join(cells[:10]) + "\n"
+    return "It happened before the launcher was imported, so the code is not known."
 
 
 def watch_first_touch() -> None:
-    """Have torch record who makes the CUDA context. Called when the launcher is imported, before it happens."""
+    """Have torch record which code creates the CUDA context. Called when this module is imported."""
     if "torch" not in sys.modules:
         return
     import torch
@@ -225,15 +262,32 @@ def _run_on_tpu(function: Callable[..., Any], args: Sequence[Any], published: di
 
 
 def install_xla(upgrade: bool = False) -> None:
-    """Install the torch_xla that fits this torch, on Google Colab. RuntimeError elsewhere."""
-    if "google.colab" not in sys.modules:
-        raise LaunchError("install_xla works on Google Colab only; elsewhere: pip install torch_xla")
-    import importlib.metadata
-    import subprocess
+    """Install the torch_xla that fits the installed torch, with the TPU library, in Google Colaboratory.
 
-    version = ".".join(importlib.metadata.version("torch").split("+")[0].split(".")[:2])
-    command = [sys.executable, "-m", "pip", "install", f"torch_xla[tpu]~={version}.0"]
-    subprocess.run([*command, "--upgrade"] if upgrade else command, check=True)
+    Args:
+        upgrade: replace an installed torch_xla.
+
+    Raises:
+        LaunchError: this is not Google Colaboratory, or pip fails.
+    """
+    if "google.colab" not in sys.modules:
+        raise LaunchError("install_xla() works in Google Colaboratory only; elsewhere: pip install 'torch_xla[tpu]'")
+    version = system.torch_build().get("version")
+    if version is None:
+        raise LaunchError("install_xla() found no torch to match: install torch first")
+    # torch_xla is released with torch, under the same major and minor number.
+    minor = ".".join(version.split(".")[:2])
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        *(["--upgrade"] if upgrade else []),
+        f"torch_xla[tpu]~={minor}.0",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise LaunchError(f"{' '.join(command)} failed (exit code {done.returncode}):\n{done.stderr.strip()[-1000:]}")
 
 
 watch_first_touch()

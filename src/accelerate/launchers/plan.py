@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from ..config.launch_settings import Settings
 from ..core import system
 from ..core.errors import ConfigurationError
+from ..core.options import REMOTE_ENGINES
 from .spec import LaunchSpec, Program
 from .variables import variables
 
-# Engines whose processes run elsewhere: what this machine has says nothing about them.
-REMOTE = ("slurm", "ray", "kubernetes")
-
 
 def plan(settings: Settings, program: Program) -> LaunchSpec:
-    """The launch that the settings ask for. ConfigurationError for one that this machine cannot give."""
+    """The requested launch. ConfigurationError if this machine cannot run it."""
     present = system.accelerators()
-    remote = settings["engine"] in REMOTE
+    remote = settings["engine"] in REMOTE_ENGINES
     if remote:
         device, count = _device_elsewhere(settings)
     else:
@@ -30,35 +31,28 @@ def plan(settings: Settings, program: Program) -> LaunchSpec:
         program=program,
         num_processes=processes,
         num_machines=machines,
-        machine_rank=settings["machine_rank"] or 0,
-        main_process_ip=settings["main_process_ip"] or "127.0.0.1",
-        main_process_port=settings["main_process_port"] or 0,
         device=device,
         threads=_threads(settings, 1 if remote else processes // machines),
         cpu_affinity=settings["enable_cpu_affinity"],
         variables=shared,
-        role=settings["role"],
-        tee=settings["tee"],
-        log_dir=settings["log_dir"],
-        error_file=settings["error_file"],
-        stop_timeout=settings["stop_timeout"],
-        quiet=bool(settings["quiet"]),
-        max_restarts=settings["max_restarts"],
-        monitor_interval=settings["monitor_interval"],
-        rdzv_backend=settings["rdzv_backend"],
-        rdzv_conf=settings["rdzv_conf"],
-        rdzv_id=settings["rdzv_id"],
         nnodes=nnodes,
         hostfile=settings["mpirun_hostfile"],
         main_process_ip_given=settings["main_process_ip"] is not None,
+        **_same_fields(settings),
     )
     spec.check()
     if settings["engine"] != "kubernetes":
-        # A container has a file system of its own.
+        # A container has its own file system.
         program.check()
     if not remote:
         _check_devices(settings, spec, count)
     return spec
+
+
+def _same_fields(settings: Settings) -> dict[str, Any]:
+    """The fields of a LaunchSpec that are options of the same name; an option that is not given leaves the default."""
+    names = {field.name for field in fields(LaunchSpec)} & set(settings) - {"num_processes", "num_machines", "nnodes"}
+    return {name: settings[name] for name in names if settings[name] is not None}
 
 
 def _device_elsewhere(settings: Settings) -> tuple[str, int]:
@@ -69,7 +63,7 @@ def _device_elsewhere(settings: Settings) -> tuple[str, int]:
         )
     if settings["cpu"]:
         return "cpu", 0
-    # A Ray cluster says itself what it has.
+    # A Ray cluster reports its devices itself.
     kind = "auto" if settings["engine"] == "ray" and not settings["multi_gpu"] else "cuda"
     return kind, int(settings["num_processes"])
 
@@ -104,8 +98,6 @@ def _machines(settings: Settings) -> tuple[int, str]:
     text = settings["nnodes"]
     if text is None:
         machines = 1 if settings["num_machines"] is None else settings["num_machines"]
-        if machines < 1:
-            raise ConfigurationError(f"{settings.shown('num_machines')}: at least 1 machine is needed")
         return machines, str(machines)
     least, colon, most = text.partition(":")
     if not least.isdigit() or (colon and not most.isdigit()) or not 1 <= int(least) <= int(most or least):
@@ -125,8 +117,8 @@ def _gpu_ids(settings: Settings) -> list[str]:
 
 
 def _processes(settings: Settings, device: str, count: int, machines: int) -> int:
-    asked = settings["num_processes"]
-    if asked == "all":
+    requested = settings["num_processes"]
+    if requested == "all":
         if not count:
             raise ConfigurationError(
                 f"{settings.shown('num_processes')}: it means one process for each accelerator, and there is none "
@@ -134,18 +126,18 @@ def _processes(settings: Settings, device: str, count: int, machines: int) -> in
             )
         return count * machines
     # Files of the API hold -1 for "not chosen".
-    if asked is None or (asked == -1 and not settings.origin("num_processes").startswith("flag")):
+    if requested is None or (requested == -1 and not settings.origin("num_processes").startswith("flag")):
         return max(1, count) * machines
-    return int(asked)
+    return int(requested)
 
 
 def _threads(settings: Settings, local_processes: int) -> int | None:
     """CPU threads of a process. A lone process keeps torch's own choice: all cores."""
-    asked = settings["num_cpu_threads_per_process"]
-    if asked is not None:
-        if asked < 1:
+    requested = settings["num_cpu_threads_per_process"]
+    if requested is not None:
+        if requested < 1:
             raise ConfigurationError(f"{settings.shown('num_cpu_threads_per_process')}: at least 1 thread is needed")
-        return int(asked)
+        return int(requested)
     if local_processes <= 1:
         return None
     return max(1, system.physical_cores() // local_processes)
@@ -155,21 +147,21 @@ def _check_devices(settings: Settings, spec: LaunchSpec, count: int) -> None:
     if spec.device == "cpu" or spec.local_processes <= max(count, 1):
         return
     raise ConfigurationError(
-        f"{settings.shown('num_processes')} asks for {spec.local_processes} processes on this machine, which has "
-        f"{count} {spec.device} device{'s' if count != 1 else ''} to use: each process needs one. Ask for fewer, or "
+        f"{settings.shown('num_processes')} requests {spec.local_processes} processes on this machine, which has "
+        f"{count} {spec.device} device{'s' if count != 1 else ''} to use: each process needs one. Request fewer, or "
         "give --cpu."
     )
 
 
 def summary(settings: Settings, spec: LaunchSpec) -> str:
-    """The launch in one line: what it will be, and which of it nobody asked for."""
+    """The launch in one line."""
     plural = "es" if spec.num_processes > 1 else ""
     where = "what the cluster has" if spec.device == "auto" else spec.device
-    told = [f"{spec.num_processes} process{plural} on {where}"]
+    words = [f"{spec.num_processes} process{plural} on {where}"]
     if spec.num_machines > 1:
-        told.append(f"machine {spec.machine_rank} of {spec.num_machines}")
-    told.append(f"mixed precision {settings['mixed_precision'] or 'no'}")
+        words.append(f"machine {spec.machine_rank} of {spec.num_machines}")
+    words.append(f"mixed precision {settings['mixed_precision'] or 'no'}")
     if spec.threads is not None and spec.num_processes > 1:
-        told.append(f"{spec.threads} CPU thread{'s' if spec.threads > 1 else ''} each")
+        words.append(f"{spec.threads} CPU thread{'s' if spec.threads > 1 else ''} each")
     source = str(settings.file.path) if settings.file else "no configuration file"
-    return f"accelerate launch: {', '.join(told)} ({source}; `accelerate config explain` shows each value's origin)"
+    return f"accelerate launch: {', '.join(words)} ({source}; `accelerate config explain` shows each value's origin)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The port that the processes of a run meet at: chosen and held, so that nobody else gets it before rank 0 listens."""
+"""The port of a run's processes, reserved so that no other program takes it before rank 0 listens."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import sys
 
 from ..core.errors import ConfigurationError
 
+# The port of rank 0 where several machines have to know it.
+DEFAULT_PORT = 29500
+
 
 class ReservedPort:
-    """A port bound by the launcher for as long as the run lasts, on which it never listens.
+    """A port that the launcher binds while the run lasts, without listening on it.
 
-    Rank 0's store binds the same port a second later. Linux allows that between sockets that both reuse addresses
-    while neither listens, and gives the port to nobody else who asks for any free one. For a number that the user
-    chose, a named lock keeps a second launch of ours away as well.
+    Rank 0's store binds the same port a moment later. Linux allows that between sockets with SO_REUSEADDR while
+    neither listens, and never hands the port out as a free one. A port that the user chose is also protected from a
+    second launch by a named lock.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -37,9 +40,10 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def release(self) -> None:
-        for held in (self._socket, self._lock):
-            if held is not None:
-                held.close()
+        """Give the port back."""
+        for owned in (self._socket, self._lock):
+            if owned is not None:
+                owned.close()
 
     def __enter__(self) -> ReservedPort:
         return self
@@ -49,7 +53,7 @@ class ReservedPort:
 
 
 def _lock(port: int) -> socket.socket | None:
-    """A lock on a port number among our launchers, freed by the kernel when its holder ends. Linux only."""
+    """A lock on a port number among launchers, released by the kernel when its owner ends. Linux only."""
     if sys.platform != "linux":
         return None
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

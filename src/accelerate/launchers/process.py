@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One started rank: its process group, its streams, its end. It dies with its launcher, whatever happens to that."""
+"""One rank: its process group, its streams and its end. On Linux it dies with its launcher."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ PR_SET_PDEATHSIG = 1
 
 
 class Running(Protocol):
-    """What a rank needs of its process: that of subprocess.Popen."""
+    """What a rank needs of its process, as subprocess.Popen has it."""
 
     pid: int
 
-    def poll(self) -> int | None: ...
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
 
-    def wait(self) -> int: ...
+    def wait(self) -> int:
+        """Wait for the end of the process, and return its exit code."""
 
 
 class Rank:
@@ -39,7 +41,7 @@ class Rank:
         self.spec = process
         self.code: int | None = None
         self.ended_at: float | None = None
-        self.trouble_at: float | None = None
+        self.failed_at: float | None = None
         self.stopped = False
         self.log_folder = log_folder / f"rank_{process.rank}" if log_folder else None
         self.streams: list[Stream] = []
@@ -51,7 +53,7 @@ class Rank:
             os.close(error)
 
     def _start(self, output: int, error: int) -> Running:
-        """Start the process, which writes to these descriptors."""
+        """Start the process with these descriptors as standard output and error."""
         return subprocess.Popen(
             self.spec.argv,
             env=env.child_environment(self.spec.variables),
@@ -69,15 +71,17 @@ class Rank:
 
     @property
     def rank(self) -> int:
+        """The global rank."""
         return self.spec.rank
 
     @property
     def exit_code(self) -> int:
-        """The code it ended with, or would have: one that failed and was stopped while cleaning up counts as 1."""
-        return 1 if self.stopped and self.trouble_at is not None else self.code or 0
+        """The exit code; 1 for a rank that failed and was stopped while it cleaned up."""
+        return 1 if self.stopped and self.failed_at is not None else self.code or 0
 
     @property
     def error(self) -> Stream:
+        """The stream of standard error."""
         return self.streams[0]
 
     def _open_streams(self, spec: LaunchSpec) -> tuple[int, int]:
@@ -88,13 +92,13 @@ class Rank:
         error = self._open_stream(spec, 2, bool(tee & 2))
         return self._open_stream(spec, 1, bool(tee & 1)), error
 
-    def _open_stream(self, spec: LaunchSpec, number: int, marked: bool) -> int:
+    def _open_stream(self, spec: LaunchSpec, number: int, prefixed: bool) -> int:
         source, end = _channel(number)
         os.set_blocking(source, False)
         name = {1: "stdout.log", 2: "stderr.log"}[number]
         log = open(self.log_folder / name, "wb") if self.log_folder else None  # noqa: SIM115
-        mark = f"[rank{self.rank}]: " if marked else None
-        self.streams.append(Stream(source, number, mark, log, holding=number == 2))
+        prefix = f"[rank{self.rank}]: " if prefixed else None
+        self.streams.append(Stream(source, number, prefix, log, delay_tracebacks=number == 2))
         return end
 
     def poll(self) -> bool:
@@ -103,17 +107,17 @@ class Rank:
             self.code = self.popen.poll()
             if self.code is not None:
                 self.ended_at = time.monotonic()
-                self._note_trouble()
+                self._record_failure()
         return self.code is not None
 
-    def _note_trouble(self) -> None:
-        """When it went wrong: a traceback tells the time, a kill is noticed at once."""
+    def _record_failure(self) -> None:
+        """When it failed: the time of its traceback, else that of its end."""
         if self.code and not self.stopped:
             self.drain()
-            self.trouble_at = self.error.trouble_since or self.ended_at
+            self.failed_at = self.error.failing_since or self.ended_at
 
     def drain(self) -> None:
-        """Read what an ended process left in its streams; what its own children still hold open is not waited for."""
+        """Read the rest of an ended process's output, without waiting for children that keep the streams open."""
         for stream in self.streams:
             while stream.open:
                 before = stream.tail
@@ -122,23 +126,23 @@ class Rank:
                     break
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and all that it started."""
+        """Send a signal to the process group."""
         if self.code is not None:
             return
         if not self.stopped:
-            # It was about to end by itself: it has written its traceback and is cleaning up.
-            self.trouble_at = self.error.trouble_since
+            # It may have written its traceback already and be cleaning up.
+            self.failed_at = self.error.failing_since
         self.stopped = True
         self._send(number)
 
-    def hand_on(self, number: int) -> None:
-        """Give a signal that asks for no end to the process alone."""
+    def forward(self, number: int) -> None:
+        """Send a signal that does not end the run to the process alone."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.popen.pid, number)
 
-    def kill_remains(self) -> None:
-        """End what a stopped process left behind in its process group."""
+    def kill_children(self) -> None:
+        """Kill what an ended process left behind in its process group."""
         if os.name == "posix":
             self._send(signal.SIGKILL)
 
@@ -151,7 +155,7 @@ class Rank:
 
 
 def _stdin(local_rank: int) -> int | None:
-    """Input that is piped in goes to the first process. A terminal goes to none: it cannot serve several."""
+    """Piped input goes to the first process. A terminal goes to none, because it cannot serve several."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if local_rank == 0 and not sys.stdin.isatty():
             sys.stdin.fileno()
@@ -160,7 +164,7 @@ def _stdin(local_rank: int) -> int | None:
 
 
 def _channel(number: int) -> tuple[int, int]:
-    """Both ends of a stream: a pseudo terminal where the console is one, which keeps colours; a pipe else."""
+    """Both ends of a stream: a pseudo terminal where the console is one, which keeps colours; otherwise a pipe."""
     if os.name == "posix" and os.isatty(number):
         import fcntl
         import pty
@@ -176,12 +180,12 @@ def _channel(number: int) -> tuple[int, int]:
 
 
 def guarded(starter: int) -> list[str]:
-    """What stands before a command that dies with its starter, for starters with threads: nothing runs in between."""
+    """The beginning of a command that dies with its starter, for starters with threads (no code runs after a fork)."""
     return [sys.executable, "-S", "-E", str(Path(__file__).with_name("guard.py")), str(starter)]
 
 
 def die_with(parent: int, cpus: tuple[int, ...] | None = None) -> Callable[[], None] | None:
-    """What the new process does first: ask the kernel to be killed when its launcher dies, bind itself (Linux)."""
+    """The first code of a new process (Linux): have the kernel kill it when its launcher dies, bind it to `cpus`."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray: the processes run where a cluster has room, one keeper (an actor) beside each; watched from here."""
+"""Ray: the processes run where a cluster has resources, each started by an actor; supervised from this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import re
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -22,24 +21,22 @@ from ..core import env
 from ..core.device_kinds import DEVICES
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.imports import is_available
-from .base import Launcher
+from .base import Launcher, print_message
 from .ray_worker import RayWorker, RemoteProcess, RemoteSupervisor
 from .spec import LaunchSpec, Place, ProcessSpec
-from .static_rendezvous import FIRST_WORD, PATIENCE
+from .static import FIRST_NOTICE, JOIN_TIMEOUT
 
 INSTALL = "pip install 'ray>=2.40'"
-# What Ray calls accelerators, in the order in which a cluster is searched for them, and the variables by which a
-# process sees those that it was given; some have words before the numbers.
+# Ray's names of accelerators, in the order in which a cluster is searched for them, and the variables that contain the
+# devices of a process; in some of them text precedes the numbers.
 ACCELERATORS = tuple(kind.ray for kind in DEVICES.values() if kind.ray is not None)
+# Ray also sets variables of vendors that share its name for a GPU.
 VISIBLE = (
-    "CUDA_VISIBLE_DEVICES",
+    *(kind.visible for kind in DEVICES.values() if kind.visible is not None),
     "HIP_VISIBLE_DEVICES",
     "ONEAPI_DEVICE_SELECTOR",
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "HABANA_VISIBLE_MODULES",
-    "NEURON_RT_VISIBLE_CORES",
 )
-# Variables of this environment that go along to the cluster's machines.
+# Prefixes of the variables of this environment that are sent to the cluster's machines.
 CARRIED = ("ACCELERATE_", "HF_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "PYTHON", "WANDB_", "TOKENIZERS_")
 LOCAL = "local"
 _CONNECT = 3.0
@@ -47,9 +44,9 @@ _TURN = 0.5
 
 
 class RayLauncher(Launcher):
-    """`address` is the cluster's: host:port, ray://host:port, auto (the one that runs on this machine) or local.
+    """`address` is the cluster's: host:port, ray://host:port, auto (the cluster on this machine) or local.
 
-    local is a cluster of this machine alone that lives as long as the run. None takes what runs here, else local.
+    local is a temporary cluster of this machine alone. None takes the cluster on this machine, else local.
     """
 
     name = "ray"
@@ -59,6 +56,11 @@ class RayLauncher(Launcher):
         self.address = address
 
     def check(self) -> None:
+        """Check before anything starts.
+
+        Raises:
+            ConfigurationError: this launcher cannot run the launch.
+        """
         super().check()
         if self.spec.machine_rank or self.spec.main_process_ip_given:
             given = "machine_rank" if self.spec.machine_rank else "main_process_ip"
@@ -71,65 +73,69 @@ class RayLauncher(Launcher):
             _host_and_port(str(self.address))
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
-        """What is known before the cluster is: the machines are not."""
-        spec, told = self.spec, "<of its machine>"
+        """The processes as far as they are known without the cluster: the machines are not."""
+        spec, unknown = self.spec, "<of its machine>"
         processes = []
         for rank in range(spec.num_processes):
             place = Place(rank, 0, 0, 0, 0, "<address of rank 0>", spec.main_process_port)
             variables = {**_carried(), **spec.variables_at(place, attempt)}
-            variables.update(dict.fromkeys(("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"), told))
+            variables.update(
+                dict.fromkeys(("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"), unknown)
+            )
             processes.append(ProcessSpec(rank, 0, tuple(spec.program.argv()), variables))
         return processes
 
     def dry_run(self) -> str:
+        """Return the cluster, the placement group, and the command and variables of each process."""
         bundles, strategy = _bundles(self.spec, None if self.spec.device == "cpu" else ACCELERATORS[0])
-        where = self.address or "the one that runs on this machine, else a new one"
+        where = self.address or "the cluster on this machine, else a new one"
         accelerators = "" if self.spec.device == "cpu" else f"; without {ACCELERATORS[0]} where the cluster has none"
-        told = [f"# cluster: {where}", f"# placement group: {strategy}, {bundles}{accelerators}"]
-        return "\n".join([*told, *super().dry_run().splitlines()]).replace(f" on {socket.gethostname()}", "")
+        lines = [f"# cluster: {where}", f"# placement group: {strategy}, {bundles}{accelerators}"]
+        return "\n".join([*lines, *super().dry_run().splitlines()]).replace(f" on {socket.gethostname()}", "")
 
     def run(self) -> int:
+        """Run the launch on the cluster, with restarts. Returns the exit code."""
         from .supervisor import with_restarts
 
         with _ending_on_signals(), _connected(self.address, self.spec.quiet) as cluster:
             resource = cluster.accelerator(self.spec)
-            cluster.check_room(*_bundles(self.spec, resource), self._patience())
-            return with_restarts(self.spec, lambda number: self._attempt(cluster, resource, number))
+            cluster.check_resources(*_bundles(self.spec, resource), self._join_timeout())
+            return with_restarts(self.spec, lambda number: self._run_once(cluster, resource, number))
 
-    def _patience(self) -> float | None:
-        """Seconds to wait for room: `join_timeout` of --rdzv_conf."""
+    def _join_timeout(self) -> float | None:
+        """Seconds to wait for resources: `join_timeout` of --rdzv_conf."""
         given = self.spec.rendezvous_settings().get("join_timeout")
         return None if given is None else float(given)
 
-    def _attempt(self, cluster: Cluster, resource: str | None, number: int) -> RemoteSupervisor:
-        """One run of all processes, from their placement to their end."""
-        patience = self._patience() or PATIENCE
-        with _reserved(cluster, *_bundles(self.spec, resource), patience) as group:
+    def _run_once(self, cluster: Cluster, resource: str | None, number: int) -> RemoteSupervisor:
+        """Run all processes once, from their placement to their end."""
+        timeout = self._join_timeout() or JOIN_TIMEOUT
+        with _reserved(cluster, *_bundles(self.spec, resource), timeout) as group:
             members = _members(self.spec, group, resource, cluster)
             try:
-                return self._watched(cluster, _placed(members), number)
+                return self._supervise(cluster, _placed(members), number)
             finally:
                 _dismiss(members)
 
-    def _watched(self, cluster: Cluster, members: list[RayMember], number: int) -> RemoteSupervisor:
+    def _supervise(self, cluster: Cluster, members: list[RayMember], number: int) -> RemoteSupervisor:
         processes, spec = self._specified(cluster, members, number), self.spec
         folder = None if cluster.brings_folder else str(Path.cwd())
         calls = [
-            member.keeper.start.remote(spec.program, process.variables, folder)
+            member.worker.start.remote(spec.program, process.variables, folder)
             for member, process in zip(members, processes, strict=True)
         ]
         for member, call in zip(members, calls, strict=True):
-            member.kept = RemoteProcess(_result(call), member.told["host"], member.send)
+            member.started = RemoteProcess(_result(call), member.info["host"], member.send)
         pump = threading.Thread(target=_pump, args=(members,), daemon=True)
         supervisor = RemoteSupervisor(spec, [member.process for member in members], pump.start)
         supervisor.run(processes)
         return supervisor
 
     def _specified(self, cluster: Cluster, members: list[RayMember], number: int) -> list[ProcessSpec]:
-        """Each process as it will be, in the order of the ranks."""
+        """The processes, in the order of the ranks."""
         spec, first = self.spec, members[0]
         nodes = list(dict.fromkeys(member.node for member in members))
-        port = _result(first.keeper.hold_port.remote(spec.main_process_port))
+        port = _result(first.worker.reserve_port.remote(spec.main_process_port))
         address = first.address if len(nodes) > 1 else "127.0.0.1"
         processes = []
         for rank, member in enumerate(members):
@@ -138,43 +144,48 @@ class RayLauncher(Launcher):
             place = Place(rank, here.index(member), len(here), machine, len(nodes), address, port)
             variables = {**_carried(), **spec.variables_at(place, number), **_visible(here)}
             if len(nodes) > 1 and "GLOO_SOCKET_IFNAME" not in variables:
-                variables["GLOO_SOCKET_IFNAME"] = member.told["interface"]
+                variables["GLOO_SOCKET_IFNAME"] = member.info["interface"]
             processes.append(ProcessSpec(rank, place.local_rank, tuple(spec.program.argv()), variables))
         return processes
 
 
 @dataclass
 class RayMember:
-    """A keeper in the cluster, what it says of its place, and the process that it keeps."""
+    """An actor in the cluster, what it reports about its machine, and the process that it has started."""
 
-    keeper: Any
-    told: dict[str, Any]
-    kept: RemoteProcess | None = None
+    worker: Any
+    info: dict[str, Any]
+    started: RemoteProcess | None = None
 
     @property
     def node(self) -> str:
-        return str(self.told["node"])
+        """The id of the node of the cluster."""
+        return str(self.info["node"])
 
     @property
     def address(self) -> str:
-        return str(self.told["address"])
+        """The IP address of the node."""
+        return str(self.info["address"])
 
     @property
     def process(self) -> RemoteProcess:
-        assert self.kept is not None
-        return self.kept
+        """The started process."""
+        assert self.started is not None
+        return self.started
 
     def send(self, number: int, group: bool) -> None:
-        self.keeper.signal.remote(number, group)
+        """Send a signal to the process, or to its process group."""
+        self.worker.signal.remote(number, group)
 
 
 class RayActor(RayWorker):
-    """A keeper that knows its place in a Ray cluster."""
+    """A worker that reports its place in a Ray cluster."""
 
     def introduce(self) -> dict[str, Any]:
+        """Return the place of this worker in the cluster."""
         import ray
 
-        from .static_rendezvous import interface_of
+        from .static import interface_of
 
         address = ray.util.get_node_ip_address()
         given = ray.get_runtime_context().get_accelerator_ids()
@@ -212,20 +223,18 @@ class Cluster:
         if found is None and spec.device != "auto":
             raise ConfigurationError(f"{self} has no accelerator ({self.shown()}): give --cpu to run without")
         if found is None and not spec.quiet:
-            _say(f"{self} has no accelerator: the processes run on the CPU")
+            print_message(f"{self} has no accelerator: the processes run on the CPU")
         return found
 
-    def check_room(self, bundles: Sequence[Mapping[str, float]], strategy: str, patience: float | None) -> None:
-        """ConfigurationError where the processes would not fit if nobody else used the cluster."""
-        if patience is not None:
-            # Somebody who says how long to wait has a cluster that grows.
+    def check_resources(self, bundles: Sequence[Mapping[str, float]], strategy: str, timeout: float | None) -> None:
+        """ConfigurationError where the processes would not fit even if nobody else used the cluster."""
+        if timeout is not None:
+            # A given timeout means a cluster that grows.
             return
         bundle = bundles[0]
-        rooms = [
-            min(int(node.get(name, 0) // much) for name, much in bundle.items()) for node in self.nodes().values()
-        ]
-        room = sum(rooms) if strategy == "PACK" else sum(1 for here in rooms if here)
-        if room < len(bundles):
+        fits = [min(int(node.get(name, 0) // much) for name, much in bundle.items()) for node in self.nodes().values()]
+        total = sum(fits) if strategy == "PACK" else sum(1 for here in fits if here)
+        if total < len(bundles):
             what = "processes" if strategy == "PACK" else "machines"
             raise ConfigurationError(
                 f"{len(bundles)} {what} with {_words(bundle)} each do not fit: {self} has {self.shown()}. Ask for "
@@ -233,19 +242,19 @@ class Cluster:
             )
 
     def shown(self) -> str:
-        """What its machines have."""
-        told = []
+        """The resources of its machines."""
+        shown = []
         for name, node in self.nodes().items():
             here = {key: node[key] for key in ("CPU", *ACCELERATORS) if node.get(key)}
-            told.append(f"{_words(here) or 'nothing'} on {name.partition(':')[0]}")
-        return "; ".join(told) or "no machine"
+            shown.append(f"{_words(here) or 'nothing'} on {name.partition(':')[0]}")
+        return "; ".join(shown) or "no machine"
 
     def __str__(self) -> str:
         return "the Ray cluster of this machine" if self.address == LOCAL else f"the Ray cluster at {self.address}"
 
 
 def _bundles(spec: LaunchSpec, resource: str | None) -> tuple[list[dict[str, float]], str]:
-    """What is reserved, and how it is spread: as many machines as were asked for, else wherever there is room."""
+    """The bundles to reserve and their strategy: the requested number of machines, else any free resources."""
     each: dict[str, float] = {"CPU": spec.threads or 1}
     if resource is not None:
         each[resource] = 1
@@ -262,14 +271,14 @@ def _connected(address: str | None, quiet: bool) -> Iterator[Cluster]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     found = _resolved(address)
     if found == LOCAL and not quiet:
-        _say("no Ray cluster is given or runs here: one of this machine alone is started for this run")
+        print_message("no Ray cluster is given or runs here: a temporary one of this machine alone is started")
     more = {} if found.startswith("ray://") else {"include_dashboard": False if found == LOCAL else None}
     try:
         context = ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR, **more)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ConfigurationError(f"the Ray cluster at {found} cannot be used: {_in_a_line(error)}") from None
     try:
-        # Ray ends a process in its own way.
+        # Ray installs its own signal handlers.
         with _ending_on_signals():
             brought = ray.get_runtime_context().runtime_env or {}
             yield Cluster(found, brings_folder="working_dir" in brought)
@@ -279,7 +288,7 @@ def _connected(address: str | None, quiet: bool) -> Iterator[Cluster]:
 
 
 def _resolved(address: str | None) -> str:
-    """An address that answers, or `local`."""
+    """The address of a cluster that answers, or `local`."""
     if address in (None, "auto"):
         running = Path(env.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "ray_current_cluster"
         found = running.read_text().strip() if running.is_file() else None
@@ -296,7 +305,7 @@ def _resolved(address: str | None) -> str:
 
 
 def _answers(address: str) -> str | None:
-    """Why nobody listens at an address; None where somebody does."""
+    """Why an address does not answer; None where it does."""
     try:
         socket.create_connection(_host_and_port(address), timeout=_CONNECT).close()
     except OSError as error:
@@ -308,37 +317,38 @@ def _host_and_port(address: str) -> tuple[str, int]:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit() or not host:
         raise ConfigurationError(
-            f"ray_address={address!r} is no address of a Ray cluster: write host:port, ray://host:port, auto or local"
+            f"ray_address={address!r} is not an address of a Ray cluster: host:port, ray://host:port, auto or local"
         )
     return host.strip("[]"), int(port)
 
 
 @contextlib.contextmanager
 def _reserved(
-    cluster: Cluster, bundles: Sequence[Mapping[str, float]], strategy: str, patience: float
+    cluster: Cluster, bundles: Sequence[Mapping[str, float]], strategy: str, timeout: float
 ) -> Iterator[Any]:
-    """A placement group, once there is room for it."""
+    """A placement group whose resources are reserved."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
-    began, next_word = time.monotonic(), FIRST_WORD
+    began, next_notice = time.monotonic(), FIRST_NOTICE
     try:
         while not group.wait(_TURN):
             waited = time.monotonic() - began
-            if waited > patience:
-                raise LaunchError(f"{cluster} had no room within {patience:.0f} s; it has {cluster.shown()}")
-            if waited > next_word:
-                next_word *= 2
+            if waited > timeout:
+                raise LaunchError(f"{cluster} had no free resources within {timeout:.0f} s; it has {cluster.shown()}")
+            if waited > next_notice:
+                next_notice *= 2
                 free = {key: much for key, much in ray.available_resources().items() if key in ("CPU", *ACCELERATORS)}
-                _say(f"waiting for room: {len(bundles)} x {_words(bundles[0])}; free now: {_words(free) or 'nothing'}")
+                wanted = f"{len(bundles)} x {_words(bundles[0])}"
+                print_message(f"waiting for resources: {wanted}; free now: {_words(free) or 'nothing'}")
         yield group
     finally:
         remove_placement_group(group)
 
 
 def _members(spec: LaunchSpec, group: Any, resource: str | None, cluster: Cluster) -> list[RayMember]:
-    """A keeper for each process. ConfigurationError where one is of another version than this launcher."""
+    """An actor for each process. ConfigurationError where one has another version than this launcher."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -349,17 +359,17 @@ def _members(spec: LaunchSpec, group: Any, resource: str | None, cluster: Cluste
     elif resource is not None:
         options["resources"] = {resource: 1}
     share = 1 if spec.num_machines == 1 else spec.local_processes
-    keepers = []
+    workers = []
     for number in range(spec.num_processes):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number // share)
-        keepers.append(kind.options(scheduling_strategy=place, **options).remote())
-    members = [RayMember(keeper, _result(keeper.introduce.remote())) for keeper in keepers]
+        workers.append(kind.options(scheduling_strategy=place, **options).remote())
+    members = [RayMember(worker, _result(worker.introduce.remote())) for worker in workers]
     ours = RayWorker().introduce()
     for member in members:
         for key in ("accelerate", "torch"):
-            if member.told[key] != ours[key]:
+            if member.info[key] != ours[key]:
                 raise ConfigurationError(
-                    f"{member.told['host']} of {cluster} has {key} {member.told[key]}, this machine has {ours[key]}: "
+                    f"{member.info['host']} of {cluster} has {key} {member.info[key]}, this machine has {ours[key]}: "
                     "install the same"
                 )
     return members
@@ -375,11 +385,11 @@ def _placed(members: list[RayMember]) -> list[RayMember]:
 
 
 def _visible(members: Sequence[RayMember]) -> dict[str, str]:
-    """Each process sees the devices of all on its machine, as everywhere else: its own is that of its local rank."""
+    """The variables for the devices of a machine's processes: each sees all and uses that of its local rank."""
     found = {}
-    for name, text in members[0].told["visible"].items():
+    for name, text in members[0].info["visible"].items():
         words = re.match(r"[a-z_]+:", text)
-        devices = [str(number) for member in members for number in member.told["devices"]]
+        devices = [str(number) for member in members for number in member.info["devices"]]
         if devices:
             found[name] = (words.group() if words else "") + ",".join(devices)
     return found
@@ -390,20 +400,20 @@ def _carried() -> dict[str, str]:
 
 
 def _pump(members: Sequence[RayMember]) -> None:
-    """Hand on what the keepers read until every process has ended."""
+    """Forward what the actors read until every process has ended."""
     import ray
 
-    asked = {member.keeper.read.remote(): member for member in members}
-    while asked:
-        (ready, *_), _ = ray.wait(list(asked), num_returns=1)
-        member = asked.pop(ready)
+    calls = {member.worker.read.remote(): member for member in members}
+    while calls:
+        (ready, *_), _ = ray.wait(list(calls), num_returns=1)
+        member = calls.pop(ready)
         try:
             member.process.take(*ray.get(ready))
         except Exception as error:
-            # Whatever it is, nobody can say any more what the process does.
+            # After any error here, the state of the process is unknown.
             member.process.lose(_in_a_line(error))
         if not member.process.ended:
-            asked[member.keeper.read.remote()] = member
+            calls[member.worker.read.remote()] = member
 
 
 def _dismiss(members: Sequence[RayMember]) -> None:
@@ -411,18 +421,18 @@ def _dismiss(members: Sequence[RayMember]) -> None:
 
     for member in members:
         with contextlib.suppress(ray.exceptions.RayError, RuntimeError):
-            ray.kill(member.keeper)
+            ray.kill(member.worker)
 
 
 def _result(call: Any) -> Any:
-    """What a keeper answers, with its errors as ours."""
+    """The result of an actor's call, with its errors translated."""
     import ray
 
     while True:
         try:
             return ray.get(call, timeout=_TURN)
         except ray.exceptions.GetTimeoutError:
-            # Waited for in turns, so that a signal is heeded.
+            # Short waits, so that signals are handled.
             continue
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
@@ -438,10 +448,10 @@ def _result(call: Any) -> Any:
 
 @contextlib.contextmanager
 def _ending_on_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the launch in order while nothing runs yet. Outside the main thread they are not ours."""
+    """Have Ctrl-C and SIGTERM end the launch while no process runs yet. Only in the main thread."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        _say(f"ended by {signal.Signals(number).name}; nothing runs")
+        print_message(f"ended by {signal.Signals(number).name}; nothing runs")
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
@@ -460,11 +470,7 @@ def _words(resources: Mapping[str, float]) -> str:
 
 
 def _in_a_line(error: BaseException) -> str:
-    """The line of a long report that says what is wrong."""
+    """The most informative line of a long error message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (named[-1] if named else lines[0] if lines else type(error).__name__)[:300]
-
-
-def _say(text: str) -> None:
-    print(f"accelerate launch: {text}", file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process on another machine: its keeper there, and here a rank that is watched like those of this machine."""
+"""A process on another machine: the worker that starts it there, and the rank that is supervised here."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .process import Rank, guarded
 from .spec import LaunchSpec, ProcessSpec, Program
 from .supervisor import Supervisor
 
-# Seconds that a call waits for output before it comes back without any.
+# Seconds for which a call waits for output.
 READ_WAIT = 10.0
-# Seconds that a process which was killed gets to be reported as gone.
+# Seconds in which the end of a killed process must be reported.
 GONE_WAIT = 10.0
 CHUNK = 65536
 _ENDED = 0
 
 
 class RayWorker:
-    """Lives beside the process: starts it, reads it, signals it. The process dies with its keeper (Linux).
+    """Starts a process on its machine, reads its output and sends it signals. On Linux the process dies with it.
 
     `read` and the other methods are called from different threads.
     """
@@ -46,7 +46,7 @@ class RayWorker:
         self._port: ReservedPort | None = None
 
     def introduce(self) -> dict[str, Any]:
-        """Who and where this is, and with what."""
+        """The machine and its versions."""
         return {
             "host": socket.gethostname(),
             "python": platform.python_version(),
@@ -54,23 +54,24 @@ class RayWorker:
             "torch": version_of("torch").base_version,
         }
 
-    def hold_port(self, port: int) -> int:
-        """Hold a port for rank 0 (0: any free one) for as long as this keeper lives; its number."""
+    def reserve_port(self, port: int) -> int:
+        """Reserve a port for rank 0 (0: any free one) as long as this worker lives. Returns its number."""
         self._port = ReservedPort(port)
         return self._port.number
 
     def start(self, program: Program, variables: Mapping[str, str | None], folder: str | None) -> int:
-        """Start the program in a folder (None: the keeper's own); its process id.
+        """Start the program in a folder (None: the worker's own). Returns the process id.
 
-        LaunchError where the folder or the program is not on this machine.
+        Raises:
+            LaunchError: the folder or the program is not on this machine.
         """
         where = Path(folder or ".")
         if not where.is_dir():
             raise LaunchError(f"there is no folder {folder} on {socket.gethostname()}")
         if program.kind == "script" and not (where / program.name).exists():
             raise LaunchError(f"there is no script {program.name} in {where.resolve()} on {socket.gethostname()}")
-        # The kernel takes the end of the starting thread for the end of the starter: this one lives as long as the
-        # process does.
+        # The kernel treats the end of the starting thread as that of the starter: this thread lives as long as the
+        # process.
         threading.Thread(target=self._keep, args=(program, variables, where), daemon=True).start()
         self._started.wait()
         if self._popen is None:
@@ -101,9 +102,9 @@ class RayWorker:
         self._popen.wait()
 
     def read(self) -> tuple[list[tuple[int, bytes]], int | None]:
-        """What the process has written since the last call, as (1 or 2 for the stream, bytes), and its exit code.
+        """Wait for output. Returns pieces of it, each with 1 or 2 for its stream, and the exit code.
 
-        Comes back as soon as there is something. The code is None until it has ended and everything is read.
+        The code is None until the process has ended and all its output has been returned.
         """
         assert self._popen is not None
         waited = 0.0
@@ -115,9 +116,9 @@ class RayWorker:
             waited += 0.2
         return [], None
 
-    def _take(self, patience: float) -> list[tuple[int, bytes]]:
+    def _take(self, timeout: float) -> list[tuple[int, bytes]]:
         pieces = []
-        for key, _ in self._selector.select(patience):
+        for key, _ in self._selector.select(timeout):
             if key.data == _ENDED:
                 self._selector.unregister(key.fileobj)
                 os.close(key.fd)
@@ -130,14 +131,14 @@ class RayWorker:
         return pieces
 
     def signal(self, number: int, group: bool) -> None:
-        """Signal the process, or all of its process group."""
+        """Send a signal to the process, or to its process group."""
         assert self._popen is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             (os.killpg if group else os.kill)(self._popen.pid, number)
 
 
 class RemoteProcess:
-    """A process elsewhere, with what a rank needs of one. `send(number, group)` brings a signal to its keeper."""
+    """A process on another machine, as a rank needs it. `send(number, group)` forwards a signal to its worker."""
 
     def __init__(self, pid: int, host: str, send: Callable[[int, bool], None]) -> None:
         self.pid, self.host, self.send = pid, host, send
@@ -146,11 +147,11 @@ class RemoteProcess:
         self._sinks: dict[int, int] = {}
 
     def attach(self, output: int, error: int) -> None:
-        """The descriptors that get what the process writes."""
+        """Set the descriptors that receive the output of the process."""
         self._sinks = {1: os.dup(output), 2: os.dup(error)}
 
     def take(self, pieces: Sequence[tuple[int, bytes]], code: int | None) -> None:
-        """What its keeper has read."""
+        """Process what its worker has read."""
         for number, data in pieces:
             with contextlib.suppress(OSError):
                 while data:
@@ -159,27 +160,29 @@ class RemoteProcess:
             self._end(code)
 
     def lose(self, why: str) -> None:
-        """Its keeper is gone, and so is the process."""
-        told = f"accelerate launch: {self.host} (pid {self.pid}) is lost: {why}\n"
-        self.take([(2, told.encode())], -signal.SIGKILL)
+        """Record the loss of the worker, and with it of the process."""
+        message = f"accelerate launch: {self.host} (pid {self.pid}) is lost: {why}\n"
+        self.take([(2, message.encode())], -signal.SIGKILL)
 
     def _end(self, code: int) -> None:
         self._code = code
         self._ended.set()
-        # The end of its streams wakes whoever watches them.
+        # The end of the streams wakes the supervisor.
         for sink in self._sinks.values():
             os.close(sink)
         self._sinks = {}
 
     @property
     def ended(self) -> bool:
+        """Whether the process has ended."""
         return self._code is not None
 
     def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
         return self._code
 
     def wait(self) -> int:
-        """The exit code. A process whose keeper says nothing any more is given up."""
+        """The exit code; SIGKILL's where the worker does not report it in time."""
         if not self._ended.wait(GONE_WAIT):
             self._code = -signal.SIGKILL
         assert self._code is not None
@@ -189,35 +192,38 @@ class RemoteProcess:
 class RemoteRank(Rank):
     """A rank whose process runs on another machine."""
 
-    def __init__(self, spec: LaunchSpec, process: ProcessSpec, folder: Path | None, kept: RemoteProcess) -> None:
-        self._kept = kept
+    def __init__(self, spec: LaunchSpec, process: ProcessSpec, folder: Path | None, remote: RemoteProcess) -> None:
+        self._remote = remote
         super().__init__(spec, process, folder)
 
     def _start(self, output: int, error: int) -> RemoteProcess:
-        self._kept.attach(output, error)
-        return self._kept
+        self._remote.attach(output, error)
+        return self._remote
 
     @property
     def host(self) -> str:
-        return self._kept.host
+        """The name of the machine."""
+        return self._remote.host
 
-    def hand_on(self, number: int) -> None:
+    def forward(self, number: int) -> None:
+        """Send a signal that does not end the run to the process alone."""
         if self.code is None:
-            self._kept.send(number, False)
+            self._remote.send(number, False)
 
     def _send(self, number: int) -> None:
-        self._kept.send(number, True)
+        self._remote.send(number, True)
 
 
 class RemoteSupervisor(Supervisor):
-    """Watches processes of other machines. `kept`: the running process of each rank; `started` is called with them."""
+    """Supervises processes of other machines. `remote`: the process of each rank; `started` is called at the start."""
 
-    def __init__(self, spec: LaunchSpec, kept: Sequence[RemoteProcess], started: Callable[[], None]) -> None:
+    def __init__(self, spec: LaunchSpec, remote: Sequence[RemoteProcess], started: Callable[[], None]) -> None:
         super().__init__(spec)
-        self._kept, self._started = kept, started
+        self._remote, self._started = remote, started
 
     def make_rank(self, process: ProcessSpec, folder: Path | None) -> Rank:
-        return RemoteRank(self.spec, process, folder, self._kept[process.rank])
+        """Return the rank of a remote process."""
+        return RemoteRank(self.spec, process, folder, self._remote[process.rank])
 
     def _start(self, processes: Sequence[ProcessSpec]) -> None:
         super()._start(processes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of launchers, one line each, and which of them a launch needs."""
+"""The launchers, one row each, and the choice of the one that a launch needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..core.errors import ConfigurationError
 from .base import Launcher
 from .spec import LaunchSpec
 
-# Each imports its launcher only when it is the one. in_place: a lone process may take this one over.
+# Each imports its launcher only when that is chosen. The last argument: a single process may run in this one.
 Maker = Callable[[LaunchSpec, Settings, bool], Launcher]
 
 
@@ -54,9 +54,9 @@ def _tpu(spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
     from .tpu import Pod, PodLauncher, TpuLauncher
 
     function = settings["main_training_function"] or "main"
-    asked = settings["num_processes"]
+    requested = settings["num_processes"]
     # Files of the API hold -1 for "not chosen".
-    cores = None if asked in (None, "all", -1) else int(asked)
+    cores = None if requested in (None, "all", -1) else int(requested)
     if settings["tpu_use_cluster"]:
         kept = settings.file.data if settings.file else {}
         names = settings["vm"] or ([kept["tpu_name"]] if kept.get("tpu_name") else [])
@@ -97,7 +97,7 @@ ENGINES: dict[str, Maker] = {
 
 
 def choose(spec: LaunchSpec, settings: Settings, in_place: bool = False) -> Launcher:
-    """The launcher that the settings ask for or imply, checked."""
+    """The launcher that the settings select or imply, checked."""
     engine = settings["engine"]
     if engine == "auto":
         engine = implied(spec, settings)

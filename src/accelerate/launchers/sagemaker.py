@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amazon SageMaker: from a configuration and the arguments of a launch to the estimator that runs the script."""
+"""Amazon SageMaker: the estimator that runs a script, from a configuration and the arguments of a launch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.launch import AWS, STRATEGY, TRAINING, options
-from ..config.launch_file import LaunchFile
-from ..config.launch_option import Setting, brief
+from ..config.launch_file import LaunchFile, Setting
 from ..config.launch_settings import Settings, given, resolve_settings
 from ..core import env
 from ..core.enums import SageMakerDistributedType
 from ..core.errors import ConfigurationError, LaunchError
+from ..core.option import brief
+from ..core.options import AWS, STRATEGY, TRAINING, options
 from .spec import Program
-from .variables import DYNAMO, variables
+from .variables import variables
 
 DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
-# Flags that say something about a job, beside those that become variables of its processes.
+# Options that are published with Python's True and False, as the API does.
+DYNAMO = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")
+# Flags with a meaning for a job, in addition to those that become variables of its processes.
 ABOUT_THE_JOB = ("cpu", "gpu_ids", "num_machines", "enable_cpu_affinity", "config_file", "dry_run", "quiet")
-# Field of the configuration -> option of a launch that says the same.
+# Field of the configuration -> option of a launch with the same meaning.
 SAME_AS_OPTION = {
     "mixed_precision": "mixed_precision",
     "debug": "debug",
@@ -44,16 +46,17 @@ class Job:
 
     def shown(self) -> str:
         """The calls, as Python. Secrets are left out."""
-        told = [f"export {name}={'***' if 'KEY' in name else text}" for name, text in self.client.items()]
-        told += ["HuggingFace(", *(f"    {name}={value!r}," for name, value in self.arguments.items())]
-        return "\n".join([*told, f").fit(inputs={self.inputs!r})"])
+        lines = [f"export {name}={'***' if 'KEY' in name else text}" for name, text in self.client.items()]
+        lines += ["HuggingFace(", *(f"    {name}={value!r}," for name, value in self.arguments.items())]
+        return "\n".join([*lines, f").fit(inputs={self.inputs!r})"])
 
 
 def launch(config: Any, args: argparse.Namespace) -> None:
-    """Start the job and follow it to its end; with --dry_run show its calls.
+    """Start the job and follow it to its end, or show its calls with --dry_run. Ctrl-C stops the job.
 
-    ConfigurationError for what no job can be, LaunchError for what the client or the job itself fails with; Ctrl-C
-    stops the job.
+    Raises:
+        ConfigurationError: the job is invalid.
+        LaunchError: the client or the job fails.
     """
     _check_flags(args)
     job = job_of(config, args)
@@ -97,16 +100,18 @@ def _client() -> Any:
 
 
 def _stop(estimator: Any) -> None:
-    """Ask for the end of a job whose follower was interrupted: it would run on, and cost."""
+    """Stop a job whose launch was interrupted, because it would continue to run and cost money."""
     job = getattr(estimator, "latest_training_job", None)
     if job is None:
         return
     try:
         job.stop()
     except Exception as error:
-        told = f"aws sagemaker stop-training-job --training-job-name {job.name}"
-        raise LaunchError(f"the job {job.name} could not be stopped and runs on ({error}); stop it: {told}") from error
-    print(f"SageMaker: the job {job.name} was asked to stop")
+        command = f"aws sagemaker stop-training-job --training-job-name {job.name}"
+        raise LaunchError(
+            f"the job {job.name} could not be stopped and continues to run ({error}); stop it: {command}"
+        ) from error
+    print(f"SageMaker: the stop of job {job.name} was requested")
 
 
 def estimator_arguments(config: Any, args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str] | None]:
@@ -120,7 +125,7 @@ def estimator_arguments(config: Any, args: argparse.Namespace) -> tuple[dict[str
 
 
 def job_of(config: Any, args: argparse.Namespace) -> Job:
-    """What a configuration and the arguments of a launch ask for, checked; nothing is started or set."""
+    """The job for a configuration and the arguments of a launch, checked; nothing is started or set."""
     script = Path(args.training_script)
     if args.module or args.no_python:
         raise ConfigurationError("SageMaker runs a Python script: --module and --no_python cannot be used with it")
@@ -158,16 +163,16 @@ def job_of(config: Any, args: argparse.Namespace) -> Job:
 def _settings(config: Any, args: argparse.Namespace) -> Settings:
     """The settings of the processes: flag, then variable, then the configuration."""
     origin = "the SageMaker configuration"
-    said = {option: getattr(config, field, None) for field, option in SAME_AS_OPTION.items()}
+    given_values = {option: getattr(config, field, None) for field, option in SAME_AS_OPTION.items()}
     for key, value in (getattr(config, "dynamo_config", None) or {}).items():
-        said[key if key.startswith("dynamo_") else f"dynamo_{key}"] = value
+        given_values[key if key.startswith("dynamo_") else f"dynamo_{key}"] = value
     known = options()
-    unknown = sorted(set(said) - set(known))
+    unknown = sorted(set(given_values) - set(known))
     if unknown:
         raise ConfigurationError(f"dynamo_config has no {', '.join(unknown)}")
     values = {
         name: Setting(known[name].convert(value, where=name), origin)
-        for name, value in said.items()
+        for name, value in given_values.items()
         if value is not None
     }
     return resolve_settings(given(args), LaunchFile(Path(origin), {}, values))
@@ -179,11 +184,11 @@ def _check_flags(args: argparse.Namespace) -> None:
     switches = {option.name for option in STRATEGY.options} | {"fp8"}
     for name in given(args):
         option = options()[name]
-        published = option.variable is not None and option.when in switches
+        published = option.variable and switches & set(option.when)
         if name not in plain and name not in ABOUT_THE_JOB and name not in ("module", "no_python") and not published:
             raise ConfigurationError(
                 f"--{name} has no effect on a job of SageMaker: ec2_instance_type, num_machines and distributed_type "
-                "of the configuration file say where its processes run"
+                "of the configuration file set where its processes run"
             )
 
 
@@ -205,7 +210,7 @@ def _check_distribution(arguments: dict[str, Any], kind: SageMakerDistributedTyp
 def _environment(settings: Settings, kind: SageMakerDistributedType) -> dict[str, str]:
     """The variables of the job's processes."""
     found = {name: text for name, text in variables(settings).items() if text is not None}
-    found.update({f"ACCELERATE_{name.upper()}": str(settings[name]) for name in DYNAMO})
+    found.update({options()[name].variable: str(settings[name]) for name in DYNAMO})
     found["ACCELERATE_USE_SAGEMAKER"] = "true"
     found["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] = kind.value
     ids = settings["gpu_ids"]
@@ -220,7 +225,7 @@ def _client_variables(config: Any, args: argparse.Namespace) -> dict[str, str]:
     key, secret = args.aws_access_key_id, args.aws_secret_access_key
     if (key is None) != (secret is None):
         absent = "--aws_access_key_id" if key is None else "--aws_secret_access_key"
-        raise ConfigurationError(f"an access key has two parts: {absent} is missing")
+        raise ConfigurationError(f"an access key needs both flags: {absent} is missing")
     if key is not None:
         return {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, **region}
     if config.profile:

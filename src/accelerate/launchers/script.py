@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a script or module as this very process, as `python script.py` would: no second interpreter or extra frames."""
+"""Run a script or module in this process as `python script.py` would, without a second interpreter or extra frames."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _entered: list[Program] = []
 
 
 def is_entered() -> bool:
-    """Whether this process has begun to run a script in its own place."""
+    """Whether this process has begun to run a script."""
     return bool(_entered)
 
 
 def become(program: Program, variables: dict[str, str | None]) -> None:
-    """Set the variables and run the program here. A program of its own replaces this process."""
+    """Set the variables and run the program here. Another program replaces this process."""
     env.publish(variables)
     if program.kind == "program":
         sys.stdout.flush()
@@ -40,11 +40,11 @@ def become(program: Program, variables: dict[str, str | None]) -> None:
 
 
 def _script(path: str) -> tuple[Any, types.ModuleType, str]:
-    """Code, fresh __main__ and first search path of a script, a folder or a zip file with a __main__.py."""
+    """Code, new __main__ and first search path of a script, a folder or a zip file with a __main__.py."""
     if Path(path).is_dir() or path.endswith((".zip", ".pyz")):
         spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
         if spec is None:
-            raise ConfigurationError(f"{path!r} holds no __main__.py to start")
+            raise ConfigurationError(f"{path!r} contains no __main__.py")
         return _from_spec(spec, path)
     with io.open_code(os.path.abspath(path)) as file:
         code = compile(file.read(), path, "exec")
@@ -62,14 +62,14 @@ def _module(name: str) -> tuple[Any, types.ModuleType, str]:
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
     if spec is None:
-        raise ConfigurationError(f"{name!r} is no module that can be started")
+        raise ConfigurationError(f"{name!r} is not a module that can be started")
     return _from_spec(spec, os.getcwd())
 
 
 def _from_spec(spec: importlib.machinery.ModuleSpec, search: str) -> tuple[Any, types.ModuleType, str]:
     code = spec.loader.get_code(spec.name) if spec.loader is not None else None  # type: ignore[attr-defined]
     if code is None:
-        raise ConfigurationError(f"{spec.name!r} holds no code that can be started")
+        raise ConfigurationError(f"{spec.name!r} contains no code that can be started")
     main = types.ModuleType("__main__")
     main.__file__, main.__loader__, main.__package__, main.__spec__ = spec.origin, spec.loader, spec.parent, spec
     main.__dict__["__cached__"] = spec.cached
@@ -100,14 +100,14 @@ def _run(code: Any, main: types.ModuleType, search: str, program: Program) -> No
 
 
 def _hide_launcher_frames(code: types.CodeType) -> None:
-    """When the exception reaches the top, show its traceback from the script's own first line on."""
+    """Have the traceback of an uncaught exception begin at the script's own first frame."""
     inner = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         own = trace
         while own is not None and own.tb_frame.f_code is not code:
             own = own.tb_next
-        # A syntax error of the script itself has no frame of its own; there is nothing to keep then.
+        # An error without a frame of the script has no traceback to keep.
         inner(kind, error.with_traceback(own), own)
 
     sys.excepthook = hook

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slurm: a readable batch script, submitted and followed; inside an allocation, one step whose tasks are the ranks."""
+"""Slurm: submits and follows a batch script; inside an allocation, runs one step whose tasks are the ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
-from .base import Launcher
+from .base import Launcher, print_message
+from .failure import exit_code, first_cause
 from .spec import LaunchSpec, ProcessSpec, check_variable
+from .streams import RANK_END, TAIL, RankEnd
 from .watched_process import watched
+
+if TYPE_CHECKING:
+    from .supervisor import Supervisor
 
 # States of a job that has not ended.
 ALIVE = frozenset(
     {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING"}
 )
 POLL = 1.0
-_TASK_FAILED = re.compile(r"^srun: error: .*: Exited with exit code (\d+)|^accelerate launch: restart ", re.MULTILINE)
+_RESTART = b"accelerate launch: restart "
 # A node's name need not resolve everywhere; the controller knows its address.
 FIND_ADDRESS = (
     "# where rank 0 will be",
@@ -36,7 +42,7 @@ FIND_ADDRESS = (
 
 
 class SlurmLauncher(Launcher):
-    """`options`: further lines for sbatch, as '--partition=gpu --time=2:00:00'."""
+    """`options`: additional options of sbatch, as '--partition=gpu --time=2:00:00'."""
 
     name = "slurm"
 
@@ -49,30 +55,36 @@ class SlurmLauncher(Launcher):
 
     @property
     def inside(self) -> bool:
-        """Whether this process runs in an allocation already."""
+        """Whether this process runs inside an allocation."""
         return env.get("SLURM_JOB_ID") is not None and env.get("SLURM_STEP_ID") is None
 
     def check(self) -> None:
+        """Check before anything starts.
+
+        Raises:
+            ConfigurationError: this launcher cannot run the launch.
+        """
         super().check()
         if self.spec.error_file and not self.inside:
             raise ConfigurationError(
-                "the slurm engine's job is watched by Slurm, which writes no error_file: give it inside an allocation"
+                "error_file: Slurm supervises the submitted job and writes no such file; use it inside an allocation"
             )
         for option in self.options:
             if not option.startswith("-"):
-                raise ConfigurationError(f"slurm_options: {option!r} is no option of sbatch; write --name=value")
+                raise ConfigurationError(f"slurm_options: {option!r} is not an option of sbatch; write --name=value")
             _directive(option, "slurm_options")
         for name in self.spec.variables:
             check_variable(name)
 
     def _check_programs(self) -> None:
-        """What a start needs; a dry run needs none of it."""
+        """Check the programs that a start needs; a dry run needs none."""
         needed = ["srun"] if self.inside else ["sbatch", "scontrol", "scancel"]
         absent = [name for name in needed if shutil.which(name) is None]
         if absent:
-            raise ConfigurationError(f"{', '.join(absent)} is not on the PATH: this machine is no client of Slurm")
+            raise ConfigurationError(f"{', '.join(absent)} not on the PATH: this machine is not a client of Slurm")
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
+        """Return the process of srun, whose tasks are the ranks."""
         variables = self._variables()
         if self.spec.max_restarts:
             variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
@@ -81,10 +93,11 @@ class SlurmLauncher(Launcher):
         return [ProcessSpec(0, 0, tuple(self._srun()), variables, starter="srun")]
 
     def dry_run(self) -> str:
+        """Return the batch script, or inside an allocation the command of the step."""
         return super().dry_run() if self.inside else self.batch_script()
 
     def _srun(self) -> list[str]:
-        """Each task is a rank, and knows which from Slurm's own variables: no shell stands in between."""
+        """The command of the step. Each task is a rank and reads which from Slurm's own variables."""
         spec = self.spec
         sizes = [f"--nodes={spec.num_machines}", f"--ntasks={spec.num_processes}"]
         return ["srun", *sizes, "--kill-on-bad-exit=1", "--label", *watched(spec.program.argv())]
@@ -101,7 +114,7 @@ class SlurmLauncher(Launcher):
 
     @property
     def job_name(self) -> str:
-        """The script's name in characters that need no quotes anywhere."""
+        """The script's name, with only characters that need no quotes."""
         return re.sub(r"[^\w.+-]+", "_", Path(self.spec.program.name).stem).lstrip("-") or "accelerate"
 
     def batch_script(self) -> str:
@@ -123,7 +136,7 @@ class SlurmLauncher(Launcher):
         return "\n".join(lines) + "\n"
 
     def _attempts(self, srun: str) -> list[str]:
-        """The step, and where it may be started again after a failure, how."""
+        """The step, with restarts after a failure where they are allowed."""
         most = self.spec.max_restarts
         if not most:
             return [srun]
@@ -139,9 +152,10 @@ class SlurmLauncher(Launcher):
         ]
 
     def run(self) -> int:
+        """Submit the job and follow it, or inside an allocation run one step. Returns the exit code."""
         self._check_programs()
         if self.inside:
-            return self._run_inside()
+            return super().run()
         folder = Path(self.spec.log_dir or ".").expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         script = folder / f"{self.job_name}.sbatch"
@@ -149,25 +163,21 @@ class SlurmLauncher(Launcher):
         log = folder / f"{script.stem}-%j.log"
         job = _submit(script, log)
         log = Path(str(log).replace("%j", job))
-        print(f"accelerate launch: job {job} from {script}, log {log}", file=sys.stderr)
+        print_message(f"job {job} from {script}, log {log}")
         with _cancelling(job):
             return _follow(job, log)
 
-    def _run_inside(self) -> int:
-        from .supervisor import Supervisor, with_restarts
+    def attempt(self, number: int) -> Supervisor:
+        """Run the step once, after `number` failed attempts."""
+        from .supervisor import supervise
 
-        def attempt(number: int) -> Supervisor:
-            supervisor = Supervisor(self.spec)
-            supervisor.run(self.processes(attempt=number))
-            return supervisor
-
-        return with_restarts(self.spec, attempt)
+        return supervise(self.spec, self.processes(attempt=number))
 
 
 def _directive(option: str, where: str) -> str:
     """An option as sbatch reads it in a script: one line, in quotes where it has spaces."""
     if any(ord(character) < 32 or ord(character) == 127 for character in option):
-        raise ConfigurationError(f"{where}: {option!r} has a line break or another control character in it")
+        raise ConfigurationError(f"{where}: {option!r} contains a line break or another control character")
     if not re.search(r"[^\w@%+=:,./\-\[\]*&|!~^]", option):
         return option
     # sbatch knows both kinds of quotes, and no escape between single ones.
@@ -175,7 +185,7 @@ def _directive(option: str, where: str) -> str:
         return f"'{option}'"
     if '"' in option or "\\" in option:
         raise ConfigurationError(
-            f"{where}: {option!r} has quotes of both kinds, which a script for sbatch cannot hold"
+            f"{where}: {option!r} contains both kinds of quotes, which sbatch cannot read in a script"
         )
     return f'"{option}"'
 
@@ -183,10 +193,10 @@ def _directive(option: str, where: str) -> str:
 def _first_address(nodes: str) -> str | None:
     """The address of the first node of Slurm's list of nodes."""
     names = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True).stdout.split()
-    told = (
+    node = (
         subprocess.run(["scontrol", "show", "node", names[0]], capture_output=True, text=True).stdout if names else ""
     )
-    return next((word.partition("=")[2] for word in told.split() if word.startswith("NodeAddr=")), None)
+    return next((word.partition("=")[2] for word in node.split() if word.startswith("NodeAddr=")), None)
 
 
 def _submit(script: Path, log: Path) -> str:
@@ -204,7 +214,7 @@ def _cancelling(job: str) -> Iterator[None]:
 
     def cancel(number: int, frame: FrameType | None) -> None:
         subprocess.run(["scancel", job], check=False)
-        print(f"accelerate launch: job {job} is cancelled", file=sys.stderr)
+        print_message(f"job {job} is cancelled")
         raise SystemExit(128 + number)
 
     former = {number: signal.signal(number, cancel) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -217,39 +227,74 @@ def _cancelling(job: str) -> Iterator[None]:
 
 def _follow(job: str, log: Path) -> int:
     """Print the job's log as it grows until the job ends; its exit code."""
-    position, waiting, first = 0, False, 0
+    tail = _LogTail(log)
+    waiting = False
     while True:
         state, code, reason = _state(job)
-        position, text = _print_from(log, position)
-        # The job's own code is the highest of all tasks, of those that were stopped for another one's failure too.
-        for found in _TASK_FAILED.finditer(text):
-            # A restart begins anew.
-            first = 0 if found.group(1) is None else first or int(found.group(1))
+        tail.print_new()
         if state not in ALIVE:
-            code = first or code
+            tail.print_rest()
+            found = first_cause(tail.ends, tail.text)
+            # Slurm's code of the job is the highest of all tasks, also of those that were stopped after a failure.
+            code = next((exit_code(end.code) for end in tail.ends if end.code), code)
+            if found is not None:
+                print_message(f"rank {found[0].rank} failed: {found[1]}")
             if code or state != "COMPLETED":
-                print(f"accelerate launch: job {job} ended as {state}, exit code {code}", file=sys.stderr)
+                print_message(f"job {job} ended as {state}, exit code {code}")
             return code or (0 if state == "COMPLETED" else 1)
         if state == "PENDING" and not waiting and reason not in ("", "None"):
             waiting = True
-            print(f"accelerate launch: job {job} waits: {reason}", file=sys.stderr)
+            print_message(f"job {job} is pending: {reason}")
         time.sleep(POLL)
 
 
-def _print_from(log: Path, position: int) -> tuple[int, str]:
-    """Print what the log has from a position on; the new position and the text."""
-    if not log.exists():
-        return position, ""
-    with open(log, "rb") as file:
-        file.seek(position)
-        data = file.read()
-    sys.stdout.buffer.write(data)
-    sys.stdout.flush()
-    return position + len(data), data.decode(errors="replace")
+class _LogTail:
+    """The log of a job, printed as it grows, without the reports of ranks that have ended. A restart begins anew."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.ends: list[RankEnd] = []
+        self._position = 0
+        self._line = b""
+        self._text = b""
+
+    @property
+    def text(self) -> str:
+        """The last lines that were printed before the first failure."""
+        return self._text.decode(errors="replace")
+
+    def print_new(self) -> None:
+        """Print the lines that were added since the last call."""
+        if not self.log.exists():
+            return
+        with open(self.log, "rb") as file:
+            file.seek(self._position)
+            data = file.read()
+        self._position += len(data)
+        *lines, self._line = (self._line + data).split(b"\n")
+        for line in lines:
+            self._print(line + b"\n")
+        sys.stdout.flush()
+
+    def print_rest(self) -> None:
+        """Print a last line without its end."""
+        self._print(self._line)
+        sys.stdout.flush()
+
+    def _print(self, line: bytes) -> None:
+        if line.startswith(_RESTART):
+            self.ends, self._text = [], b""
+        report = RANK_END.search(line)
+        if report is not None:
+            self.ends.append(RankEnd(int(report[1]), int(report[2])))
+            line = RANK_END.sub(b"", line)
+        if not any(end.code for end in self.ends):
+            self._text = (self._text + line)[-TAIL:]
+        sys.stdout.buffer.write(line)
 
 
 def _state(job: str) -> tuple[str, int, str]:
-    """State, exit code and the reason of waiting of a job, as the controller knows it."""
+    """State, exit code and pending reason of a job, from the controller."""
     done = subprocess.run(["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True)
     if done.returncode:
         raise LaunchError(f"Slurm does not know job {job} any more: {done.stderr.strip()}")

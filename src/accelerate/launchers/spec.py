@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is launched, where, how many times and with which variables: pure data, from which each process follows."""
+"""A launch as data: what runs, where, how many times and with which variables; each process follows from it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 from ..core import system
 from ..core.errors import ConfigurationError, nearest
 
-# Variables of a process that another starter may have left in this environment, and that would mislead ours.
+# Variables that another launcher may have left in this environment, which would be wrong for our processes.
 FOREIGN = (
     "ROLE_RANK",
     "ROLE_WORLD_SIZE",
@@ -30,41 +31,50 @@ FOREIGN = (
 
 @dataclass(frozen=True)
 class Program:
-    """What each process runs: a script, a module (`python -m`) or a program of its own."""
+    """What each process runs: a script, a module (`python -m`) or any other program."""
 
     name: str
     args: tuple[str, ...] = ()
     kind: str = "script"
 
     def argv(self, python: str | None = None) -> list[str]:
+        """Return the command line of the program."""
         python = python or sys.executable
-        # Lines of several processes come out whole and in time only without a buffer.
+        # Unbuffered, so that lines of several processes appear complete and in time.
         before = {"script": [python, "-u"], "module": [python, "-u", "-m"], "program": []}[self.kind]
-        # Python would take a script whose name begins with a hyphen for an option.
+        # Python would read a name that begins with a hyphen as an option.
         name = f"./{self.name}" if self.kind == "script" and self.name.startswith("-") else self.name
         return [*before, name, *self.args]
 
     def check(self) -> None:
-        """ConfigurationError where there is no such script, module or program, or where it cannot be read."""
+        """ConfigurationError where the script, module or program does not exist, or cannot be read or compiled."""
         if not self.name:
             raise ConfigurationError(f"the name of the {self.kind} is empty")
-        if self.kind == "script" and not Path(self.name).exists():
-            hint = "; a module is started with -m" if "." in self.name and not self.name.endswith(".py") else ""
-            here = Path(self.name).parent
-            near = nearest(Path(self.name).name, [path.name for path in here.glob("*.py")] if here.is_dir() else [])
+        if self.kind == "script":
+            self._check_script(Path(self.name))
+        elif self.kind == "module":
+            self._check_module()
+        elif shutil.which(self.name) is None:
+            raise ConfigurationError(f"there is no program {self.name!r} on the PATH")
+
+    def _check_script(self, path: Path) -> None:
+        if not path.exists():
+            hint = "; a module is started with -m" if "." in self.name and path.suffix != ".py" else ""
+            here = path.parent
+            near = nearest(path.name, [other.name for other in here.glob("*.py")] if here.is_dir() else [])
             hint += f" (did you mean {here / near}?)" if near else ""
             raise ConfigurationError(f"there is no script {self.name!r} (from {Path.cwd()}){hint}")
-        if self.kind == "script" and not os.access(self.name, os.R_OK):
+        if not os.access(path, os.R_OK):
             raise ConfigurationError(f"the script {self.name!r} cannot be read: no permission")
-        if self.kind == "script" and Path(self.name).is_dir() and not (Path(self.name) / "__main__.py").is_file():
+        if path.is_dir() and not (path / "__main__.py").is_file():
             raise ConfigurationError(f"{self.name!r} is a folder without a __main__.py: give a script in it")
-        if self.kind == "program" and shutil.which(self.name) is None:
-            raise ConfigurationError(f"there is no program {self.name!r} on the PATH")
-        if self.kind == "module":
-            self._check_module()
+        if path.suffix == ".py" and path.is_file():
+            _check_syntax(path)
 
     def _check_module(self) -> None:
         top = self.name.partition(".")[0]
+        if self.name.endswith(".py") and Path(self.name).is_file():
+            raise ConfigurationError(f"{self.name!r} is a script file: leave out -m, or give -m the module's name")
         if (Path.cwd() / top).exists() or (Path.cwd() / f"{top}.py").exists():
             return
         try:
@@ -75,15 +85,27 @@ class Program:
             raise ConfigurationError(f"there is no module {self.name!r}; a script file is started without -m")
 
 
+def _check_syntax(path: Path) -> None:
+    """ConfigurationError for a script that Python cannot compile: one message instead of one from each rank."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        import traceback
+
+        report = "".join(traceback.format_exception_only(error)).rstrip()
+        raise ConfigurationError(f"the script {str(path)!r} cannot be compiled:\n{report}") from None
+
+
 _HOST = re.compile(r"[A-Za-z0-9_:\[][\w.:%\[\]-]*")
 
 
 def check_host(name: str, where: str) -> str:
-    """A host's name or address that no program can take for an option or for several words."""
+    """A host's name or address that no program can read as an option or as several words."""
     if not _HOST.fullmatch(name):
         raise ConfigurationError(
-            f"{where}: {name!r} is no name or address of a host: it begins with a letter or digit and holds only "
-            "letters, digits and . : - _"
+            f"{where}: {name!r} is no name or address of a host: it begins with a letter or digit and contains "
+            "only letters, digits and . : - _"
         )
     return name
 
@@ -95,17 +117,17 @@ def check_variable(name: str) -> str:
     return name
 
 
-# What is beyond these is a slip of the hand.
+# Limits above which a value is a typing error.
 MOST_PROCESSES = 65536
 MOST_SECONDS = 1_000_000
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to be: its place in the run, what it runs, and the variables set for it (None removes one).
+    """A process to start: its ranks, its command, and the variables set for it (None removes one).
 
-    cpus: the processors it is bound to; None binds it to none. starter: the program that this process is where it is
-    no rank itself but starts them (mpirun, srun).
+    `cpus` are the processors it is bound to, if any. `starter` is the name of a program that starts the ranks (mpirun,
+    srun), where the process is such a program and not a rank.
     """
 
     rank: int
@@ -118,7 +140,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands: its ranks, its machine among the machines, and where rank 0 listens."""
+    """The place of a process: its ranks, its machine among the machines, and where rank 0 listens."""
 
     rank: int
     local_rank: int
@@ -131,11 +153,11 @@ class Place:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A whole launch.
+    """A launch.
 
-    num_processes counts all machines. variables are those every process gets. device is torch's device type.
-    threads: CPU threads of each process, None leaves the environment's. stop_timeout: seconds that processes get
-    between the request to stop and being killed.
+    `num_processes` counts the processes of all machines. Every process gets `variables`. `device` is torch's device
+    type. `threads` is the number of CPU threads of each process; None leaves the environment's. `stop_timeout` is the
+    number of seconds between the request to stop and SIGKILL.
     """
 
     program: Program
@@ -165,6 +187,7 @@ class LaunchSpec:
 
     @property
     def local_processes(self) -> int:
+        """The number of processes of one machine."""
         return self.num_processes // self.num_machines
 
     def process(self, local_rank: int, port: int, attempt: int = 0) -> ProcessSpec:
@@ -197,7 +220,7 @@ class LaunchSpec:
         return variables
 
     def _cpus(self, local_rank: int) -> tuple[int, ...] | None:
-        # Beside an accelerator each process binds itself to the processors near its device, once it knows that.
+        # With an accelerator, each process later binds itself to the processors near its device.
         if not self.cpu_affinity or self.device != "cpu":
             return None
         return tuple(system.share_of_cpus(local_rank, self.local_processes))
@@ -218,7 +241,7 @@ class LaunchSpec:
         return {key.strip(): value.strip() for key, value in (part.split("=", 1) for part in pairs)}
 
     def check(self) -> None:
-        """ConfigurationError for a launch that cannot be."""
+        """ConfigurationError for an invalid launch."""
         self.rendezvous_settings()
         if self.num_processes < 1:
             raise ConfigurationError(f"num_processes={self.num_processes}: at least 1 process is needed")

@@ -1,37 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's output on its way to the console: kept in a log file, marked with the rank, tracebacks held back."""
+"""The output of one rank on its way to the console: log file, rank prefix, delayed tracebacks."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
 from collections.abc import Callable
-from typing import IO, ClassVar
+from typing import IO, ClassVar, NamedTuple
 
 TRACEBACK = b"Traceback (most recent call last):"
-# Seconds a traceback is held back: whether it ended the process, and whose fault it was, is known by then. Where only
-# one rank has written one, or the process goes on printing, a shorter time will do: it was logged, and survived.
-HOLD = 5.0
-HOLD_ALONE = 1.5
-HOLD_WHILE_PRINTING = 1.0
-# Seconds a line without its end waits for the rest, so that lines of several ranks do not run into each other.
+# Seconds for which a traceback is delayed: by then it is known whether it ended the process, and which rank caused it.
+# Shorter where only one rank has written one, or where the process continues to print: it has only logged the error.
+DELAY = 5.0
+DELAY_SINGLE = 1.5
+DELAY_WHILE_PRINTING = 1.0
+# Seconds for which an incomplete line waits for its end, so that lines of several ranks do not mix.
 LINE_WAIT = 0.1
+# Bytes of the most recent output that are kept.
 TAIL = 16384
+# How a rank that another program has started (mpirun, srun) reports its end; srun labels each line with its task.
+RANK_END = re.compile(rb"(?<!\d)(?:\d{1,7}: )?accelerate launch: rank (\d+) ended, code (-?\d+)\r?\n")
+_PARTIAL_RANK_END = re.compile(rb"(?<!\d)(?:\d{1,7}: )?accelerate launch: rank [^\n]*\Z")
 
 
-class Modes:
-    """Modes of a terminal that a program sets and takes back: the cursor, the other screen, the mouse, pasting."""
+class RankEnd(NamedTuple):
+    """The end of a rank as it was reported; `code` is negative for a signal."""
 
-    # mode -> whether a program that is killed leaves it set (h) or reset (l)
+    rank: int
+    code: int
+
+
+class TerminalModes:
+    """Terminal modes that a program has changed and not restored: cursor, alternate screen, mouse, bracketed paste."""
+
+    # Mode -> the letter that changes it: set (h) or reset (l).
     CHANGED: ClassVar = {b"25": b"l", b"1049": b"h", b"1000": b"h", b"1006": b"h", b"2004": b"h"}
     _SEQUENCE = re.compile(rb"\x1b\[\?(\d+)([hl])")
 
     def __init__(self) -> None:
         self._changed: dict[bytes, bytes] = {}
 
-    def note(self, data: bytes) -> None:
-        """Take in what a process writes."""
+    def update(self, data: bytes) -> None:
+        """Record the mode changes in a piece of output."""
         if b"\x1b[?" not in data:
             return
         for mode, letter in self._SEQUENCE.findall(data):
@@ -40,43 +52,53 @@ class Modes:
             else:
                 self._changed.pop(mode, None)
 
-    def undoing(self) -> bytes:
-        """What brings the terminal back; empty where nothing is left changed."""
+    def restore_sequence(self) -> bytes:
+        """The escape sequence that restores the terminal; empty where nothing is changed."""
         opposite = {b"h": b"l", b"l": b"h"}
         back = b"".join(b"\x1b[?" + mode + opposite[letter] for mode, letter in self._changed.items())
         return back + b"\x1b[0m" if back else b""
 
 
 class Stream:
-    """One stream of one rank.
+    """One output stream of one rank.
 
-    source: descriptor to read from. sink: descriptor to write to. mark: what stands before each line, or None.
-    holding: tracebacks wait until it is known whether the process survives them.
+    Args:
+        source: descriptor to read from.
+        sink: descriptor to write to.
+        prefix: text before each line, or None.
+        log: binary file that gets everything, or None.
+        delay_tracebacks: wait with tracebacks until it is known whether the process survives them.
     """
 
-    def __init__(self, source: int, sink: int, mark: str | None, log: IO[bytes] | None, holding: bool) -> None:
+    def __init__(
+        self, source: int, sink: int, prefix: str | None, log: IO[bytes] | None, delay_tracebacks: bool
+    ) -> None:
         self.source = source
         self.sink = sink
-        self.mark = mark.encode() if mark else None
+        self.prefix = prefix.encode() if prefix else None
         self.log = log
-        self.holding = holding
-        self.held = b""
-        self.held_since: float | None = None
+        self.delay_tracebacks = delay_tracebacks
+        # A delayed traceback with what followed it, and when it was written.
+        self.delayed = b""
+        self.delayed_since: float | None = None
         # The last traceback that was shown because the process seemed to survive it, and when it was written.
         self.shown = b""
         self.shown_since: float | None = None
-        # Asked before a traceback is shown; what it returns is shown in its place.
+        # Called with a traceback before it is shown; what it returns is shown instead.
         self.before_showing: Callable[[bytes], bytes] | None = None
         self.tail = b""
+        # Ranks that have reported their ends, in that order, and the last output before the first one that failed.
+        self.ends: list[RankEnd] = []
+        self.before_failure = b""
         self.open = True
-        # What the process has done to the console that a killed one does not undo.
-        self.modes = Modes()
-        self._at_line_start = True
+        self.modes = TerminalModes()
+        self.at_line_start = True
+        self._partial_report = b""
         self._line = b""
         self._line_since = 0.0
 
     def read(self) -> None:
-        """Take what there is. At the end of the stream `open` is False."""
+        """Read what is available. At the end of the stream `open` becomes False."""
         try:
             data = os.read(self.source, 65536)
         except BlockingIOError:
@@ -85,27 +107,46 @@ class Stream:
             # A pseudo terminal whose other side is closed ends with an error, not with an empty read.
             data = b""
         if not data:
+            self._process(self._partial_report)
             self.close()
             return
         if self.log is not None:
             self.log.write(data)
             self.log.flush()
+        self.modes.update(data)
+        self._extract_reports(data)
+
+    def _extract_reports(self, data: bytes) -> None:
+        """Remove the reports of ended ranks from the output and record them."""
+        data, self._partial_report = self._partial_report + data, b""
+        partial = _PARTIAL_RANK_END.search(data, max(0, data.rfind(b"\n") + 1, len(data) - 100))
+        if partial is not None:
+            data, self._partial_report = data[: partial.start()], partial.group()
+        position = 0
+        for report in RANK_END.finditer(data):
+            self._process(data[position : report.start()])
+            position = report.end()
+            end = RankEnd(int(report[1]), int(report[2]))
+            if end.code and not any(earlier.code for earlier in self.ends):
+                self.before_failure = self.delayed or self.tail
+            self.ends.append(end)
+        self._process(data[position:])
+
+    def _process(self, data: bytes) -> None:
+        if not data:
+            return
         self.tail = (self.tail + data)[-TAIL:]
-        self.modes.note(data)
-        self._take(data)
-
-    def _take(self, data: bytes) -> None:
-        if not self.holding:
+        if not self.delay_tracebacks:
             self._emit(data)
-        elif self.held_since is not None:
-            self.held += data
-            if time.monotonic() - self.held_since > HOLD_WHILE_PRINTING:
-                self.release()
+        elif self.delayed_since is not None:
+            self.delayed += data
+            if time.monotonic() - self.delayed_since > DELAY_WHILE_PRINTING:
+                self.flush()
         else:
-            self._look_for_traceback(data)
+            self._find_traceback(data)
 
-    def _look_for_traceback(self, data: bytes) -> None:
-        # The line that is waiting for its end may hold the beginning of the words looked for.
+    def _find_traceback(self, data: bytes) -> None:
+        # The incomplete line may contain the beginning of the header.
         data, self._line = self._line + data, b""
         found = data.find(TRACEBACK)
         if found < 0:
@@ -113,91 +154,107 @@ class Stream:
             return
         start = data.rfind(b"\n", 0, found) + 1
         self._emit(data[:start])
-        self.held, self.held_since = data[start:], time.monotonic()
+        self.delayed, self.delayed_since = data[start:], time.monotonic()
 
     @property
-    def waiting(self) -> bool:
-        """Whether something is kept back that a moment's time will release."""
-        return bool(self.held or self._line)
+    def pending(self) -> bool:
+        """Whether there is output that `flush_expired` will show."""
+        return bool(self.delayed or self._line)
 
-    def release_if_old(self, alone: bool = False) -> None:
-        """A process that goes on after its traceback only reported it: show what was held. The same for half lines.
+    def flush_expired(self, single: bool = False) -> None:
+        """Show a traceback whose delay has passed: the process only logged it. Likewise an incomplete line.
 
-        alone: whether no other rank's traceback is held back.
+        Args:
+            single: whether no other rank has a delayed traceback.
         """
         now = time.monotonic()
-        if self.held_since is not None and now - self.held_since > (HOLD_ALONE if alone else HOLD):
-            self.release()
+        if self.delayed_since is not None and now - self.delayed_since > (DELAY_SINGLE if single else DELAY):
+            self.flush()
         elif self._line and now - self._line_since > LINE_WAIT:
-            self._flush()
+            self._flush_line()
 
-    def release(self) -> None:
-        """Show all that is kept back."""
-        if self.held:
-            self.shown, self.shown_since = self.held, self.held_since
-        held = self.drop()
-        if held and self.before_showing is not None:
-            held = self.before_showing(held)
-        self._emit(held)
-        self._flush()
+    def flush(self) -> None:
+        """Show all pending output."""
+        if self.delayed:
+            self.shown, self.shown_since = self.delayed, self.delayed_since
+        traceback = self.take_delayed()
+        if traceback and self.before_showing is not None:
+            traceback = self.before_showing(traceback)
+        self._emit(traceback)
+        self._flush_line()
 
     @property
     def last_traceback(self) -> bytes:
-        """The traceback that is the last thing the process has written, held back or shown; empty where none is."""
-        if self.held:
-            return self.held
+        """The traceback that is the last output of the process, delayed or shown; empty where none is."""
+        if self.delayed:
+            return self.delayed
         shown = self.shown.rstrip()
         return shown if shown and self.tail.rstrip().endswith(shown[-1024:]) else b""
 
     @property
-    def trouble_since(self) -> float | None:
-        """When the traceback was written that is the last thing the process has written; None where none is."""
-        if self.held_since is not None:
-            return self.held_since
+    def failing_since(self) -> float | None:
+        """When the traceback was written that is the last output of the process; None where none is."""
+        if self.delayed_since is not None:
+            return self.delayed_since
         return self.shown_since if self.last_traceback else None
 
-    def drop(self) -> bytes:
-        """What was held, no longer to be shown."""
-        data, self.held, self.held_since = self.held, b"", None
+    def take_delayed(self) -> bytes:
+        """Return the delayed traceback, which will not be shown."""
+        data, self.delayed, self.delayed_since = self.delayed, b"", None
         return data
 
     def close(self) -> None:
+        """Close the source and the log file."""
         if self.open:
             self.open = False
             os.close(self.source)
             if self.log is not None:
                 self.log.close()
 
+    def finish(self) -> None:
+        """Show all pending output, complete a prefixed line, restore the terminal's modes and close."""
+        self.flush()
+        if self.prefix is not None and not self.at_line_start:
+            # The next line on the console is another rank's.
+            self._write(b"\n")
+        self.close()
+        restore = self.modes.restore_sequence()
+        if restore and os.isatty(self.sink):
+            with contextlib.suppress(OSError):
+                os.write(self.sink, restore)
+
     def _emit(self, data: bytes) -> None:
-        """Pass whole lines on; a carriage return ends one too, as progress bars need it."""
+        """Pass complete lines on. A carriage return also ends a line, for progress bars."""
         data = self._line + data
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
         if not self._line:
             self._line_since = time.monotonic()
-        whole, self._line = data[:end], data[end:]
-        self._write(whole)
+        complete, self._line = data[:end], data[end:]
+        self._write(complete)
 
-    def _flush(self) -> None:
+    def _flush_line(self) -> None:
         rest, self._line = self._line, b""
         self._write(rest)
 
     def _write(self, data: bytes) -> None:
-        if self.mark is not None and data:
-            data = self._marked(data)
+        if not data:
+            return
+        if self.prefix is not None:
+            data = self._prefixed(data)
+        self.at_line_start = data.endswith(b"\n")
         try:
             while data:
                 data = data[os.write(self.sink, data) :]
         except OSError:
-            # Nobody reads the console any more; the rank itself goes on, and its log file is complete.
+            # Nobody reads the console any more. The rank continues, and its log file is complete.
             return
 
-    def _marked(self, data: bytes) -> bytes:
+    def _prefixed(self, data: bytes) -> bytes:
         lines = data.splitlines(keepends=True)
-        starts = [self._at_line_start] + [line.endswith(b"\n") for line in lines[:-1]]
-        self._at_line_start = lines[-1].endswith(b"\n")
-        mark = self.mark or b""
-        # torch marks a rank's traceback itself.
+        starts = [self.at_line_start] + [line.endswith(b"\n") for line in lines[:-1]]
+        prefix = self.prefix or b""
+        # torch itself prefixes the lines of a rank's traceback.
         return b"".join(
-            mark + line if start and not line.startswith(mark) else line
+            prefix + line if start and not line.startswith(prefix) else line
             for line, start in zip(lines, starts, strict=True)
         )

@@ -26,7 +26,7 @@ FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def agent_config(spec: LaunchSpec, endpoint: str, conf: Mapping[str, str], local_addr: str | None, **more: Any) -> Any:
-    """torch's LaunchConfig for a spec."""
+    """Return the `LaunchConfig` of torch for a spec."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TPU cores: torch_xla starts the script's main function once a core; on a pod, gcloud starts that on each worker."""
+"""TPU cores: torch_xla runs the script's main function on each core; on a pod, gcloud does so on each worker."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ DOWNCAST = "XLA_DOWNCAST_BF16"
 
 
 class OneCore(PrepareForLaunch):
-    """The function on one core. `cores`: how many were asked for; torch_xla itself takes all there are, or one."""
+    """The function on one core. `cores`: the requested number; torch_xla itself uses all cores or one."""
 
     def __init__(self, function: Callable[..., Any], cores: int | None) -> None:
         super().__init__(function, "XLA")
         self.cores = cores
 
     def __call__(self, index: int, *args: Any) -> Any:
+        """Check the number of cores, and run the function on this core."""
         if self.cores not in (None, 1):
             import torch_xla.runtime as runtime
 
@@ -44,7 +45,7 @@ class OneCore(PrepareForLaunch):
 
 
 class TpuLauncher(Launcher):
-    """`function`: name of the script's function that each core runs. `cores`: how many were asked for; None: all."""
+    """`function`: name of the script's function that each core runs. `cores`: the requested number, None for all."""
 
     name = "tpu"
 
@@ -54,6 +55,11 @@ class TpuLauncher(Launcher):
         self.cores = cores
 
     def check(self) -> None:
+        """Check before anything starts.
+
+        Raises:
+            ConfigurationError: this launcher cannot run the launch.
+        """
         super().check()
         if not is_available("torch_xla"):
             raise ConfigurationError("--tpu needs torch_xla, which is not installed: pip install torch_xla[tpu]")
@@ -65,10 +71,12 @@ class TpuLauncher(Launcher):
         return [ProcessSpec(0, 0, tuple(self.spec.program.argv()), self.spec.variables)]
 
     def dry_run(self) -> str:
+        """Return the variables and the call of torch_xla that `run` would make."""
         call = f"torch_xla.launch({self.function}, debug_single_process={self.cores == 1})"
         return f"{super().dry_run()}\n# with the script imported as a module, {call} in place of running it"
 
     def run(self) -> int:
+        """Run the function on each core. Returns 0."""
         import torch_xla
 
         env.publish(self.spec.variables)
@@ -121,6 +129,11 @@ class PodLauncher(Launcher):
         self.cores = cores
 
     def check(self) -> None:
+        """Check before anything starts.
+
+        Raises:
+            ConfigurationError: this launcher cannot run the launch.
+        """
         super().check()
         if not self.pod.names:
             raise ConfigurationError("--tpu_cluster: no pod: give --vm, or write tpu_name into the configuration file")
@@ -140,12 +153,13 @@ class PodLauncher(Launcher):
             raise ConfigurationError("--tpu_cluster: gcloud is not on the PATH: install the Google Cloud CLI")
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
-        told = ("--command", self._on_worker(), "--worker", "all")
+        """Return one gcloud process for each TPU VM."""
+        options = ("--command", self._on_worker(), "--worker", "all")
         return [
             ProcessSpec(
                 number,
                 number,
-                ("gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", str(self.pod.zone), *told),
+                ("gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", str(self.pod.zone), *options),
                 {},
                 starter="gcloud",
             )
@@ -166,9 +180,10 @@ class PodLauncher(Launcher):
         return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(command)}"
 
     def run(self) -> int:
-        from .supervisor import Supervisor
+        """Run the command on all workers. Returns the exit code."""
+        from .supervisor import supervise
 
-        return Supervisor(self.spec).run(self.processes())
+        return supervise(self.spec, self.processes()).code
 
 
 def _downcast(spec: LaunchSpec) -> LaunchSpec:

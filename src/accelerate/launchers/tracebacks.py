@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the text of a traceback says: the exception's whole message, its chain, and whether it is another rank's."""
+"""Analysis of printed tracebacks: the message, the chain of causes, and whether another rank is to blame."""
 
 from __future__ import annotations
 
 import re
 
 HEADER = "Traceback (most recent call last):"
-# What srun, then torch put before each line when several ranks run.
-_MARK = re.compile(r"^(?:\d+: )?(?:\[rank(\d+)\]: ?)?")
-# Lines that are no part of a message: the next link of a chain, the native log, what follows at the exit.
+# The prefixes of srun and of torch before each line of a rank.
+_PREFIX = re.compile(r"^(?:\d+: )?(?:\[rank(\d+)\]: ?)?")
+# Lines that end a message: the next exception of a chain, native logs, output at the exit.
 _END = re.compile(
     r"During handling of the above exception, another|The above exception was the direct cause of|"
     r"\[[WEIF]\d{4} |[WEIF]\d{4} \d\d:|Exception ignored |terminate called |Fatal Python error|accelerate launch: |"
@@ -16,15 +16,15 @@ _END = re.compile(
 )
 _GROUP = re.compile(r"\s*\+ Exception Group " + re.escape(HEADER))
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(:|$)")
-# A longer message is shortened in its middle: the remedy stands at the end.
+# A longer message is shortened in the middle, because the remedy is at its end.
 MOST_CHARACTERS = 6000
-# What an error says whose cause is that another rank is gone.
+# Messages of errors that are caused by the loss of another rank.
 _LOST = re.compile(
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|connection.*closed|"
     r"DistBackendError|DistStoreError|DistNetworkError|recvValue|Socket (Timeout|closed)|has been aborted|"
     r"NCCL (error|communicator)|gloo::|CommunicationError:|other ranks cannot be reached|the store of the run is gone"
 )
-# Connections that are not those between ranks: Python's own sockets and pipes, and clients of web services.
+# Connections other than those between ranks: Python's own sockets and pipes, and clients of web services.
 _FOREIGN = re.compile(
     r"(builtins\.)?(Connection(Reset|Refused|Aborted)?Error|BrokenPipeError|EOFError|OSError|URLError|HTTPError)(:|$)|"
     r"(requests|urllib3?|http|httpx|httpcore|aiohttp|botocore|huggingface_hub|wandb|multiprocessing)\."
@@ -35,19 +35,18 @@ OWN, UNCLEAR, LOST = 0, 1, 2
 
 
 def plain_lines(text: str, rank: int | None = None) -> list[str]:
-    """The lines without their marks; where lines are marked as `rank`'s, only these."""
+    """The lines without their prefixes; where a traceback is prefixed as that of `rank`, only its lines."""
     found = []
     for line in text.splitlines():
-        mark = _MARK.match(line)
-        assert mark is not None
-        found.append((mark.group(1), line[mark.end() :]))
-    own = [line for marked, line in found if marked is not None and (rank is None or int(marked) == rank)]
-    # A marked traceback ends where lines without a mark follow.
+        prefix = _PREFIX.match(line)
+        assert prefix is not None
+        found.append((prefix.group(1), line[prefix.end() :]))
+    own = [line for number, line in found if number is not None and (rank is None or int(number) == rank)]
     return own if any(HEADER in line for line in own) else [line for _, line in found]
 
 
 def chain(text: str, rank: int | None = None) -> list[str]:
-    """The messages of the last traceback's exceptions, the first cause first; empty without a traceback."""
+    """The messages of the last traceback's exceptions, first cause first; empty without a traceback."""
     messages: list[str] = []
     linked = False
     lines = plain_lines(text, rank)
@@ -60,14 +59,14 @@ def chain(text: str, rank: int | None = None) -> list[str]:
         elif line.startswith(HEADER) or _GROUP.match(line):
             message, at = _message(lines, at, grouped=not line.startswith(HEADER))
             if message:
-                # Two tracebacks without a word between them have nothing to do with each other.
+                # Without such a line in between, two tracebacks are independent.
                 messages = [*(messages if linked else []), message]
             linked = False
     return messages
 
 
 def _message(lines: list[str], at: int, grouped: bool) -> tuple[str, int]:
-    """The message that ends the traceback whose frames begin at a line, and the line behind it."""
+    """The message at the end of the traceback whose frames begin at line `at`, and the index of the next line."""
     if grouped:
         lines = [re.sub(r"^\s*\| ?", "", line) for line in lines]
     while at < len(lines) and (not lines[at].strip() or lines[at][0].isspace()):
@@ -81,13 +80,13 @@ def _message(lines: list[str], at: int, grouped: bool) -> tuple[str, int]:
 
 
 def message_of(text: str, rank: int | None = None) -> str:
-    """The whole message of the exception that a text's last traceback ends with; empty without one."""
+    """The message of the exception that ends the last traceback of a text; empty without one."""
     messages = chain(text, rank)
     return shortened(_without_inner_traceback(messages[-1])) if messages else ""
 
 
 def _without_inner_traceback(message: str) -> str:
-    """torch writes the traceback of a data loader's worker into the message; its last lines say what happened."""
+    """Without the traceback of a data loader's worker, which torch writes into the message; its error is kept."""
     head, found, inner = message.partition("\nOriginal Traceback (most recent call last):\n")
     if not found:
         return message
@@ -96,6 +95,7 @@ def _without_inner_traceback(message: str) -> str:
 
 
 def shortened(message: str, most: int = MOST_CHARACTERS) -> str:
+    """A message of at most about `most` characters."""
     if len(message) <= most:
         return message
     half = most // 2
@@ -103,24 +103,24 @@ def shortened(message: str, most: int = MOST_CHARACTERS) -> str:
 
 
 def first_line(message: str) -> str:
-    """A message in one line of moderate length, for lists."""
+    """The first line of a message, at most 200 characters, for lists."""
     line = message.partition("\n")[0]
     return line if len(line) <= 200 else f"{line[:197]}..."
 
 
-def speaks_of_lost_rank(message: str) -> bool:
-    """Whether an exception's message says that the connection to another rank is lost."""
+def is_lost_connection(message: str) -> bool:
+    """Whether an exception's message reports the loss of the connection to another rank."""
     return _LOST.search(message) is not None and _FOREIGN.match(message) is None
 
 
 def blame(text: str, rank: int) -> int:
-    """How much a rank's last words point at another rank: OWN (not at all), UNCLEAR, or LOST (its connection)."""
+    """How much a rank's last output points to another rank: OWN (not at all), UNCLEAR, or LOST (its connection)."""
     messages = chain(text, rank)
     if not messages:
-        # A program that prints its error itself: the last lines are all there is.
+        # A program that prints its own errors: only the last lines can be used.
         last = "\n".join(plain_lines(text, rank)[-3:])
-        return UNCLEAR if speaks_of_lost_rank(last) else OWN
-    lost = [speaks_of_lost_rank(message) for message in messages]
+        return UNCLEAR if is_lost_connection(last) else OWN
+    lost = [is_lost_connection(message) for message in messages]
     if lost[0]:
         return LOST
     if lost[-1]:
@@ -130,11 +130,11 @@ def blame(text: str, rank: int) -> int:
 
 
 def named_ranks(message: str) -> set[int]:
-    """The ranks that a message speaks of."""
+    """The ranks that a message mentions."""
     return {int(number) for found in _RANKS.finditer(message) for number in re.findall(r"\d+", found.group())}
 
 
 def fingerprint(text: str) -> str:
-    """The same for two tracebacks that differ only in marks, addresses, ports and process ids."""
+    """Equal for two tracebacks that differ only in prefixes, addresses, ports and process ids."""
     plain = "\n".join(plain_lines(text)).strip()
     return re.sub(r"0x[0-9a-fA-F]+|\]:\d+|pid \d+", "#", plain)

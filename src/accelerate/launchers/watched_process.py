@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank under a foreign starter (mpirun, srun): its failure is told whole, and nobody is left behind.
+"""A rank started by another program (mpirun, srun): it reports its end, and leaves no process behind.
 
 `python -m accelerate.launchers.watched_process command...` runs the command as its child.
 """
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from types import FrameType
 
 from ..runtime.topology import Topology
-from .failure import told_by_rank
+from .failure import end_report
 from .process import die_with
 
 # srun stops a step as soon as it hears of a failure, and what it has not received by then is lost: a rank that failed
 # ends this many seconds after its last words.
 LAST_WORDS = 1.0
-HANDED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 def watched(command: Sequence[str]) -> tuple[str, ...]:
@@ -40,23 +40,24 @@ def main(command: list[str]) -> None:
     child = subprocess.Popen(command, preexec_fn=die_with(os.getpid()))
     stopped: list[int] = []
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         stopped.append(number)
         child.send_signal(number)
 
-    for name in HANDED_ON:
+    for name in FORWARDED:
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), hand_on)
+            signal.signal(getattr(signal, name), forward)
     code = child.wait()
+    if not stopped:
+        # One write: several ranks share the stream. A rank that ends without an error may be the cause of later ones.
+        sys.stderr.flush()
+        os.write(2, end_report(topology.rank, code).encode())
     if code == 0:
         return
     if under_slurm:
         if not stopped:
             time.sleep(LAST_WORDS)
         _end_as(code)
-    if not stopped:
-        sys.stderr.write(told_by_rank(topology.rank, code))
-        sys.stderr.flush()
     if code < 0 or topology.launcher != "openmpi":
         # Hydra (MPICH, Intel MPI, MVAPICH) lets the others go on where one only fails, and stops them where one dies.
         os.kill(os.getpid(), signal.SIGKILL)

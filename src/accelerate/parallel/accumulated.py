@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients between two backwards of an accumulation window, wherever they lie: taken aside, added, saved, put back.
+"""Gradients between two backwards of an accumulation window: set aside, added, saved and restored.
 
-A parameter that no FSDP unit shards has them in `.grad`. One that FSDP2 shards has what is not reduced yet beside the
-whole parameter, in its dtype or in that of the reduction, and what is reduced at its shard.
+A parameter that FSDP2 does not shard has them in `.grad`. For one that it shards, what is already reduced is in
+`.grad` of the shard. The rest is kept with the unsharded parameter, in its dtype or in that of the reduction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class _Place(NamedTuple):
-    """Where a gradient lies: `owner.attribute`, of the shape and layout of `like`."""
+    """A gradient is `owner.attribute`, of the shape and layout of `like`."""
 
     name: str
     owner: Any
@@ -33,9 +33,11 @@ class _Place(NamedTuple):
 
 
 class AccumulatedGradients:
-    """The gradients that a model has on this rank, of a window so far. Made when the model is laid out.
+    """A model's gradients on this rank, of an unfinished accumulation window.
 
-    `roots` are the modules in which units of FSDP2 are looked for, where the model itself is none.
+    Args:
+        model: a model that is laid out.
+        roots: the modules that contain the FSDP2 units; None for the model itself.
     """
 
     def __init__(self, model: nn.Module, roots: Iterable[nn.Module] | None = None) -> None:
@@ -49,8 +51,8 @@ class AccumulatedGradients:
         ]
         # While no unit is gathered the model shows shards.
         names = {id(p): materialize.canonical_name(name) for name, p in model.named_parameters()}
-        self._sharded = [(names[id(_shown(parameter))], parameter) for parameter in sharded]
-        inside = {id(_shown(parameter)) for parameter in sharded}
+        self._sharded = [(names[id(_module_parameter(parameter))], parameter) for parameter in sharded]
+        inside = {id(_module_parameter(parameter)) for parameter in sharded}
         self._plain = [(names[id(p)], p) for p in model.parameters() if id(p) not in inside]
         self._known: list[_Place] = []
 
@@ -60,16 +62,16 @@ class AccumulatedGradients:
         found = [_Place(name, parameter, "grad", parameter) for name, parameter in self._plain]
         gathered = [(name, sharded) for name, sharded in self._sharded if hasattr(sharded, "_unsharded_param")]
         for name, sharded in gathered:
-            whole = sharded._unsharded_param
+            unsharded = sharded._unsharded_param
             found.append(_Place(f"{name} (shard)", sharded.sharded_param, "grad", sharded.sharded_param))
-            found.append(_Place(f"{name} (whole)", whole, "grad", whole))
-            found.append(_Place(f"{name} (sum)", sharded, "unsharded_accumulated_grad", whole))
+            found.append(_Place(f"{name} (whole)", unsharded, "grad", unsharded))
+            found.append(_Place(f"{name} (sum)", sharded, "unsharded_accumulated_grad", unsharded))
         if len(gathered) == len(self._sharded):
             self._known = found
         return found
 
     def take(self) -> Gradients:
-        """What is held; nothing is afterwards."""
+        """Remove and return all gradients."""
         found: Gradients = {}
         for name, owner, attribute, _ in self._places():
             if (gradient := getattr(owner, attribute)) is not None:
@@ -78,25 +80,29 @@ class AccumulatedGradients:
         return found
 
     def add(self, gradients: Gradients) -> None:
-        """Add what was taken to what is held."""
+        """Add gradients that `take` returned to the present ones."""
         for name, owner, attribute, _ in self._places() if gradients else ():
             if (gradient := gradients.get(name)) is None:
                 continue
-            held = getattr(owner, attribute)
-            if held is None:
+            present = getattr(owner, attribute)
+            if present is None:
                 setattr(owner, attribute, gradient)
             else:
-                held.add_(gradient)
+                present.add_(gradient)
 
     def state_dict(self) -> dict[str, Any]:
-        """Place -> this rank's part of what is held there; of a DTensor with its placements."""
-        held = {place.name: getattr(place.owner, place.attribute) for place in self._places()}
-        return {name: _saved(gradient) for name, gradient in held.items() if gradient is not None}
+        """This rank's gradients by the name of their place; a DTensor's local shard comes with its placements."""
+        present = {place.name: getattr(place.owner, place.attribute) for place in self._places()}
+        return {name: _saved(gradient) for name, gradient in present.items() if gradient is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hold what was saved and nothing else; every rank calls it. Raises CheckpointError for what does not fit."""
+        """Replace all gradients by those of `state_dict`; every rank calls it.
+
+        Raises:
+            CheckpointError: the state has places that this rank lacks, or other shapes.
+        """
         if state and not self._known:
-            # What lies beside whole parameters needs them; a model that has not run yet has none.
+            # Some are kept with the unsharded parameters, which a model has from its first forward on.
             for unit in self._units:
                 unit.unshard()
                 unit.reshard()
@@ -117,9 +123,9 @@ def _saved(gradient: torch.Tensor) -> Any:
 
 
 def _loaded(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
-    is_split = isinstance(like, DTensor)
-    local = value["local"] if isinstance(value, Mapping) else value
-    if is_split is not isinstance(value, Mapping) or (not is_split and local.shape != like.shape):
+    is_sharded = isinstance(like, DTensor)
+    local: torch.Tensor = value["local"] if isinstance(value, Mapping) else value
+    if is_sharded is not isinstance(value, Mapping) or (not is_sharded and local.shape != like.shape):
         raise CheckpointError(f"the saved gradient of {name} has shape {list(local.shape)}, not {list(like.shape)}")
     local = local.to(like.device)
     if not isinstance(like, DTensor):
@@ -131,7 +137,7 @@ def _loaded(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 def _placement(text: str, like: DTensor) -> Placement:
-    """What `str` makes of a placement, read."""
+    """Parse the `str` of a placement."""
     known = {str(where): where for where in like.placements}
     if text in known:
         return known[text]
@@ -143,8 +149,8 @@ def _placement(text: str, like: DTensor) -> Placement:
     return Shard(int(inside)) if kind == "S" else Partial(inside)
 
 
-def _shown(sharded: Any) -> nn.Parameter:
-    """What the model shows of a parameter of FSDP2, which learns only in the first forward of storage given since."""
+def _module_parameter(sharded: Any) -> nn.Parameter:
+    """The parameter in the module: FSDP2 notices only at the first forward that it was replaced."""
     place = sharded._module_info
     found: nn.Parameter = getattr(place.module, place.param_name)
     return found

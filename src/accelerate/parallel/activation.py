@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation checkpointing: what a module computed is computed again in the backward instead of kept."""
+"""Activation checkpointing: activations are recomputed in the backward instead of kept."""
 
 from __future__ import annotations
 
@@ -21,15 +21,25 @@ from ..core.errors import PrepareError
 def checkpoint_activations(
     model: nn.Module, modules: Sequence[nn.Module], device: torch.device, offload: bool = False
 ) -> list[nn.Module]:
-    """Have each of `modules`, wherever it stands in `model`, recompute in the backward; the wrappers, in order.
+    """Wrap each of `modules`, at every place in `model`, so that its activations are recomputed in the backward.
 
-    With `offload` what a module keeps (its inputs) waits in host memory; on the CPU it is there anyway.
-    The names of parameters in state dicts stay those of the plain model. Raises PrepareError where there is no module
-    to wrap: nothing would be saved.
+    The names of parameters in state dicts stay those of the plain model.
+
+    Args:
+        model: changed in place.
+        modules: modules inside of the model.
+        device: that of the run.
+        offload: keep a module's inputs in host memory (no effect on the CPU).
+
+    Returns:
+        The wrappers, in the order of `modules`.
+
+    Raises:
+        PrepareError: there is no module to wrap.
     """
     if not modules:
         raise PrepareError(
-            "activation_checkpointing=True has no module to work on: choose an auto_wrap_policy that finds the "
+            "activation_checkpointing=True finds no module to wrap: choose an auto_wrap_policy that finds the "
             "model's blocks, TRANSFORMER_BASED_WRAP (...) or SIZE_BASED_WRAP (min_num_params)"
         )
     wrappers: dict[int, nn.Module] = {}
@@ -38,7 +48,7 @@ def checkpoint_activations(
         if offload and device.type != "cpu":
             wrapped = offload_wrapper(wrapped)
         wrappers[id(module)] = wrapped
-    inside = {id(part) for wrapped in wrappers.values() for part in _layers(wrapped)}
+    inside = {id(layer) for wrapped in wrappers.values() for layer in _layers(wrapped)}
     for parent in list(model.modules()):
         if id(parent) in inside:
             continue

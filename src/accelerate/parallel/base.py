@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategy of a single process, which works as it is; every other layout overrides what differs."""
+"""The strategy of a single process. Every other layout derives from it and overrides what differs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ import torch.distributed as dist
 
 from ..core.errors import PrepareError
 from ..precision.base import Precision
-from .gradients import gradients_of, multiply
+from .gradients import clip_values, gradients_of, multiply
 from .prepared import PreparedModel
 
 
 @dataclass
 class Bundle:
-    """What one call of `prepare` lays out together: models, and the plain optimizers that hold their parameters.
+    """The models that one call of `prepare` lays out together, and the optimizers of their parameters.
 
-    `place[i]` says whether model i is moved to the device; `evaluation` that no gradients will be taken.
+    Fields:
+        models: the models, as their user built them.
+        optimizers: the plain optimizers, without `prepare`'s wrappers.
+        place: for each model, whether it is moved to the device.
+        evaluation: no gradients will be taken.
     """
 
     models: list[torch.nn.Module] = field(default_factory=list)
@@ -36,18 +40,24 @@ def _check_storage(model: torch.nn.Module, layout: str) -> None:
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     if (empty := next((name for name, tensor in tensors if tensor.is_meta), None)) is not None:
         raise PrepareError(
-            f"{empty} of {type(model).__name__} is on the meta device and has no values, and a run as {layout} does "
-            "not make any. Build the model on a real device, load its weights (load_checkpoint_and_dispatch), or call "
-            "model.to_empty(device=...) and initialise it; an fsdp_plugin of version 2 fills such models by itself"
+            f"{empty} of {type(model).__name__} is on the meta device and has no values, and {layout} does not "
+            "initialize it. Build the model on a real device, load its weights (load_checkpoint_and_dispatch), or "
+            "call model.to_empty(device=...) and initialize it. An fsdp_plugin of version 2 initializes such models"
         )
 
 
 class Strategy:
-    """How models live on the processes of a run. What concerns one model is in the `PreparedModel` it makes."""
+    """How models are laid out on the processes of a run. State that concerns one model is in its `PreparedModel`.
+
+    Fields:
+        name: as `explain` prints it.
+        divides_loss: whether the caller divides a loss by the steps of its accumulation window before `backward`.
+        gradient_group: the ranks that average gradients with each other; None for all.
+    """
 
     name = "single process"
-    # Whether a loss is divided by the steps of its accumulation window before `backward`; an engine may do that.
     divides_loss = True
+    gradient_group: dist.ProcessGroup | None = None
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
         self.device = device
@@ -64,40 +74,43 @@ class Strategy:
         found = (reference() for reference in self._prepared)
         return [prepared for prepared in found if prepared is not None]
 
-    def remember(self, models: Iterable[PreparedModel]) -> None:
-        """Add models to `prepared`. They are held weakly: whoever called `prepare` holds them."""
+    def _remember(self, models: Iterable[PreparedModel]) -> None:
+        """Add models to `prepared`, as weak references: the caller of `prepare` owns them."""
         self._prepared = [weakref.ref(prepared) for prepared in [*self.prepared, *models]]
 
     # -- data
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """(index, count): which shard of the data this process reads, of how many."""
+        """(index, count) of the shard of the data that this process reads."""
         return 0, 1
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that read the other shards of the data and are like this one otherwise; None for all ranks."""
+        """The ranks that read the other shards of the data, at this rank's place in all other dimensions of the mesh.
+
+        None for all ranks.
+        """
         return None
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
-        """The ranks that had other parts of the same samples in the last forward; None where they had the same."""
+        """The ranks that had other tokens of the same samples in the last forward; None if no sequence was split."""
         return None
 
     @property
     def gradient_ranks(self) -> int:
-        """Over how many ranks gradients, and counts of items, are averaged."""
+        """The number of ranks over which gradients, and counts of items, are averaged."""
         return self.data_shard[1]
 
     def split_loader(self, loader: Any) -> Any:
-        """A loader whose batches hold this rank's part of each sequence; as it is where no sequence is split."""
+        """A loader whose batches have this rank's tokens of each sequence; the same loader if no sequence is split."""
         return loader
 
     def context_parallel(
         self, buffers: list[torch.Tensor], seq_dims: list[int], no_restore: set[torch.Tensor]
     ) -> contextlib.AbstractContextManager[Any]:
-        """A block in which `buffers` hold this rank's part of their sequences; complete where no sequence is split."""
+        """A context in which `buffers` have this rank's tokens of their sequences (all, if no sequence is split)."""
         return contextlib.nullcontext()
 
     def join(
@@ -109,32 +122,36 @@ class Strategy:
     # -- prepare
 
     def prepare_together(self, objects: list[Any], split_batches: bool = False) -> list[Any]:
-        """The objects of one `prepare`, those replaced that can only be made together; each is prepared after this."""
+        """Called first with all objects of one `prepare`: returns them, with replacements for those made together."""
         return objects
 
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
-        """Lay out each model of the bundle. The optimizers' parameters stay the same objects.
-
-        The order: move to the device, wrap the forward for the precision, transforms that come before the layout, the
-        layout itself, the other transforms (compilation is the last).
-        """
+        """Lay out each model of the bundle. The optimizers' parameters stay the same objects."""
         found = []
         for model, place in zip(bundle.models, bundle.place, strict=True):
             if place:
                 _check_storage(model, self.name)
                 model = model.to(self.device)
-            model = self.precision.wrap_forward(model)
-            model = self.transformed(model, before=True)
-            prepared = self.as_prepared(model) if bundle.evaluation else self.lay_out(model)
-            prepared.module = self.transformed(prepared.module)
-            found.append(prepared)
-        self.remember(found)
+            found.append(self.compose(model, bundle.evaluation))
+        self._remember(found)
         return found
 
-    def transformed(self, model: torch.nn.Module, before: bool = False) -> torch.nn.Module:
-        """The model after the transforms that come `before` it is laid out, or after."""
+    def compose(self, model: torch.nn.Module, evaluation: bool = False) -> PreparedModel:
+        """Everything that is done to one model, in its order; for every layout.
+
+        What a layout itself consists of (tensor parallelism, activation checkpointing, sharding) is in its `lay_out`.
+        """
+        model = self.precision.wrap_forward(model)
+        model = self._transform(model, before_layout=True)
+        prepared = self.as_prepared(model) if evaluation else self.lay_out(model)
+        # Compilation is the last of these.
+        prepared.module = self._transform(prepared.module, before_layout=False)
+        return prepared
+
+    def _transform(self, model: torch.nn.Module, before_layout: bool) -> torch.nn.Module:
+        """Apply the transforms that come before the layout, or after it."""
         for transform in self.transforms:
-            if getattr(transform, "before_layout", False) is before:
+            if getattr(transform, "before_layout", False) is before_layout:
                 model = transform.apply(model)
         return model
 
@@ -143,20 +160,21 @@ class Strategy:
         return self.as_prepared(self.wrap_model(model))
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model as it trains; the one method that a strategy without state of its own needs."""
+        """The module that trains. A strategy that keeps nothing for a model overrides only this."""
         self.precision.cast_parameters(model)
         return model
 
     def as_prepared(self, module: torch.nn.Module) -> PreparedModel:
-        """A view of a module that was laid out before, or that is not laid out at all."""
+        """A prepared model of a module that is laid out already, or not at all."""
         return PreparedModel(module, self.precision)
 
     def sync_rng_state(self) -> None:
-        """Give ranks that hold the same activations the same random streams; by default none share any."""
+        """Give ranks that compute the same activations the same random state; by default no ranks do."""
 
     # -- the step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward of a loss, with all messages that gradients need."""
         self.precision.backward(loss, **kwargs)
 
     def backward_items(
@@ -168,7 +186,12 @@ class Strategy:
     ) -> None:
         """Backward of a loss that is weighted by its items, not divided by the steps of its window.
 
-        Where the window ends, the gradients of `models` are then multiplied by `factor()`, which waits for all ranks.
+        Args:
+            loss: the weighted loss.
+            factor: given at the end of a window; the gradients are then multiplied by its result, which waits for
+                all ranks.
+            models: the models whose gradients are multiplied.
+            kwargs: arguments of `Tensor.backward`.
         """
         self.backward(loss, **kwargs)
         if factor is not None:
@@ -176,30 +199,18 @@ class Strategy:
             parameters = {id(p): p for model in models for p in model.parameters()}.values()
             multiply(gradients_of(parameters), factor())
 
-    def reduce_items(self, count: torch.Tensor) -> Any:
-        """Sum `count` in place over the ranks that average gradients; the handle to wait on, or None."""
-        return None
-
-    def global_loss(self, loss: Any) -> Any:
-        """The mean over the ranks that read different data of a loss that each has for its own; None stays None."""
-        if loss is None or self.data_shard[1] == 1:
-            return loss
-        mean = torch.as_tensor(loss, device=self.device).detach().clone()
-        dist.all_reduce(mean, group=self.data_group)
-        mean /= self.data_shard[1]
-        return mean if isinstance(loss, torch.Tensor) else mean.item()
-
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Scale the gradients so that their total norm is at most `max_norm`; the norm before."""
+        """Scale the gradients so that their total norm is at most `max_norm`; returns the norm before."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        """Clamp every element of every gradient to [-clip_value, clip_value]."""
+        clip_values(gradients_of(parameters), clip_value)
 
     def release(self) -> None:
-        """Free what the prepared models keep outside of themselves."""
+        """Free what other libraries keep for the prepared models."""
         for prepared in self.prepared:
             prepared.release()
         self._prepared.clear()

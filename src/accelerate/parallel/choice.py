@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which strategy runs a layout: from sizes and plugins to a name of the registry, or a refusal with its reason."""
+"""Which strategy runs a layout: sizes and plugins become a name of the registry, or an error with its reason."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def choose_strategy(
     parallelism: ParallelismConfig | None = None,
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """(name of the registry, its arguments) for a layout of `world_size` processes.
+    """(name in the registry, its arguments) of the strategy for a layout of `world_size` processes.
 
-    Raises ConfigurationError for sizes that do not multiply to the processes, and for what is not driven.
+    Raises:
+        ConfigurationError: the sizes do not multiply to the number of processes, or the combination is not supported.
     """
     if fsdp_plugin is not None and fsdp_plugin.fsdp_version == 1:
         if parallelism is not None:
@@ -43,25 +44,27 @@ def choose_strategy(
             f"an fsdp_plugin is given, but {describe(parallelism)} has nothing to shard over: set dp_shard_size"
         )
     if sharded or parallelism.tp_enabled:
-        # Copies of a tensor-parallel model are FSDP's with shards of one rank.
+        # Replicas of a tensor-parallel model are FSDP2 with one rank in each shard group.
         plugin = fsdp_plugin or FullyShardedDataParallelPlugin(fsdp_version=2)
         sizes = parallelism.sizes
         shards = sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
-        _check_reshard(plugin, shards, f"the {shards} ranks of {describe(parallelism)} that share a copy", sizes["tp"])
+        _check_reshard(
+            plugin, shards, f"the {shards} ranks of {describe(parallelism)} that share a replica", sizes["tp"]
+        )
         return "fsdp2", {"plugin": plugin, "parallelism": parallelism}
     return ("ddp" if world_size > 1 else "single"), {}
 
 
 def check_beside_deepspeed(world_size: int, parallelism: ParallelismConfig) -> None:
-    """DeepSpeed shares out the data alone. Raises ConfigurationError for sizes that split anything else."""
+    """Raise ConfigurationError for sizes other than those of data parallelism, the only layout of DeepSpeed here."""
     parallelism.validate(world_size)
     split = [
         f"{name}_size={parallelism.sizes[name]}" for name in ("tp", "cp", "sp", "pp") if parallelism.sizes[name] > 1
     ]
     if split:
         raise ConfigurationError(
-            f"{', '.join(split)} beside a deepspeed_plugin: DeepSpeed here shares out data, and shards by its stage. "
-            "Give an fsdp_plugin of version 2 with dp_shard_size in the place of the deepspeed_plugin"
+            f"{', '.join(split)} with a deepspeed_plugin: DeepSpeed is data parallel here, and shards by its ZeRO "
+            "stage. Give an fsdp_plugin of version 2 with dp_shard_size instead of the deepspeed_plugin"
         )
 
 
@@ -72,13 +75,13 @@ def _check_reshard(plugin: FullyShardedDataParallelPlugin, shards: int, among: s
         return
     if size > shards or shards % size:
         raise ConfigurationError(
-            f"reshard_after_forward={size}: after the forward parameters are resharded to groups of so many ranks, "
-            f"which have to divide {among}. Use {_divisors(shards)}, True or False"
+            f"reshard_after_forward={size}: parameters are resharded to groups of this size after the forward, "
+            f"which has to divide {among}. Use {_divisors(shards)}, True or False"
         )
     if size < shards and split > 1:
         raise ConfigurationError(
-            f"reshard_after_forward={size} beside tp_size={split}: torch makes these groups over all processes alone, "
-            "and would wait forever. Use True or False"
+            f"reshard_after_forward={size} with tp_size={split}: torch builds these groups over all processes only, "
+            "and would hang. Use True or False"
         )
 
 
@@ -90,7 +93,7 @@ def _divisors(count: int) -> str:
 def _pipeline(
     parallelism: ParallelismConfig, fsdp_plugin: FullyShardedDataParallelPlugin | None
 ) -> tuple[str, dict[str, Any]]:
-    """Stages, each alone or as copies, shards and tensor-parallel parts."""
+    """Stages, each of them replicated, sharded or tensor parallel as well."""
     if parallelism.cp_enabled or parallelism.sp_enabled:
         raise ConfigurationError(
             f"{describe(parallelism)}: a pipeline divides batches, not sequences. Use pp_size with dp_shard_size, "
@@ -100,7 +103,7 @@ def _pipeline(
         raise ConfigurationError(
             f"an fsdp_plugin is given, but {describe(parallelism)} has nothing to shard over: set dp_shard_size"
         )
-    if fsdp_plugin is not None and fsdp_plugin.reshard_is_asked and fsdp_plugin.reshard_after_forward is not False:
+    if fsdp_plugin is not None and fsdp_plugin.reshard_is_given and fsdp_plugin.reshard_after_forward is not False:
         warnings.warn(
             f"reshard_after_forward={fsdp_plugin.reshard_after_forward} has no effect with pp_size="
             f"{parallelism.pp_size}: a pipeline keeps the parameters of its stages gathered for all micro-batches. "

@@ -20,7 +20,7 @@ from ..core.modules import is_compiled_module
 
 
 class Compile:
-    """The transform that compiles a model after it is wrapped, whole or by regions."""
+    """The transform that compiles a model after it is wrapped, entirely or by regions."""
 
     def __init__(self, options: TorchDynamoPlugin) -> None:
         self.options = options
@@ -57,9 +57,9 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """A model that computes as `module` does, its regions compiled; one without repeated blocks is compiled whole.
+    """A model that computes as `module` does, with its regions compiled; entirely compiled if no block repeats.
 
-    The regions are the entries of each list of equal blocks, and every part of the model without such a list. The
+    The regions are the entries of each list of equal blocks, and every other submodule without such a list. The
     result shares all parameters with `module`, which stays uncompiled and can be had back as `result._orig_mod`.
     `compile_kwargs` are those of `torch.compile`.
     """
@@ -79,7 +79,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def _bound_to(outer: nn.Module, value: Any, former: nn.Module) -> Any:
-    """An attribute of `former` as its copy has it: a forward that was put around its own calls the copy's parts."""
+    """An attribute of `former` for its copy: a replaced `forward` is bound to the copy."""
     if isinstance(value, MethodType) and value.__self__ is former:
         return MethodType(value.__func__, outer)
     return value
@@ -99,7 +99,7 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
 
 
 def _regions(module: nn.Module) -> Iterator[nn.Module]:
-    """The entries of the lists of equal blocks in `module`, and the largest parts without such a list."""
+    """The entries of the lists of equal blocks in `module`, and the largest submodules without such a list."""
     if not has_repeated_blocks(module):
         # A list is no callable: its entries are what runs.
         yield from module if isinstance(module, nn.ModuleList) else (module,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of any layout, each where it lies on this rank: in groups for fused calls, and multiplied by a number."""
+"""This rank's gradients in any layout: grouped for fused calls, multiplied by a number, clamped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def gradients_of(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torc
 
 
 def by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """This rank's part of each tensor, in groups that one fused call takes."""
+    """The local tensors by device and dtype, for fused calls."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -31,3 +31,11 @@ def multiply(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         return
     for (device, dtype), found in by_kind(tensors).items():
         torch._foreach_mul_(found, factor.to(device=device, dtype=dtype))
+
+
+@torch.no_grad()
+def clip_values(tensors: Iterable[torch.Tensor], limit: float) -> None:
+    """Clamp every element of tensors in place to [-limit, limit], in fused calls."""
+    for found in by_kind(tensors).values():
+        torch._foreach_clamp_min_(found, -limit)
+        torch._foreach_clamp_max_(found, limit)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that are means over known numbers of items: the gradient of a window is the mean over all of its items."""
+"""Losses that are means: the gradient of an accumulation window is the mean over all its items, on all ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..core.errors import AccelerateError
 from .base import Strategy
@@ -53,7 +54,7 @@ class ItemWindow:
             self.strategy.backward_items(weighted, **kwargs)
             return
         total, reference = self.count.clone(), self.reference
-        pending = self.strategy.reduce_items(total)
+        pending = self._sum(total)
 
         def factor() -> torch.Tensor:
             if pending is not None:
@@ -70,6 +71,7 @@ class ItemWindow:
         return {name: value for name, value in known.items() if value is not None}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore what `state_dict` returned."""
         self.count, self.reference = state.get("count"), state.get("reference")
         self.spent = False
 
@@ -77,9 +79,16 @@ class ItemWindow:
         """The gradients have been used: a new window begins."""
         self.spent = False
 
+    def _sum(self, count: torch.Tensor) -> dist.Work | None:
+        """Sum `count` in place over the ranks that average gradients; the handle to wait on, or None."""
+        if self.strategy.gradient_ranks == 1:
+            return None
+        work: dist.Work | None = dist.all_reduce(count, group=self.strategy.gradient_group, async_op=True)
+        return work
+
     def _agree(self, items: torch.Tensor) -> torch.Tensor:
         total = items.clone()
-        pending = self.strategy.reduce_items(total)
+        pending = self._sum(total)
         if pending is not None:
             pending.wait()
         return (total / self.strategy.gradient_ranks).clamp_(min=1.0)
@@ -95,3 +104,13 @@ class ItemWindow:
         if num_items < 0:
             raise ValueError(f"num_items={num_items} must not be negative")
         return torch.tensor(float(num_items), device=device, dtype=dtype)
+
+
+def global_loss(strategy: Strategy, loss: Any) -> Any:
+    """The mean of each rank's loss over the ranks that read different data; None stays None."""
+    if loss is None or strategy.data_shard[1] == 1:
+        return loss
+    mean = torch.as_tensor(loss, device=strategy.device).detach().clone()
+    dist.all_reduce(mean, group=strategy.data_group)
+    mean /= strategy.data_shard[1]
+    return mean if isinstance(loss, torch.Tensor) else mean.item()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers of DTensors that step on each rank's own parts, where the step of an element needs no other element.
+"""Elementwise optimizers of DTensors step on the local tensors.
 
-DTensor would ask at each of a dozen operations on each parameter what becomes of its layout, and torch has its foreach
-and fused kernels for plain tensors only. What anybody sees between two steps are DTensors, parameters and state.
+DTensor would propagate the layout at each of a dozen operations on each parameter, and torch has foreach and fused
+kernels for plain tensors only. Between two steps parameters and state are DTensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as base
 
-from .elementwise import is_elementwise
+from .optimizer_scope import is_elementwise
 
 # State that is about a parameter, and not of its shape.
 _NUMBERS = frozenset({"eta", "mu", "mu_product", "step"})
@@ -28,13 +28,13 @@ _MARK = "_steps_locally"
 
 
 def step_locally(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer step on local parts from now on; one that needs more than an element stays as it is."""
+    """Make an optimizer step on local tensors from now on; one that is not elementwise is left as it is."""
     if not is_elementwise(optimizer) or _MARK in optimizer.__dict__:
         return
     former: Any = optimizer.step
-    # A function that somebody put there, a scheduler's count of steps, is bound already.
+    # A function that replaces the method (a scheduler counts steps so) is bound already.
     function = getattr(former, "__func__", None) or (lambda _, *args: former(*args))
-    reference, parts = weakref.ref(optimizer), _Parts()
+    reference, shards = weakref.ref(optimizer), _LocalShards()
 
     @functools.wraps(function if hasattr(former, "__func__") else former)
     def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -43,15 +43,15 @@ def step_locally(optimizer: torch.optim.Optimizer) -> None:
             return function(known, closure)
         if _is_watched(known):
             return function(known)
-        with parts.in_place_of(known):
+        with shards.in_place_of(known):
             return function(known)
 
-    # Bound to a proxy: the state of an optimizer that nobody holds any more is freed at once.
+    # Bound to a proxy: the optimizer is in no reference cycle.
     optimizer.__dict__.update({"step": MethodType(step, weakref.proxy(optimizer)), _MARK: True})
 
 
 def _is_watched(optimizer: Any) -> bool:
-    """Whether hooks look at the step: they are to see the parameters that they know."""
+    """Whether the step has hooks, which must see the DTensors."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -61,41 +61,41 @@ def _is_watched(optimizer: Any) -> bool:
     )
 
 
-class _Parts:
-    """This rank's parts of an optimizer's parameters: plain tensors on the same storage."""
+class _LocalShards:
+    """The local tensors of an optimizer's parameters: plain tensors on the same storage."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Part] = {}
+        self._known: dict[int, _LocalShard] = {}
 
     @contextmanager
     def in_place_of(self, optimizer: Any) -> Iterator[None]:
-        """A block in which the optimizer holds the parts, with their gradients and their state."""
+        """A block in which the optimizer has the local tensors, with their gradients and their state."""
         state, groups = optimizer.state, [(group, group["params"]) for group in optimizer.param_groups]
-        present: dict[int, _Part] = {}
+        present: dict[int, _LocalShard] = {}
         for group, parameters in groups:
             group["params"] = listed = list(parameters)
             for position, parameter in enumerate(parameters):
                 if isinstance(parameter, DTensor) and parameter.grad is not None:
                     key = id(parameter)
-                    part = self._known.get(key)
-                    if part is None or part.storage is not parameter._local_tensor:
-                        part = _Part(parameter)
-                    present[key] = part
-                    listed[position] = part.leaf
+                    shard = self._known.get(key)
+                    if shard is None or shard.storage is not parameter._local_tensor:
+                        shard = _LocalShard(parameter)
+                    present[key] = shard
+                    listed[position] = shard.leaf
         self._known = present
         try:
-            for part in present.values():
-                part.take(state)
+            for shard in present.values():
+                shard.take(state)
             yield
         finally:
             for group, parameters in groups:
                 group["params"] = parameters
-            for part in present.values():
-                part.give_back(state)
+            for shard in present.values():
+                shard.give_back(state)
 
 
-class _Part:
-    """The part of one parameter. Its state's tensors are the same ones that are inside of the parameter's."""
+class _LocalShard:
+    """The local tensor of one parameter. Its state consists of the local tensors of the parameter's state."""
 
     __slots__ = ("inner", "leaf", "outer", "parameter", "storage")
 
@@ -103,7 +103,7 @@ class _Part:
         self.parameter = parameter
         self.storage = parameter._local_tensor
         self.leaf = self.storage.detach()
-        # The values of the parameter's state when it was last looked at, and what they were for the part.
+        # The values of the parameter's state after the last step, and the local ones.
         self.outer: list[Any] = []
         self.inner: dict[str, Any] = {}
 
@@ -127,13 +127,13 @@ class _Part:
         for name, value in present.items():
             before = known.get(name)
             if before is not value and not (isinstance(before, DTensor) and before._local_tensor is value):
-                known[name] = value if name in _NUMBERS else self._whole(value)
+                known[name] = value if name in _NUMBERS else self._as_dtensor(value)
                 # A view of the same values: the object by which it is recognised after the next step.
                 present[name] = self._local(known[name])
         self.outer = list(known.values())
 
     def _local(self, value: Any) -> Any:
-        """The local part of what lies as the parameter does; numbers and plain tensors as they are."""
+        """The local tensor, in the parameter's layout; numbers and plain tensors as they are."""
         if not isinstance(value, DTensor):
             return value
         placements = self.parameter._spec.placements
@@ -141,7 +141,7 @@ class _Part:
             value = value.redistribute(placements=placements)
         return value._local_tensor
 
-    def _whole(self, value: Any) -> Any:
+    def _as_dtensor(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != self.leaf.shape:
             return value
         like = self.parameter

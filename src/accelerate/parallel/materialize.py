@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on their way to the ranks: made equal, spread from rank 0 one tensor at a time, or initialised in shards."""
+"""How weights reach the ranks: made equal, scattered from rank 0 one tensor at a time, or initialized in shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_modu
 
 def canonical_name(name: str) -> str:
     """A parameter's name in the plain model."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+    return ".".join(word for word in name.split(".") if word not in _WRAPPER_NAMES)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -32,8 +32,8 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield canonical_name(name), tensor
 
 
-def local_part(full: torch.Tensor, layout: DTensor) -> torch.Tensor:
-    """This rank's part of `full`, in the layout of a DTensor of the same shape (a view)."""
+def local_shard(full: torch.Tensor, layout: DTensor) -> torch.Tensor:
+    """This rank's shard of `full`, in the layout of a DTensor of the same shape (a view)."""
     shape, offset = compute_local_shape_and_global_offset(full.shape, layout.device_mesh, layout.placements)
     for dimension, (length, start) in enumerate(zip(shape, offset, strict=True)):
         full = full.narrow(dimension, min(start, full.shape[dimension]), length)
@@ -46,7 +46,7 @@ def where_meta(model: nn.Module) -> str | None:
 
 
 def gather_flags(flag: bool, device: torch.device, group: dist.ProcessGroup | None) -> list[bool]:
-    """Each rank's answer to a yes-or-no question, in the order of the group."""
+    """Each rank's flag, in the order of the group."""
     mine = torch.tensor([float(flag)], device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
@@ -57,7 +57,7 @@ def gather_flags(flag: bool, device: torch.device, group: dist.ProcessGroup | No
 def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dist.ProcessGroup | None) -> None:
     """Give every rank of the group its first rank's values. Tensors are moved to `device`.
 
-    What is laid out already (a DTensor) is left alone: its parts differ, and whoever laid it out has filled them.
+    DTensors are skipped: their shards differ, and have been filled already.
     """
     locals_: list[torch.Tensor] = []
     for tensor in tensors:
@@ -82,7 +82,7 @@ def lay_out(
 
     Where every rank of the group has weights, `apply(True)` has to make them equal first. Where only the first has
     them (`from_first`, or the others built the model without storage) they are spread one tensor at a time, after
-    `apply(False)`; where not even that one has, each module is initialised alone. Local parts live on `home`.
+    `apply(False)`; if no rank has any, modules are initialized one by one. Local shards live on `home`.
     """
     meta = gather_flags(where_meta(model) is not None, device, ranks)
     if not any(meta) and (not from_first or any(isinstance(parameter, DTensor) for parameter in model.parameters())):
@@ -116,7 +116,7 @@ def to_meta(model: nn.Module) -> None:
 
 
 def allocate(model: nn.Module, device: torch.device, home: torch.device | None = None) -> None:
-    """Give what has no storage an empty one on `device`; of a sharded tensor its local part, on `home` where given."""
+    """Give what has no storage an empty one on `device`; of a sharded tensor its shard, on `home` if given."""
     home = device if home is None else home
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,9 +158,9 @@ def spread(
     group: dist.ProcessGroup | None = None,
     strict: bool = True,
 ) -> None:
-    """Fill `targets` on every rank from `full`, which only the group's first rank has to hold (others: empty).
+    """Fill `targets` on every rank from `full`, which is empty on all ranks but the group's first.
 
-    One whole tensor at a time is on `device`; each rank keeps its part of it. `full` is emptied on the way.
+    One unsharded tensor at a time is on `device`; each rank keeps its shard. `full` is emptied.
     Raises PrepareError, on every rank, for a name that is missing in `full` (with `strict`), or of another shape.
     """
     listed = list(targets)
@@ -174,15 +174,15 @@ def spread(
         if is_source:
             source = full.pop(name)
             source = source.full_tensor() if isinstance(source, DTensor) else source
-            whole = source.detach().to(device=device, dtype=target.dtype).contiguous()
+            value = source.detach().to(device=device, dtype=target.dtype).contiguous()
         else:
-            whole = torch.empty(target.shape, dtype=target.dtype, device=device)
+            value = torch.empty(target.shape, dtype=target.dtype, device=device)
         if dist.get_world_size(group) > 1:
-            dist.broadcast(whole, group=group, group_src=0)
+            dist.broadcast(value, group=group, group_src=0)
         if isinstance(target, DTensor):
-            target.to_local().copy_(local_part(whole, target))
+            target.to_local().copy_(local_shard(value, target))
         else:
-            target.copy_(whole)
+            target.copy_(value)
 
 
 def _check_names(offered: dict[str, tuple[int, ...]], targets: list[tuple[str, torch.Tensor]], strict: bool) -> None:
@@ -203,18 +203,18 @@ def initialise(
     group: dist.ProcessGroup | None,
     init: Callable[[nn.Module], Any] | None = None,
 ) -> None:
-    """Give the parameters of a model that was built without storage, and then sharded, their initial values.
+    """Initialize a model that was built without storage, and then sharded.
 
-    Each module is made whole alone, by `init(module)`, else its `reset_parameters()`, then the model's
-    `_init_weights(module)` where it has one, and spread from the group's first rank.
-    Raises PrepareError for a module with tensors that nothing initialises.
+    Each module is unsharded alone and initialized by `init(module)`, else by its `reset_parameters()`, then by the
+    model's `_init_weights(module)` if it has one, and scattered from the group's first rank.
+    Raises PrepareError for a module with tensors that nothing initializes.
     """
     fallback = getattr(model, "_init_weights", None)
     owners: dict[int, nn.Module] = {}
     for name, module in _bottom_up(model):
         if all(tensor is None for tensor in (*module._parameters.values(), *module._buffers.values())):
             continue
-        shadow = _whole_copy(module, device)
+        shadow = _full_copy(module, device)
         if init is not None:
             init(shadow)
         else:
@@ -232,13 +232,13 @@ def initialise(
         # A tied tensor is that of the module that stands first, as where a model is built with storage.
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             owners.setdefault(id(tensor), module)
-        inside = {id(part) for part in module.modules()}
+        inside = {id(submodule) for submodule in module.modules()}
         targets = [(key, tensor) for key, tensor in named_tensors(module) if id(owners[id(tensor)]) in inside]
         spread(dict(named_tensors(shadow)), targets, device, group)
 
 
 def _bottom_up(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Named modules, children before parents, siblings in order: the order in which constructors initialise."""
+    """Named modules, children before parents, siblings in order: the order in which constructors initialize."""
     ordered: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
 
@@ -263,8 +263,8 @@ def _plain_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 @torch.no_grad()
-def _whole_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    """A module of the same class and attributes with whole tensors: its own are empty, its children's are filled."""
+def _full_copy(module: nn.Module, device: torch.device) -> nn.Module:
+    """A module of the same class and attributes, unsharded: its own tensors are empty, its children's are filled."""
     kind = _plain_class(type(module))
     shadow = kind.__new__(kind)
     shadow.__dict__ = dict(module.__dict__)
@@ -287,7 +287,7 @@ def _whole_copy(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _filled_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    shadow = _whole_copy(module, device)
+    shadow = _full_copy(module, device)
     for mine, theirs in ((shadow._parameters, module._parameters), (shadow._buffers, module._buffers)):
         for key, tensor in theirs.items():
             if tensor is not None:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the API has for Megatron-LM alone, on this library's own layouts."""
+"""The API's functions for Megatron-LM, implemented by this library's own layouts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..core.errors import ConfigurationError
+from .deepspeed.engine import DummyScheduler
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -12,7 +15,76 @@ if TYPE_CHECKING:
 def prepare_data_loader(accelerator: Any, dataloader: DataLoader[Any]) -> DataLoader[Any]:
     """The loader, prepared for the layout of the run: ranks that share one model replica read the same samples.
 
-    Megatron-LM needed a loader of its own kind for that; here it is what `accelerator.prepare` does with any loader.
+    Megatron-LM needs a special loader for that; `accelerator.prepare` does it with any loader.
     """
     prepared: DataLoader[Any] = accelerator.prepare_data_loader(dataloader)
     return prepared
+
+
+class MegatronLMDummyDataLoader:
+    """The arguments of Megatron-LM's own dataset, which it reads itself.
+
+    Args:
+        dataset_kwargs: arguments of Megatron-LM's data provider, such as `data_path` and `seq_length`.
+    """
+
+    def __init__(self, **dataset_kwargs: Any) -> None:
+        self.dataset_args = dataset_kwargs
+
+
+class MegatronLMDummyScheduler(DummyScheduler):
+    """The numbers of steps of the schedule that the plugin describes.
+
+    Args:
+        optimizer: the optimizer that it schedules.
+        total_num_steps: optimizer steps of the whole run.
+        warmup_num_steps: steps over which the learning rate rises.
+        kwargs: other arguments of the scheduler.
+    """
+
+    def __init__(
+        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+    ) -> None:
+        super().__init__(optimizer, total_num_steps, warmup_num_steps, **kwargs)
+
+
+class AbstractTrainStep:
+    """Base class of a user's own step functions for Megatron-LM. `name` names the kind of model."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> NoReturn:
+        """Return the function that takes a batch from an iterator; for a subclass to define."""
+        raise NotImplementedError(f"{type(self).__name__} does not define get_batch_func")
+
+    def get_forward_step_func(self) -> NoReturn:
+        """Return the function of one forward step; for a subclass to define."""
+        raise NotImplementedError(f"{type(self).__name__} does not define get_forward_step_func")
+
+    def get_loss_func(self, accelerator: Any) -> NoReturn:
+        """Return the loss function; for a subclass to define."""
+        raise NotImplementedError(f"{type(self).__name__} does not define get_loss_func")
+
+
+class _ModelTrainStep(AbstractTrainStep):
+    """A step of one of Megatron-LM's own models, which this library does not run."""
+
+    def __init__(self, accelerator: Any, args: Any) -> None:
+        raise ConfigurationError(
+            f"{type(self).__name__} drives a model class of Megatron-LM. Models keep their own classes here: pass the "
+            "model to accelerator.prepare with MegatronLMPlugin or ParallelismConfig, which split it, and call it in "
+            "your loop"
+        )
+
+
+class BertTrainStep(_ModelTrainStep):
+    """The step of Megatron-LM's BERT. It cannot be created: the error names what to use."""
+
+
+class GPTTrainStep(_ModelTrainStep):
+    """The step of Megatron-LM's GPT. It cannot be created: the error names what to use."""
+
+
+class T5TrainStep(_ModelTrainStep):
+    """The step of Megatron-LM's T5. It cannot be created: the error names what to use."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and clipping of gradients that lie in different layouts: sharded, split, whole, in one model."""
+"""Norms of gradients in different layouts (sharded, split, replicated) of one model, and clipping by the norm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from .gradients import by_kind, gradients_of, multiply
+from .gradients import gradients_of, multiply
 
 
 @torch.no_grad()
@@ -22,10 +22,10 @@ def clip_grad_norm(
     device: torch.device | None = None,
     twins: Container[int] = (),
 ) -> torch.Tensor:
-    """Scale gradients so that the norm of all of them together is at most `max_norm`; the norm before, on every rank.
+    """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, on every rank.
 
     As `torch.nn.utils.clip_grad_norm_`, for any mixture of plain tensors (the same on each rank) and DTensors of any
-    mesh and placement. `across` are groups whose ranks hold other parameters of the same model (pipeline stages), on
+    mesh and placement. `across` are groups whose ranks have other parameters of the same model (pipeline stages), on
     `device`. `twins` are ids of parameters that another rank of these groups counts.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -36,21 +36,21 @@ def clip_grad_norm(
 
 
 @torch.no_grad()
-def clip_parts_grad_norm(
-    parts: Iterable[torch.Tensor],
-    whole: Iterable[torch.Tensor],
+def clip_sharded_grad_norm(
+    sharded_parameters: Iterable[torch.Tensor],
+    replicated: Iterable[torch.Tensor],
     max_norm: float,
     norm_type: float,
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> torch.Tensor:
-    """As `clip_grad_norm` where `parts` are plain tensors of which each rank of `group` holds its own, maybe none.
+    """As `clip_grad_norm` for plain tensors: shards, which differ on each rank of `group`, and replicated parameters.
 
-    `whole` are the same on each rank. The norm is in double precision: a rank without any knows no other's dtype.
+    The norm is in double precision, as a rank without any shard does not know the dtype of the others.
     """
     norm_type = float(norm_type)
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    gradients, rest = gradients_of(parts), gradients_of(whole)
+    gradients, rest = gradients_of(sharded_parameters), gradients_of(replicated)
     norm = _reduce(total_norm(gradients, norm_type).to(device=device, dtype=dtype), norm_type, group)
     if rest:
         norm = _together(torch.stack([norm, total_norm(rest, norm_type).to(norm)]), norm_type)
@@ -63,14 +63,6 @@ def _scale(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: floa
 
 
 @torch.no_grad()
-def clip_grad_value(parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-    """Clamp every element of every gradient to [-clip_value, clip_value], wherever it lies."""
-    for tensors in by_kind(gradients_of(parameters)).values():
-        torch._foreach_clamp_min_(tensors, -clip_value)
-        torch._foreach_clamp_max_(tensors, clip_value)
-
-
-@torch.no_grad()
 def total_norm(
     gradients: Sequence[torch.Tensor],
     norm_type: float = 2.0,
@@ -79,13 +71,14 @@ def total_norm(
 ) -> torch.Tensor:
     """The norm of all gradients as one vector. One scalar is reduced for each mesh dimension they are sharded over.
 
-    `across` groups of ranks that hold others, on `device`, it is in double precision: no rank knows another's dtype.
+    With `across` (groups whose ranks have other gradients) the norm is on `device` in double precision, as no rank
+    knows the dtype of the others.
     """
     norm_type = float(norm_type)
-    parts = [_norm_of_layout(key, tensors, norm_type) for key, tensors in _by_layout(gradients).items()]
-    if not parts:
-        parts = [torch.zeros((), device=device or torch.device("cpu"))]
-    norm = _together(torch.stack([part.to(parts[0]) for part in parts]), norm_type)
+    partial_norms = [_norm_of_layout(key, tensors, norm_type) for key, tensors in _by_layout(gradients).items()]
+    if not partial_norms:
+        partial_norms = [torch.zeros((), device=device or torch.device("cpu"))]
+    norm = _together(torch.stack([one.to(partial_norms[0]) for one in partial_norms]), norm_type)
     if across:
         norm = norm.to(device, torch.float32 if device is not None and device.type == "mps" else torch.float64)
     for group in across:
@@ -97,14 +90,14 @@ Layout = tuple[object, tuple[int, ...], torch.device, torch.dtype]
 
 
 def _by_layout(gradients: Sequence[torch.Tensor]) -> dict[Layout, list[torch.Tensor]]:
-    """Local parts of gradients by (mesh, sharded dimensions, device, dtype); mesh None for plain tensors."""
+    """Local gradients by (mesh, sharded dimensions, device, dtype); mesh None for plain tensors."""
     found: dict[Layout, list[torch.Tensor]] = {}
     for gradient in gradients:
         mesh: object = None
         sharded: tuple[int, ...] = ()
         if isinstance(gradient, DTensor):
             if any(placement.is_partial() for placement in gradient.placements):
-                gradient = gradient.redistribute(placements=[_whole(placement) for placement in gradient.placements])
+                gradient = gradient.redistribute(placements=[_reduced(placement) for placement in gradient.placements])
             mesh = gradient.device_mesh
             sharded = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
             gradient = gradient.to_local()
@@ -112,7 +105,7 @@ def _by_layout(gradients: Sequence[torch.Tensor]) -> dict[Layout, list[torch.Ten
     return found
 
 
-def _whole(placement: Placement) -> Placement:
+def _reduced(placement: Placement) -> Placement:
     return Replicate() if placement.is_partial() else placement
 
 
@@ -129,7 +122,8 @@ def _norm_of_layout(layout: Layout, tensors: list[torch.Tensor], norm_type: floa
 
 
 def _together(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
-    return torch.linalg.vector_norm(norms, norm_type)
+    norm: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
+    return norm
 
 
 def _reduce(norm: torch.Tensor, norm_type: float, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer looks at for the step of one element, which decides whether it may be given parts of tensors."""
+"""What the step of one element depends on, which decides whether an optimizer may be given shards of tensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ import torch
 from torch import nn
 
 from ..core.errors import PrepareError
-from .elementwise import is_elementwise
 
-# An optimizer that works on shards by itself says so with this attribute, on its class or on the object.
+# By their exact class, since a subclass may do anything. Adafactor, Muon and LBFGS use entire tensors.
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
+# An optimizer that supports shards itself sets this attribute, on its class or on the object.
 OPT_OUT = "supports_sharded_parameters"
 
 # The trial's matrix: a multiple of the blocks of 8-bit states, and larger than what most optimizers leave unfactored.
@@ -25,18 +29,23 @@ _STEPS = 3
 
 
 class Scope(enum.Enum):
-    """What the step of one element depends on, beside hyperparameters and counters."""
+    """What the step of one element depends on, apart from hyperparameters and counters."""
 
     ELEMENT = "its own gradient and state"
-    PARAMETER = "the whole parameter"
+    PARAMETER = "the entire parameter"
     MODEL = "all parameters of the optimizer"
     UNKNOWN = "unknown"
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is one of torch's optimizers whose step of an element needs no other element."""
+    return type(optimizer) in ELEMENTWISE
 
 
 def find_scope(optimizer: torch.optim.Optimizer) -> Scope:
     """The scope of an optimizer's step: known for torch's own classes, found by a trial for any other.
 
-    The trial steps copies of the optimizer on small parameters of its own: once on whole matrices, then on their
+    The trial steps copies of the optimizer on small matrices: once on entire ones, then on their
     halves. Neither the optimizer nor the random state is touched.
     """
     kind = type(optimizer)
@@ -60,22 +69,22 @@ def find_scope(optimizer: torch.optim.Optimizer) -> Scope:
             return Scope.UNKNOWN
 
 
-def refuse_parts(optimizer: torch.optim.Optimizer, layout: str, remedy: str) -> None:
-    """Raise PrepareError for an optimizer that needs whole tensors, where `layout` gives it flat parts of them."""
+def refuse_flat_shards(optimizer: torch.optim.Optimizer, layout: str, remedy: str) -> None:
+    """Raise PrepareError for an optimizer that needs entire tensors, where `layout` gives it flat shards."""
     if getattr(optimizer, OPT_OUT, False):
         return
     scope, name = find_scope(optimizer), type(optimizer).__name__
     if scope is Scope.UNKNOWN:
         warnings.warn(
             f"{name}: a trial step could not tell whether it updates each element independently. {layout} gives it "
-            f"flat parts of the parameters; if it uses shapes or norms of whole tensors, {remedy}"
+            f"flat shards of the parameters; if it uses shapes or norms of entire tensors, {remedy}"
         )
     elif scope is not Scope.ELEMENT:
         raise PrepareError(
-            f"{name} needs whole tensors (the step of an element depends on {scope.value}), and {layout} gives it "
-            "flat parts of the parameters: it would train other values than a single process does. "
+            f"{name} needs entire tensors (the step of an element depends on {scope.value}), and {layout} gives it "
+            "flat shards of the parameters: its results would differ from those of a single process. "
             f"{remedy[0].upper()}{remedy[1:]}, or use an optimizer that updates each element independently (AdamW, "
-            f"SGD, ...). An optimizer that is made for such parts declares {OPT_OUT} = True"
+            f"SGD, ...). An optimizer that supports such shards declares {OPT_OUT} = True"
         )
 
 
@@ -86,7 +95,7 @@ def refuse_model_scope(optimizer: torch.optim.Optimizer, layout: str, remedy: st
     if find_scope(optimizer) is Scope.MODEL:
         raise PrepareError(
             f"{type(optimizer).__name__} combines values of all its parameters in each step, and with {layout} a rank "
-            f"holds only some of them: {remedy}"
+            f"has only some of them: {remedy}"
         )
 
 
@@ -110,19 +119,19 @@ def _try_out(optimizer: torch.optim.Optimizer, device: torch.device) -> Scope:
         return {n: parameter.detach().reshape(-1) for n, parameter in parameters.items()}
 
     every = list(range(2 * groups))
-    whole = stepped(every, lambda value, n: value.view(shapes[n]))
+    expected = stepped(every, lambda value, n: value.view(shapes[n]))
     try:
         first = stepped(every, lambda value, n: value[: _NUMEL // 2])
         second = stepped(every, lambda value, n: value[_NUMEL // 2 :])
         halves = {n: torch.cat([first[n], second[n]]) for n in every}
-        if all(_is_close(whole[n], halves[n], values[n]) for n in every):
+        if all(_is_close(expected[n], halves[n], values[n]) for n in every):
             return Scope.ELEMENT
     except Exception:
         # One that refuses parameters of one dimension.
         pass
     for chosen in (every[:groups], every[groups:]):
         alone = stepped(chosen, lambda value, n: value.view(shapes[n]))
-        if not all(_is_close(whole[n], alone[n], values[n]) for n in chosen):
+        if not all(_is_close(expected[n], alone[n], values[n]) for n in chosen):
             return Scope.MODEL
     return Scope.PARAMETER
 
@@ -135,7 +144,7 @@ def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 def _values(number: int) -> torch.Tensor:
     """Numbers without structure, the same on each rank and in each run."""
     generator = torch.Generator().manual_seed(number)
-    # Rows and columns of different scale, so that factored statistics and norms of parts differ.
+    # Rows and columns of different scale, so that factored statistics and norms of halves differ.
     return torch.randn(_NUMEL, generator=generator) * torch.linspace(0.5, 2.0, _NUMEL)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `prepare` makes of one model and one optimizer: objects that know how their state is laid out.
+"""What `prepare` returns for one model and one optimizer: objects that know how their state is laid out.
 
-The base classes are those of the single process. A layout derives from `PreparedModel` and keeps there what it has
-built for one model, so that nothing is looked up by the model and everything is freed with it.
+The base classes are those of a single process. A layout derives from `PreparedModel` and keeps there what it builds
+for one model. Nothing is looked up by a model's identity, and everything is freed with it.
 """
 
 from __future__ import annotations
@@ -29,32 +29,34 @@ class CommunicationVolume:
 
     Fields:
         what: the collective and what it carries.
-        messages: how many. sent: their bytes in all (`unit`: per what, for example " a token").
-        about: another library divides the bytes into messages, so the number of messages is an estimate.
+        messages: how many; None where another library decides that.
+        sent: their total bytes.
+        unit: what `sent` is counted per, for example " a token".
+        about: an upper bound where `messages` is None; otherwise the number of messages is an estimate.
     """
 
     what: str
-    messages: int
+    messages: int | None
     sent: float
     unit: str = ""
     about: bool = False
 
 
 class PreparedModel:
-    """A model that this process holds completely.
+    """A model of which this process has all parameters.
 
     Args:
         module: what `prepare` returned to the user.
         precision: what the model computes in.
     """
 
-    # Whether this process holds a part of the parameters only. Every rank then takes part in taking or loading a
-    # full state; otherwise a state is loaded into the tensors of `state_template` in place.
+    # Whether this process has only some of the parameters, or shards of them. Every rank then takes part in saving and
+    # loading a full state; otherwise a state is loaded into the tensors of `state_template` in place.
     is_partial = False
 
     def __init__(self, module: nn.Module, precision: Precision | None = None) -> None:
         self.module = module
-        self.precision = precision or Precision()
+        self.precision: Precision = precision or Precision()
 
     # -- the module
 
@@ -71,12 +73,12 @@ class PreparedModel:
 
     @property
     def inner(self) -> nn.Module:
-        """The module inside the wrappers of this layout; its parameters are those that train."""
+        """The module inside the wrappers of this layout; it has the parameters that train."""
         return self.module
 
     @property
     def template(self) -> nn.Module | None:
-        """A module without storage whose `state_dict()` has the user's names and shapes; None where `inner`'s has."""
+        """A module without storage whose `state_dict()` has the user's names and shapes; None if `inner` has them."""
         return None
 
     @property
@@ -98,7 +100,7 @@ class PreparedModel:
         """Keep only this rank's shards of the parameters, as between two steps."""
 
     def swappable(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which other tensors may stand where the model has its parameters (master weights)."""
+        """A context in which the model's parameters may be replaced by other tensors (master weights)."""
         return contextlib.nullcontext()
 
     # -- state
@@ -118,7 +120,7 @@ class PreparedModel:
     def accumulated_gradients(self) -> Any | None:
         """The gradients of an unfinished accumulation window, with `state_dict` and `load_state_dict`.
 
-        None where they are unsharded, in `.grad` of the parameters, or (where `is_partial`) where they cannot be had.
+        None if they are unsharded, in `.grad` of the parameters, or (if `is_partial`) if they are not accessible.
         """
         return None
 
@@ -151,7 +153,7 @@ class PreparedModel:
     # -- the report
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume] | None:
-        """What this rank sends in an optimizer step of so many backwards; None where that is not known."""
+        """What this rank sends in an optimizer step of so many backwards; None if that is not known."""
         return None
 
     def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
@@ -168,11 +170,11 @@ class PreparedModel:
         return self.precision.master_weights(self.module)
 
     def dtypes(self) -> tuple[str, str]:
-        """(what it computes in, what its gradients are averaged in), in words."""
+        """(dtype of the computation, dtype in which gradients are averaged), as text for the report."""
         return self.precision.computes_in, "the parameters' dtype"
 
     def release(self) -> None:
-        """Free what another library keeps for this model."""
+        """Free what other libraries keep for this model."""
 
 
 class PreparedOptimizer:
@@ -194,7 +196,7 @@ class PreparedOptimizer:
 
     @property
     def is_partial(self) -> bool:
-        """Whether this process holds a part of the state only."""
+        """Whether this process has only a shard of the state."""
         return self.model is not None and self.model.is_partial
 
     @property
@@ -205,7 +207,8 @@ class PreparedOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """The full state, as that of a single process; every rank calls it."""
         if self.model is None or not self.model.is_partial:
-            return self.optimizer.state_dict()
+            state: dict[str, Any] = self.optimizer.state_dict()
+            return state
         return self.model.optimizer_state_dict(self.inner)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,7 +223,7 @@ class PreparedOptimizer:
         return self.model.optimizer_group_shapes(self.inner) if self.model is not None and self.is_partial else None
 
     def describe(self) -> dict[str, Any]:
-        """What a saved state must agree on with the optimizer that takes it: class, options, shapes by group."""
+        """Class, options and shapes by group, which must equal those of the optimizer that loads the state."""
         groups = getattr(self.inner, "param_groups", [])
         named = self.group_shapes()
         shapes = (

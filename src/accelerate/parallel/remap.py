@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers that were made before their model was laid out: their parameters are found again, by identity."""
+"""Optimizers that were made before their model was laid out: their parameters are replaced, by identity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..core.errors import PrepareError
 
 
 class ParameterPlaces:
-    """Which module holds which parameter, taken before a layout replaces them."""
+    """Which module has which parameter, recorded before a layout replaces them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [
@@ -26,12 +26,12 @@ class ParameterPlaces:
         ]
 
     def replaced(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """(former, present) of each parameter that stands where another stood."""
+        """(former, present) of each parameter that was replaced."""
         now = [(former, module._parameters.get(name)) for module, name, former in self._places]
         return [(former, present) for former, present in now if present is not None and present is not former]
 
     def shared(self) -> list[list[tuple[nn.Module, str]]]:
-        """The places of each parameter that stood in several."""
+        """The places of each parameter that had several."""
         places: dict[int, list[tuple[nn.Module, str]]] = {}
         for module, name, former in self._places:
             places.setdefault(id(former), []).append((module, name))
@@ -39,12 +39,13 @@ class ParameterPlaces:
 
 
 class Replacements:
-    """All replacements of a run. A former parameter is held weakly: nobody needs its memory but its optimizer."""
+    """All replacements of a run. A former parameter is referenced weakly: only its optimizer needs its memory."""
 
     def __init__(self) -> None:
         self._present: Any = WeakTensorKeyDictionary()
 
     def add(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Record pairs of (former, present)."""
         for former, present in pairs:
             self._present[former] = present
 
@@ -52,13 +53,13 @@ class Replacements:
         return former in self._present
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What stands in the parameter's place now, after any number of replacements."""
+        """The present parameter, after any number of replacements."""
         while (found := self._present.get(parameter)) is not None:
             parameter = found
         return parameter
 
     def repoint(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer train what stands in the places of its parameters; its state is laid out likewise."""
+        """Make an optimizer train the present parameters; its state is laid out as they are."""
         for group in optimizer.param_groups:
             for position, former in enumerate(group["params"]):
                 present = self.of(former)
@@ -71,7 +72,7 @@ class Replacements:
 
 def lay_out_state(state: dict[str, Any], former: torch.Tensor, present: torch.Tensor) -> dict[str, Any]:
     """State of a parameter, each tensor of the parameter's shape in the layout of the present one."""
-    from .materialize import local_part
+    from .materialize import local_shard
 
     if not isinstance(present, DTensor):
         return state
@@ -79,9 +80,9 @@ def lay_out_state(state: dict[str, Any], former: torch.Tensor, present: torch.Te
     def move(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != former.shape or isinstance(value, DTensor):
             return value
-        part = local_part(value, present).to(present.to_local().device).clone()
+        shard = local_shard(value, present).to(present.to_local().device).clone()
         return DTensor.from_local(
-            part, present.device_mesh, present.placements, run_check=False, shape=value.shape, stride=value.stride()
+            shard, present.device_mesh, present.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
 
     return {name: move(value) for name, value in state.items()}
@@ -90,7 +91,7 @@ def lay_out_state(state: dict[str, Any], former: torch.Tensor, present: torch.Te
 def repoint_all(
     optimizers: Iterable[torch.optim.Optimizer], pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]
 ) -> None:
-    """Have optimizers train the second of each pair in the place of the first."""
+    """Make optimizers train the second parameter of each pair instead of the first."""
     replacements = Replacements()
     replacements.add(pairs)
     for optimizer in optimizers:

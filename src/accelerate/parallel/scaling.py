@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient scaler of fp16 where ranks hold different parts of a model: they skip a step together."""
+"""The gradient scaler of fp16 for sharded models: all ranks skip a step together."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .gradients import by_kind, gradients_of
 
 
 class AgreeingScaler(torch.amp.GradScaler):
-    """Unscales this rank's parts of gradients, plain tensors and DTensors; an overflow on one rank is one on all.
+    """Unscales this rank's local gradients; an overflow on one rank is one on all.
 
-    torch's own refuses a mixture of the two, and asks only those ranks that the first gradient is spread over.
+    torch's scaler rejects a mixture of plain tensors and DTensors, and combines only the ranks of the first gradient.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, device: torch.device) -> None:
@@ -27,14 +27,14 @@ class AgreeingScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         gradients = gradients_of(parameter for group in optimizer.param_groups for parameter in group["params"])
-        parts = by_kind(gradient._values() if gradient.is_sparse else gradient for gradient in gradients)
-        if not allow_fp16 and any(dtype is torch.float16 for _, dtype in parts):
+        grouped = by_kind(gradient._values() if gradient.is_sparse else gradient for gradient in gradients)
+        if not allow_fp16 and any(dtype is torch.float16 for _, dtype in grouped):
             raise ValueError("Attempting to unscale FP16 gradients.")
         flag = torch.zeros((), dtype=torch.float32, device=self._home)
-        for (device, _), listed in parts.items():
+        for (device, _), listed in grouped.items():
             found = torch.zeros((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(listed, found, inv_scale.to(device))
             flag += found.to(self._home)
-        # A rank without gradients of this optimizer takes part all the same.
+        # A rank without gradients of this optimizer takes part as well.
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return {self._home: flag}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What strategies share in which a process holds only parts of a model: FSDP2 and tensor parallelism."""
+"""What FSDP2, tensor parallelism and pipelines share: strategies whose processes have shards of a model."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from .accumulated import AccumulatedGradients
 from .base import Bundle, Strategy
 from .context.loader import SequenceLoader
 from .context.region import ContextParallel
-from .elementwise import is_elementwise
 from .fsdp import state as fsdp_state
 from .local_step import step_locally
-from .optimizer_scope import OPT_OUT, Scope, find_scope
+from .optimizer_scope import OPT_OUT, Scope, find_scope, is_elementwise
 from .prepared import CommunicationVolume, PreparedModel
-from .pretrained import ask_for_state
+from .pretrained import require_state_dict
 from .remap import ParameterPlaces, Replacements
 from .report import communication
 from .scaling import AgreeingScaler
@@ -43,14 +42,18 @@ _REDISTRIBUTE_LOG = "torch.distributed.tensor._redistribute"
 
 
 def _is_about_layout(record: logging.LogRecord) -> bool:
-    """Not torch's note that a DTensor which two mesh dimensions split alike is gathered in two messages: it has to."""
+    """Drop torch's note that a DTensor which two mesh dimensions shard alike is gathered in two messages."""
     return "While redistributing from" not in record.getMessage()
 
 
 class ShardedModel(PreparedModel):
     """A model whose parameters are DTensors on one mesh.
 
-    `device` is that of the run; `sequence` splits its sequences, None where none is split.
+    Args:
+        module: what `prepare` returns to the user.
+        precision: the run's precision.
+        device: the run's device.
+        sequence: splits sequences over ranks; None if none is split.
     """
 
     is_partial = True
@@ -68,22 +71,25 @@ class ShardedModel(PreparedModel):
 
     @property
     def inner(self) -> nn.Module:
+        """The module without the compiled wrapper."""
         return self.uncompiled
 
     def units(self) -> Iterable[nn.Module]:
-        """The modules in which units of FSDP2 are looked for."""
+        """The modules that contain the FSDP2 units."""
         return [self.inner]
 
     # -- the step
 
     def reshard(self) -> None:
+        """Reshard all FSDP2 units."""
         reshard(self.units())
 
     @contextlib.contextmanager
     def swappable(self) -> Iterator[None]:
+        """FSDP2 ignores replaced parameters in this context."""
         self.reshard()
         shards = _shards(self.units())
-        # torch 2.13 takes over what stands in the modules after each `load_state_dict`, and at the first gathering.
+        # torch 2.13 reads the modules' parameters again after each `load_state_dict`, and at the first all-gather.
         for shard in shards:
             shard.reset_sharded_param = _nothing
         try:
@@ -99,10 +105,11 @@ class ShardedModel(PreparedModel):
         return fsdp_state.full_model_state(self.inner)
 
     def checkpoint_state_dict(self) -> dict[str, Any]:
+        """The same as `state_dict`."""
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take a full state, which rank 0 alone needs to hold; every rank calls it."""
+        """Load a full state, which only rank 0 needs to have; every rank calls it."""
         fsdp_state.load_full_model_state(self.inner, state, self.device, strict)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -110,16 +117,18 @@ class ShardedModel(PreparedModel):
         return fsdp_state.full_optimizer_state(self.inner, optimizer)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Take the optimizer state of a single process, which rank 0 alone needs to hold; every rank calls it."""
+        """Load the optimizer state of a single process, which only rank 0 needs to have; every rank calls it."""
         fsdp_state.load_full_optimizer_state(self.inner, optimizer, state)
 
     def accumulated_gradients(self) -> AccumulatedGradients | None:
+        """The gradients of an unfinished window, sharded and unsharded."""
         self.reshard()
         return AccumulatedGradients(self.inner)
 
     # -- the report
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume] | None:
+        """Messages of FSDP2, tensor parallelism and split attention."""
         attention = [] if self.sequence is None else self.sequence.communication_volume(backwards)
         model = self.module
         return [
@@ -129,8 +138,9 @@ class ShardedModel(PreparedModel):
         ]
 
     def dtypes(self) -> tuple[str, str]:
+        """The dtypes of FSDP2's policy, or else those of the precision."""
         compute, reduction = communication.shard_dtypes(self.module) or super().dtypes()
-        # Which layers compute in float8, only the precision knows.
+        # Only the precision knows which layers compute in float8.
         return (self.precision.computes_in if isinstance(self.precision, Float8Precision) else compute), reduction
 
 
@@ -153,30 +163,35 @@ class ShardedStrategy(Strategy):
 
     @property
     def data_shard(self) -> tuple[int, int]:
+        """One shard for each data-parallel coordinate of the mesh."""
         return mesh.data_shard(self.layout, dist.get_rank())
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
+        """The ranks of the data-parallel dimensions."""
         if self.layout.data_parallel_size == dist.get_world_size():
             return None
         return mesh.group_of(self.mesh, "dp")
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
+        """The ranks that split the sequences of the last forward."""
         return self.sequence.group if self.sequence is not None and self.sequence.was_split else None
 
     @property
     def gradient_ranks(self) -> int:
+        """The ranks with other data or other tokens."""
         sizes = self.layout.sizes
         return self.layout.data_parallel_size * sizes["cp"] * sizes["sp"]
 
     def sync_rng_state(self) -> None:
-        """Dropout over what each tensor-parallel rank computes completely has to drop the same on all of them."""
+        """Dropout on activations that all tensor-parallel ranks have must drop the same elements on all of them."""
         ranks = mesh.group_of(self.mesh, "tp")
         if ranks is not None:
             rng.sync_rng_state(ranks, self.device)
 
     def as_prepared(self, module: nn.Module) -> ShardedModel:
+        """A prepared model without FSDP2 units."""
         return ShardedModel(module, self.precision, self.device, self.sequence)
 
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
@@ -191,24 +206,22 @@ class ShardedStrategy(Strategy):
     def _prepare_training(self, bundle: Bundle) -> list[PreparedModel]:
         found = []
         for model in bundle.models:
-            model = self.precision.wrap_forward(model)
             places = ParameterPlaces(model)
-            prepared = self.lay_out(self.transformed(model, before=True))
+            prepared = self.compose(model)
             self.replacements.add(places.replaced())
-            prepared.module = self.transformed(prepared.module)
-            ask_for_state(prepared.module)
+            require_state_dict(prepared.module)
             found.append(prepared)
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
             _check_trains(optimizer, [prepared.module for prepared in found])
             lay_out_step(optimizer)
-        self.remember(found)
+        self._remember(found)
         return found
 
     def join(
         self, joinables: list[Any], loaders: list[Any], even_batches: bool | None
     ) -> contextlib.AbstractContextManager[Any]:
-        """Without effect, which is said: units are gathered by all ranks together, batch by batch."""
+        """No effect but a warning: all ranks gather units together, batch by batch."""
         if self.data_shard[1] > 1:
             logger.warning(
                 f"join_uneven_inputs has no effect under {self.name}: all processes have equally many batches. "
@@ -217,17 +230,20 @@ class ShardedStrategy(Strategy):
         return super().join(joinables, loaders, even_batches)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """The backward, in which split attention may be recomputed."""
         with contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing():
             super().backward(loss, **kwargs)
 
     def context_parallel(
         self, buffers: list[torch.Tensor], seq_dims: list[int], no_restore: set[torch.Tensor]
     ) -> contextlib.AbstractContextManager[Any]:
+        """Split `buffers` along their sequences, if the layout splits sequences."""
         if self.sequence is None:
             return super().context_parallel(buffers, seq_dims, no_restore)
         return self.sequence.open(buffers, seq_dims, no_restore)
 
     def split_loader(self, loader: Any) -> Any:
+        """Split the sequences of a loader, if the layout does so without a context."""
         if self.sequence is None or self.sequence.layout.balanced:
             return super().split_loader(loader)
         return SequenceLoader(loader, self.sequence)
@@ -235,26 +251,27 @@ class ShardedStrategy(Strategy):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, for DTensors of any mesh."""
         return norms.clip_grad_norm(parameters, max_norm, norm_type)
 
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        norms.clip_grad_value(parameters, clip_value)
-
     def cast_parameters(self, model: nn.Module, units: Iterable[nn.Module] | None = None) -> None:
-        """Lower the parameters where the precision does; FSDP2 is told. `units`: where it has the model in parts."""
+        """Cast the parameters if the precision does, and make FSDP2 use the new ones.
+
+        `units` are the modules that contain the FSDP2 units; None for the model itself.
+        """
         if not self.precision.cast_parameters(model):
             return
         for shard in _shards(units or [model]):
             if hasattr(shard, "_unsharded_param"):
                 raise PrepareError(
                     f"MasterWeightsKwargs: {type(model).__name__} was sharded by hand and has run: its parameters "
-                    "cannot be lowered any more. Prepare it before its first forward"
+                    "cannot be cast any more. Prepare it before its first forward"
                 )
             shard.reset_sharded_param()
 
 
 def reshard(units: Iterable[nn.Module]) -> None:
-    """Have every unit of FSDP2 inside of these modules hold its shards alone."""
+    """Reshard every FSDP2 unit inside of these modules."""
     for unit in units:
         for module in unit.modules():
             if isinstance(module, FSDPModule):
@@ -262,18 +279,18 @@ def reshard(units: Iterable[nn.Module]) -> None:
 
 
 def lay_out_step(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer of DTensors step so that it trains what it would train in a single process."""
+    """Make the step of an optimizer of DTensors equal to that of a single process."""
     if is_elementwise(optimizer):
         step_locally(optimizer)
     elif getattr(optimizer, OPT_OUT, False) or find_scope(optimizer) is Scope.ELEMENT:
-        # It may know DTensors itself, as torchao's do.
+        # It may support DTensors itself, as torchao's do.
         return
     else:
         step_unsharded(optimizer)
 
 
 def _shards(units: Iterable[nn.Module]) -> list[Any]:
-    """What FSDP2 keeps of each parameter."""
+    """FSDP2's object for each parameter."""
     return [
         shard for unit in units for _, group_, _ in communication.shard_groups(unit) for shard in group_.fsdp_params
     ]
@@ -286,9 +303,9 @@ def _nothing() -> None:
 def _check_trains(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> None:
     if not models:
         return
-    held = {id(parameter) for group_ in optimizer.param_groups for parameter in group_["params"]}
-    if held and not any(id(parameter) in held for model in models for parameter in model.parameters()):
+    stepped = {id(parameter) for group_ in optimizer.param_groups for parameter in group_["params"]}
+    if stepped and not any(id(parameter) in stepped for model in models for parameter in model.parameters()):
         raise PrepareError(
-            f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to a model of this prepare "
+            f"none of the {len(stepped)} parameters of {type(optimizer).__name__} belongs to a model of this prepare "
             "call: it would train nothing. Make the optimizer from the model's parameters, and prepare both together."
         )

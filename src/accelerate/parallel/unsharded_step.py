@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers of DTensors whose step needs whole tensors: it runs on unsharded copies, the same on every rank.
+"""Optimizers of DTensors whose step needs entire tensors: it runs on unsharded copies, the same on every rank.
 
-Between two steps parameters, gradients and state are the shards they were. In the step each rank has the optimizer's
-parameters, gradients and state unsharded: the price of an Adafactor, Muon or LBFGS that equals a single process's.
+Between two steps parameters, gradients and state are sharded. In the step each rank has all of the optimizer's
+parameters, gradients and state: the price of an Adafactor, Muon or LBFGS that equals a single process's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MARK = "_steps_unsharded"
 
 
 def step_unsharded(optimizer: torch.optim.Optimizer) -> None:
-    """Have an optimizer step on unsharded parameters, gradients and state from now on."""
+    """Make an optimizer step on unsharded parameters, gradients and state from now on."""
     if _MARK in optimizer.__dict__:
         return
     kind, reference = type(optimizer), weakref.ref(optimizer)
-    # What a scheduler that was made before, or the user, has put in the place of the class's own.
+    # A replacement of the method, by the user or by a scheduler that was made before.
     given = optimizer.__dict__.get("step")
     function: Any = kind.step
-    # Hooks of a step are to see the parameters that they know: they run outside of the unsharded block.
+    # The hooks of a step must see the sharded parameters: they run outside of the unsharded block.
     plain = function.__wrapped__ if getattr(function, "hooked", False) else function
 
     def inner(_: Any, closure: Callable[[], Any] | None = None) -> Any:
@@ -46,9 +46,9 @@ def step_unsharded(optimizer: torch.optim.Optimizer) -> None:
         return hooked(own) if closure is None else hooked(own, closure)
 
     if given is not None:
-        # By this mark torch's schedulers know that steps are noted (in `_opt_called`).
+        # By this mark torch's schedulers know that `_opt_called` is set.
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    # Bound to a proxy: the state of an optimizer that nobody holds any more is freed at once.
+    # Bound to a proxy: the optimizer is in no reference cycle.
     optimizer.__dict__.update({"step": MethodType(step, weakref.proxy(optimizer)), _MARK: True})
 
 
@@ -65,7 +65,7 @@ def _run(optimizer: Any, call: Callable[..., Any], closure: Callable[[], Any] | 
             return call()
 
         def evaluate() -> Any:
-            # The closure computes with the model, which holds the shards.
+            # The closure computes with the model, whose parameters are sharded.
             tensors.leave()
             try:
                 return closure()
@@ -78,7 +78,7 @@ def _run(optimizer: Any, call: Callable[..., Any], closure: Callable[[], Any] | 
 
 
 class _Unsharded:
-    """An optimizer's sharded parameters, and their unsharded copies that it holds in a step."""
+    """An optimizer's sharded parameters, and the unsharded copies that it steps."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -89,7 +89,7 @@ class _Unsharded:
             if isinstance(parameter, DTensor)
         ]
         # The same objects in all evaluations of one step: optimizers may keep references to parameters.
-        self.whole = [
+        self.full = [
             torch.nn.Parameter(
                 torch.empty(p.shape, dtype=p.dtype, device=p.device_mesh.device_type), requires_grad=p.requires_grad
             )
@@ -98,7 +98,7 @@ class _Unsharded:
 
     @torch.no_grad()
     def enter(self) -> None:
-        """Gather parameters, gradients and state, and have the optimizer hold the copies."""
+        """Gather parameters, gradients and state, and give the optimizer the copies."""
         state = self.optimizer.state
         values: list[DTensor] = list(self.sharded)
         values += [p.grad for p in self.sharded if isinstance(p.grad, DTensor)]
@@ -106,36 +106,36 @@ class _Unsharded:
         known = [state.get(p, {}) for p in self.sharded]
         values += [value for entry in known for value in entry.values() if isinstance(value, DTensor)]
         found = dict(zip(map(id, values), _gather(values), strict=True))
-        for parameter, whole, entry in zip(self.sharded, self.whole, known, strict=True):
-            whole.copy_(found[id(parameter)])
-            whole.grad = None if parameter.grad is None else found.get(id(parameter.grad), parameter.grad)
+        for parameter, full, entry in zip(self.sharded, self.full, known, strict=True):
+            full.copy_(found[id(parameter)])
+            full.grad = None if parameter.grad is None else found.get(id(parameter.grad), parameter.grad)
             if parameter in state:
                 # The entry itself is kept: only its tensors are others.
                 for name, value in entry.items():
                     entry[name] = found.get(id(value), value)
-        self._replace(self.sharded, self.whole)
+        self._replace(self.sharded, self.full)
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Keep this rank's parts of what the step has made, and have the optimizer hold the shards."""
-        from .materialize import local_part
+        """Keep this rank's shards of the results, and give the optimizer the sharded parameters."""
+        from .materialize import local_shard
 
         state = self.optimizer.state
-        for parameter, whole in zip(self.sharded, self.whole, strict=True):
+        for parameter, full in zip(self.sharded, self.full, strict=True):
             local = parameter.to_local()
-            local.copy_(local_part(whole, parameter))
-            whole.grad = None
-            entry = state.get(whole)
+            local.copy_(local_shard(full, parameter))
+            full.grad = None
+            entry = state.get(full)
             for name, value in (entry or {}).items():
                 if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
                     entry[name] = DTensor.from_local(
-                        local_part(value, parameter).to(local.device, copy=True), parameter.device_mesh,
+                        local_shard(value, parameter).to(local.device, copy=True), parameter.device_mesh,
                         parameter.placements, run_check=False, shape=value.shape, stride=value.stride(),
                     )  # fmt: skip
-        self._replace(self.whole, self.sharded)
+        self._replace(self.full, self.sharded)
 
     def _replace(self, former: list[Any], present: list[Any]) -> None:
-        """Change groups and state from the one kind of parameters to the other, in their places and order."""
+        """Replace the parameters in groups and state, in their places and order."""
         other = {id(old): new for old, new in zip(former, present, strict=True)}
         for group in self.optimizer.param_groups:
             # The list itself is kept: LBFGS has a reference to it.

@@ -16,7 +16,7 @@ _WRAPPERS: tuple[Any, ...] = (DistributedDataParallel, DataParallel)
 
 
 def _wrapper_types() -> tuple[Any, ...]:
-    """Every module class that only holds another as `.module`; optional packages' own when they are loaded."""
+    """Every wrapper class with the wrapped module as `.module`; those of optional packages if they are loaded."""
     import sys
 
     found: list[Any] = list(_WRAPPERS)
@@ -38,9 +38,10 @@ def extract_model_from_parallel(
     """The model inside its parallel wrapper.
 
     Args:
+        model: a prepared model, or any other.
         keep_fp32_wrapper: leave autocast and the fp32 conversion of the outputs on the forward.
-        keep_torch_compile: hand the model back compiled, when it was.
-        recursive: take wrappers off the submodules too.
+        keep_torch_compile: return the compiled model if it is compiled.
+        recursive: unwrap submodules too.
     """
     compiled = model if is_compiled_module(model) else None
     inner: Any = model._orig_mod if compiled is not None else model
@@ -55,7 +56,8 @@ def extract_model_from_parallel(
     if not keep_fp32_wrapper:
         restore_forward(inner._orig_mod if is_compiled_module(inner) else inner)
     if compiled is None or not keep_torch_compile:
-        return inner
+        plain: torch.nn.Module = inner
+        return plain
     if compiled._orig_mod is not inner:
         compiled._orig_mod = inner
     return compiled
@@ -65,7 +67,7 @@ def is_peft_model(model: torch.nn.Module) -> bool:
     """Whether the model inside its wrappers is one of peft's, with adapters."""
     import sys
 
-    # Where the package is not loaded, nothing is made of it.
+    # A package that is not loaded has no objects.
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(
         extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel

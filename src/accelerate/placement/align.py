@@ -38,8 +38,8 @@ class AlignDevicesHook(ModelHook):
     """Makes a module's weights and its inputs meet on `execution_device` for the forward.
 
     With `offload` the weights are only there during the forward: they come from `weights_map` (by default, what they
-    are now, on the CPU) and the module holds them on the meta device in between. `offload_buffers` says the same of
-    buffers, which else stay on the device; `place_submodules` makes the hook responsible for the tensors of all
+    are now, on the CPU) and the module holds them on the meta device in between. `offload_buffers` does the same for
+    buffers, which otherwise stay on the device; `place_submodules` makes the hook responsible for the tensors of all
     submodules. With `io_same_device` outputs go back to the device that the inputs came from; `skip_keys` are keyword
     arguments, or keys of a dictionary, that are left where they are. `tied_params_map` holds the copies of tied
     weights that are on a device, by the address of the data, so that one copy serves all.
@@ -59,7 +59,7 @@ class AlignDevicesHook(ModelHook):
         self.execution_device = execution_device
         self.offload = offload
         self.io_same_device = io_same_device
-        self.weights_map = weights_map
+        self.weights_map: Weights | None = weights_map
         self.offload_buffers = offload_buffers
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
@@ -77,6 +77,7 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!s}' for name in names)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
+        """Offload the module's weights, or move them to the execution device."""
         if self.execution_device is not None and as_device(self.execution_device).type == "meta":
             # Nothing that runs there has data to share.
             self.tied_params_map = None
@@ -100,6 +101,7 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Load offloaded weights, and move the inputs to the execution device."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.offload:
@@ -114,6 +116,7 @@ class AlignDevicesHook(ModelHook):
         )
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Release offloaded weights, and move the output to the device of the inputs if `io_same_device` is set."""
         if self.offload:
             _call_untraced(self._take_away, module)
         if self.io_same_device and self.input_device is not None:
@@ -121,11 +124,13 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
+        """Release offloaded weights."""
         if self.offload:
             # Where memory ran out, the weights of the modules that were running would stay in its way.
             self._take_away(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Return offloaded weights to the devices that they had before."""
         if self.offload:
             for name, device in self.original_devices.items():
                 if device.type != "meta" and name not in self.resident:
@@ -153,7 +158,7 @@ class AlignDevicesHook(ModelHook):
             else:
                 register(*owner_of(module, name), placeholder)
         if type(module).__name__ == "Linear8bitLt":
-            # It keeps the weights that it computed with beside the parameter.
+            # It keeps a second reference to the weights that it computed with.
             state: Any = module.state
             state.SCB = state.CB = None
         for address, device in self._borrowed:
@@ -241,20 +246,20 @@ def attach_align_device_hook(
     `module_name` is the name under which `weights_map` knows the module. One of `preload_module_classes` (class names)
     brings the weights of all its submodules at once, as it uses them without calling their forward.
     """
-    whole = offload and _is_preloaded(module, preload_module_classes)
-    if whole or _has_tensors(module):
+    place_all = offload and _is_preloaded(module, preload_module_classes)
+    if place_all or _has_tensors(module):
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(
             execution_device,
             offload=offload,
             weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
             offload_buffers=offload_buffers,
-            place_submodules=whole,
+            place_submodules=place_all,
             skip_keys=skip_keys,
             tied_params_map=tied_params_map,
         )
         add_hook_to_module(module, hook, append=True)
-    if whole:
+    if place_all:
         return
     for name, child in module.named_children():
         attach_align_device_hook(
@@ -281,8 +286,10 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Attach hooks by block: `execution_device` and `offload` say for names of submodules where each runs, and whether
-    its weights are offloaded. One value for either holds for all the names of the other, or for the whole module.
+    """Attach hooks by block.
+
+    `execution_device` and `offload` map names of submodules to the device on which each runs, and to whether its
+    weights are offloaded. A single value applies to all names of the other mapping, or to `module`.
     """
     named = next((given for given in (execution_device, offload) if isinstance(given, Mapping)), (module_name,))
     blocks = _Blocks(
@@ -447,21 +454,43 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
         yield
 
 
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: Place = "cpu",
+) -> dict[str, Any]:
+    """Fill in the entries of `state_dict` that belong to one module, from where its hook keeps them.
+
+    Args:
+        module: the module that has the parameter.
+        module_name: the full name of one of its parameters, such as `layers.0.proj.weight`.
+        state_dict: full names and values. Only names that it has are filled in; it is changed in place.
+        device_to_put_offload: where the values are put if the module is offloaded; others stay where they are.
+
+    Returns:
+        `state_dict`.
+    """
+    prefix = module_name.rpartition(".")[0]
+    with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
+        for name, value in module.state_dict().items():
+            full_name = join(prefix, name)
+            if full_name in state_dict and not (isinstance(value, torch.Tensor) and value.is_meta):
+                state_dict[full_name] = value
+    return state_dict
+
+
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """The state dict of a model with all its weights on the CPU, also those that hooks keep elsewhere.
 
-    Weights on disk are read when they are used, so that the whole need not fit in memory at once.
+    Weights on disk are read when they are used, so that the model need not fit in memory.
     """
-    state: dict[str, Any] = {}
+    offloaded: dict[str, Any] = {}
     for name, module in model.named_modules():
         hook = offloading_hook(module)
         if hook is not None and hook.weights_map is not None:
             for tensor_name, _ in hook.offloaded(module):
-                state[join(name, tensor_name)] = hook.weights_map[tensor_name]
+                offloaded[join(name, tensor_name)] = hook.weights_map[tensor_name]
     # In the model's order, with what is not offloaded.
-    whole = {}
-    for name, value in model.state_dict().items():
-        if name in state:
-            value = state[name]
-        whole[name] = value.to("cpu") if isinstance(value, torch.Tensor) else value
-    return whole
+    full = {name: offloaded.get(name, value) for name, value in model.state_dict().items()}
+    return {name: value.to("cpu") if isinstance(value, torch.Tensor) else value for name, value in full.items()}

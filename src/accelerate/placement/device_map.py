@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a model goes to which device: a plan that fills device after device, and checks of a given map."""
+"""Device maps: a plan that assigns modules to one device after another, and checks of a given map."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
 
 
 def check_plan_name(kind: str) -> None:
-    """Raises ConfigurationError for text in place of a device map that names no way to plan one."""
+    """Raise ConfigurationError for a string that is not the name of a way to plan a device map."""
     if kind not in ("auto", "balanced", "balanced_low_0", "sequential"):
         raise ConfigurationError(
             "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or 'sequential'."
@@ -79,16 +79,25 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, Any]:
-    """Plan where each part of `model` goes: accelerators first, then `"cpu"`, then `"disk"`, in the model's order.
+    """Plan on which device each module of `model` goes: accelerators first, then `"cpu"`, then `"disk"`.
 
-    No device gets more than its `max_memory` (bytes or text such as `"10GiB"`; by default what is free). The first
-    accelerator and the CPU keep room for the largest layer still to come, which is brought there when it runs from
-    further down. Modules of `no_split_module_classes` stay whole; parameters that are tied go together where they fit.
-    `dtype` and `special_dtypes` say in what the weights will be stored. The model may be on the meta device.
+    Modules are assigned in the order of the model. The first accelerator and the CPU keep memory free for the largest
+    layer that is still to be assigned, since offloaded layers are moved there to run. Tied parameters are placed
+    together if they fit.
 
-    `clean_result` groups entries by module; `offload_buffers` says that buffers move with offloaded weights instead of
-    staying on the accelerator; with `fallback_allocation` a device that the next module does not fit gets the first
-    later one that does, instead of nothing. `verbose` prints every step.
+    Args:
+        model: the model, which may be on the meta device.
+        max_memory: the memory to use on each device, in bytes or as text such as `"10GiB"`. Default: what is free.
+        no_split_module_classes: names of module classes that are not split over devices.
+        dtype: the dtype in which the weights will be stored. Default: their own.
+        special_dtypes: the dtypes of single weights, by name.
+        verbose: print every step.
+        clean_result: replace the entries of a module by one where they all name the same device.
+        offload_buffers: offload the buffers of offloaded modules too, instead of keeping them on the accelerator.
+        fallback_allocation: if the next module does not fit on an empty device, assign the first later one that does.
+
+    Returns:
+        {name of a module or tensor: device}.
 
     Example:
         device_map = infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"})
@@ -112,7 +121,7 @@ def infer_auto_device_map(
     if not offload_buffers:
         buffers = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True)
         planner.warn_of_buffers(buffers)
-    planner.tell_of_empty_devices()
+    planner.log_empty_devices()
     if clean_result:
         device_map = clean_device_map(device_map)
     check_tied_parameters_on_same_device(tied, device_map)
@@ -120,11 +129,11 @@ def infer_auto_device_map(
 
 
 def _silent(text: str) -> None:
-    """What `verbose=False` prints."""
+    """The log of `verbose=False`."""
 
 
 class _Planner:
-    """Fills one device after the other with the parts of a model, splitting a part that does not fit."""
+    """Assigns modules and tensors to one device after another, and splits a module that does not fit."""
 
     def __init__(
         self,
@@ -134,20 +143,20 @@ class _Planner:
         sizes: Mapping[str, int],
         tied: list[list[str]],
         fallback: bool,
-        say: Any,
+        log: Any,
     ) -> None:
         self.unsplittable = unsplittable
         self.sizes = sizes
         self.tied = tied
         self.fallback = fallback
-        self.say = say
+        self.log = log
         self.limits = max_memory
         self.devices = [*max_memory] if "disk" in max_memory else [*max_memory, "disk"]
         accelerators = [device for device in self.devices if device not in ("cpu", "disk")]
         self.accelerators = accelerators
-        # Where layers from further down are brought to run: there must be room for the largest of them.
+        # Offloaded layers are moved to these devices to run: the largest of them must fit there.
         self.landing = ["mps"] if "mps" in accelerators else [*accelerators[:1], "cpu"]
-        self.ahead: list[NamedPart] = _parts("", model)
+        self.ahead: list[NamedPart] = _split("", model)
         self.used: dict[Any, Any] = dict.fromkeys(self.devices, 0)
         self.needed: dict[Any, Any] = {}
         self.device_map: OrderedDict[str, Any] = OrderedDict()
@@ -156,46 +165,46 @@ class _Planner:
         self.largest_names: list[str] = []
         self._measure_largest()
 
-    # The plan
+    # --- planning
 
     def run(self) -> OrderedDict[str, Any]:
         while self.ahead:
             name, part = self.ahead.pop(0)
-            self.say(f"\nTreating module {name}.")
+            self.log(f"\nTreating module {name}.")
             self.largest_names = [known for known in self.largest_names if not is_within(known, name)]
             if not self.largest_names:
                 self._measure_largest()
-            self._treat(name, part)
+            self._assign(name, part)
         return self.device_map
 
-    def _treat(self, name: str, part: nn.Module | torch.Tensor) -> None:
-        """Put a part on the present device, or split it or what it is tied to, or go on to the next device."""
+    def _assign(self, name: str, part: nn.Module | torch.Tensor) -> None:
+        """Put a part on the current device, or split it or what it is tied to, or advance to the next device."""
         device = self.devices[self.at]
-        room = self._room(device)
+        free = self._free_bytes(device)
         partners = self._partners(name)
         together = self.sizes[name] + sum(self.sizes[partner] for partner, _ in partners)
-        if room is None or together <= room:
-            self._put(name, partners, device, together, room)
+        if free is None or together <= free:
+            self._put(name, partners, device, together, free)
             return
-        if partners and self.sizes[name] <= room:
-            # It is what this part is tied to that does not fit: less of that, or all of it on a later device.
+        if partners and self.sizes[name] <= free:
+            # This part fits and what it is tied to does not: split that, or place all of it on a later device.
             if not self._split_partner(name, part, partners):
                 self._leave(device, name, part, together)
             return
-        self.say(f"Not enough space on {device} to put {name} (space available {room}, module size {together}).")
+        self.log(f"Not enough space on {device} to put {name} (space available {free}, module size {together}).")
         if inside := self._inside(name, part):
-            self.say(f"Splitting {name}.")
+            self.log(f"Splitting {name}.")
             self.ahead[:0] = inside
             self._measure_largest()
             return
-        self.say("This module cannot be split, going to the next device.")
+        self.log("This module cannot be split, going to the next device.")
         self._leave(device, name, part, together)
 
-    def _put(self, name: str, partners: list[NamedPart], device: Any, size: Any, room: Any) -> None:
+    def _put(self, name: str, partners: list[NamedPart], device: Any, size: Any, free: Any) -> None:
         names = [partner for partner, _ in partners]
-        beside = f" and {names}" if names else ""
-        left = "" if room is None else f" (available={room})"
-        self.say(f"Putting {name}{beside} (size={size}){left} on {device}.")
+        tied = f" and {names}" if names else ""
+        left = "" if free is None else f" (available={free})"
+        self.log(f"Putting {name}{tied} (size={size}){left} on {device}.")
         self.used[device] += size
         for placed in (name, *names):
             self.device_map[placed] = device
@@ -203,7 +212,7 @@ class _Planner:
             self.ahead = [entry for entry in self.ahead if entry[0] not in names]
 
     def _leave(self, device: Any, name: str, part: nn.Module | torch.Tensor, size: Any) -> None:
-        """Go on to the next device with this part, unless a later one fits this device and fallback is wanted."""
+        """Advance to the next device with this part, unless a later part fits on this one and fallback is enabled."""
         reserved = self.largest if device in self.landing else 0
         self.ahead.insert(0, (name, part))
         if self.used[device] == 0 and device != "disk":
@@ -213,10 +222,10 @@ class _Planner:
         self.used[device] += reserved
         self.at += 1
 
-    # Sizes
+    # --- sizes
 
-    def _room(self, device: Any) -> Any:
-        """The bytes free on a device, less the room for the largest layer ahead; None on disk, where all fits."""
+    def _free_bytes(self, device: Any) -> Any:
+        """The free bytes of a device, less those reserved for the largest layer ahead; None for the disk: no limit."""
         if device == "disk":
             return None
         return self.limits[device] - self.used[device] - (self.largest if device in self.landing else 0)
@@ -226,15 +235,15 @@ class _Planner:
         self.largest, self.largest_names = get_max_layer_size(modules, self.sizes, self.unsplittable)
 
     def _inside(self, name: str, part: nn.Module | torch.Tensor) -> list[NamedPart]:
-        """What a part splits into; nothing where it has no submodules or must stay whole."""
+        """What a part splits into; empty if it has no submodules or must not be split."""
         if isinstance(part, nn.Module) and children_of(name, part, self.unsplittable):
-            return _parts(name, part)
+            return _split(name, part)
         return []
 
-    # Tied parameters
+    # --- tied parameters
 
     def _partners(self, name: str) -> list[NamedPart]:
-        """The parts still ahead that hold a parameter which is tied to one inside the part `name`."""
+        """The parts ahead with a parameter that is tied to one of the part `name`."""
         found: dict[str, NamedPart] = {}
         for group in self.tied:
             outside = [tied for tied in group if not is_within(tied, name)]
@@ -246,13 +255,13 @@ class _Planner:
         return list(found.values())
 
     def _split_partner(self, name: str, part: nn.Module | torch.Tensor, partners: list[NamedPart]) -> bool:
-        """Split the first part that can be split of those tied to this one, and treat this one again."""
-        self.say(f"Not enough space to put {name} together with {[partner for partner, _ in partners]}.")
+        """Split the first splittable part that is tied to this one, and assign this one again."""
+        self.log(f"Not enough space to put {name} together with {[partner for partner, _ in partners]}.")
         for partner, module in partners:
             inside = self._inside(partner, module)
             if not inside:
                 continue
-            self.say(f"Splitting {partner}.")
+            self.log(f"Splitting {partner}.")
             at = next(i for i, (found, _) in enumerate(self.ahead) if found == partner)
             self.ahead[at : at + 1] = inside
             self.ahead.insert(0, (name, part))
@@ -260,18 +269,18 @@ class _Planner:
             return True
         return False
 
-    # Fallback
+    # --- fallback
 
     def _bring_forward(self, device: Any) -> bool:
-        """Move the first part ahead that fits an empty device to the front, however deep inside; False if none."""
+        """Move the first part ahead that fits on an empty device to the front, at any depth. False if none does."""
         self._measure_largest()
-        room = self._room(device)
+        free = self._free_bytes(device)
         candidates: list[tuple[NamedPart, tuple[NamedPart, ...]]] = [(entry, ()) for entry in reversed(self.ahead)]
         while candidates:
             (name, part), parents = candidates.pop()
             partners = [partner for partner, _ in self._partners(name) if not is_within(name, partner)]
-            # A part without tensors fits anywhere and makes no use of the device.
-            if 0 < self.sizes[name] <= room - sum(self.sizes[partner] for partner in partners):
+            # A part without tensors fits anywhere and would not use the device.
+            if 0 < self.sizes[name] <= free - sum(self.sizes[partner] for partner in partners):
                 for parent, module in parents:
                     at = next(i for i, (found, _) in enumerate(self.ahead) if found == parent)
                     self.ahead[at : at + 1] = self._inside(parent, module)
@@ -280,10 +289,10 @@ class _Planner:
             candidates.extend((entry, (*parents, (name, part))) for entry in reversed(self._inside(name, part)))
         return False
 
-    # What the plan has to say
+    # --- warnings
 
     def warn_of_buffers(self, sizes: Mapping[str, int]) -> None:
-        """Warn where the buffers of offloaded parts, which stay on an accelerator, find no room on any."""
+        """Warn if the buffers of offloaded modules, which stay on an accelerator, fit on none."""
         stay = sum(sizes[name] for name, device in self.device_map.items() if device in ("cpu", "disk"))
         if stay and self.accelerators and all(self.limits[d] < stay + self.used[d] for d in self.accelerators):
             warnings.warn(
@@ -292,8 +301,8 @@ class _Planner:
                 "offload_buffers=True."
             )
 
-    def tell_of_empty_devices(self) -> None:
-        """Log the devices that got nothing as their memory is too small, and what each would have needed."""
+    def log_empty_devices(self) -> None:
+        """Log the devices that are too small for any module, and what each would have needed."""
         lines = [
             f"  - {device}: {size} bytes required"
             for device, size in self.needed.items()
@@ -307,7 +316,7 @@ class _Planner:
             )
 
 
-def _parts(name: str, module: nn.Module) -> list[NamedPart]:
-    """What a module is made of: its own parameters, its submodules, its own buffers, all by full name."""
+def _split(name: str, module: nn.Module) -> list[NamedPart]:
+    """The parameters, submodules and buffers of a module itself, by full name."""
     groups = (module.named_parameters(recurse=False), module.named_children(), module.named_buffers(recurse=False))
     return [(join(name, own), part) for group in groups for own, part in group]

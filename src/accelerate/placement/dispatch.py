@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose parts are in several places, made to run as one: hooks, offloaded weights, a guard against moves."""
+"""Running a model that is spread over devices: hooks, offloaded weights, and a guard against moves."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.errors import PrepareError
+from ..core.imports import is_available
 from .align import attach_align_device_hook_on_blocks, offloading_hook, restore_offloaded
 from .module_hooks import guard_moves
 from .names import Place, as_device_map, is_within, join, owner_of, tensor_at
@@ -20,6 +22,9 @@ from .tensors import TiedCopies, as_device
 from .tied import find_tied_parameters, retie_parameters
 
 logger = logging.getLogger(__name__)
+
+# How libraries mark a model whose weights bitsandbytes has quantised.
+_QUANTIZED_MARKS = ("is_loaded_in_8bit", "is_loaded_in_4bit")
 
 
 def dispatch(
@@ -37,7 +42,7 @@ def dispatch(
     """`big_modeling.dispatch_model` for a map that was checked to name every tensor."""
     places = _apart(model, as_device_map(device_map))
     if any(offloading_hook(module) is not None for module in model.modules()):
-        # It was dispatched before: start from the whole model again.
+        # It was dispatched before: start again from the complete model.
         restore_offloaded(model)
     if main_device is None:
         main_device = next(
@@ -80,11 +85,53 @@ def _apart(model: nn.Module, places: Mapping[str, Any]) -> dict[str, Any]:
     return {name: place for name, place in result.items() if place is not None}
 
 
+def check_quantized(model: nn.Module, device: torch.device, training: bool) -> bool:
+    """Return whether `model` has 8- or 4-bit weights, which must stay on the device where they were quantised.
+
+    Args:
+        model: any model. Libraries mark those with such weights with `is_loaded_in_8bit` or `is_loaded_in_4bit`.
+        device: the device of this process.
+        training: whether the model is to be trained; if not, its modules may be on any device.
+
+    Raises:
+        PrepareError: the model is to be trained, and its device map has modules on the disk or on another device.
+    """
+    if not any(getattr(model, mark, False) for mark in _QUANTIZED_MARKS):
+        return False
+    if training:
+        _check_trainable(model, set((getattr(model, "hf_device_map", None) or {}).values()), device)
+    return True
+
+
+def _check_trainable(model: nn.Module, places: set[Any], device: torch.device) -> None:
+    # bitsandbytes trains on the CPU too, if the whole run is there.
+    offloaded = places & ({"disk"} if device.type == "cpu" and is_available("bitsandbytes") else {"cpu", "disk"})
+    if offloaded:
+        raise PrepareError(
+            f"{type(model).__name__} has 8- or 4-bit weights, and its hf_device_map offloads modules to "
+            f"{' and '.join(sorted(offloaded))}: such a model cannot be trained. Load it with "
+            f"device_map={{'': {str(device)!r}}}"
+        )
+    if len(places) == 1 and _is_elsewhere(place := next(iter(places)), device):
+        raise PrepareError(
+            f"{type(model).__name__} has 8- or 4-bit weights on device {place}, this process trains on {device}: "
+            "they cannot be moved. Load it with device_map={'': Accelerator().local_process_index}"
+        )
+
+
+def _is_elsewhere(place: Any, device: torch.device) -> bool:
+    if isinstance(place, torch.device):
+        return place.type != device.type
+    # A number is the index of an accelerator; on a run on the CPU it says nothing.
+    return isinstance(place, int) and device.type != "cpu" and place != (device.index or 0)
+
+
 def _is_quantized(model: nn.Module) -> bool:
-    """Whether bitsandbytes quantised the model: such weights move through hooks alone."""
-    marks = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    """Whether the model is quantized with bitsandbytes: such weights are only moved by hooks."""
     method = getattr(model, "quantization_method", "bitsandbytes")
-    return method == "bitsandbytes" and any(getattr(model, mark, False) for mark in marks)
+    return method == "bitsandbytes" and any(
+        getattr(model, mark, False) for mark in ("is_quantized", *_QUANTIZED_MARKS)
+    )
 
 
 def _attach(
@@ -134,7 +181,7 @@ def _offloaded_weights(
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Any] | None,
 ) -> OffloadedWeightsLoader | None:
-    """Where the weights of the offloaded parts are read from; None where no part has any."""
+    """The mapping from which offloaded weights are read; None if there are none."""
     on_cpu = [name for name, place in places.items() if place == "cpu" and "cpu" in offloaded]
     on_disk = [name for name, place in places.items() if place == "disk"]
     if on_cpu and state_dict is None:
@@ -143,7 +190,7 @@ def _offloaded_weights(
     if on_disk and offload_dir is None and offload_index is None:
         raise ValueError(
             "We need an `offload_dir` to dispatch this model according to this `device_map`, the following submodules "
-            f"need to be offloaded: {', '.join(name or 'the whole model' for name in on_disk)}."
+            f"need to be offloaded: {', '.join(name or 'the entire model' for name in on_disk)}."
         )
     folder = offload_dir if on_disk else None
     if folder is not None and offload_index is None and not os.path.isfile(os.path.join(folder, INDEX_NAME)):

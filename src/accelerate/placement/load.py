@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints brought into a model: one tensor at a time, each to the place that a device map gives it."""
+"""Loading checkpoints into a model, one tensor at a time, each to its device in a device map."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.modules import model_has_dtensor
-from .names import DeviceMap, Place, as_device_map, entry_for, tensor_at
+from .names import DeviceMap, Place, as_device_map, device_for, entry_for, tensor_at
 from .offload import load_offloaded_weight, offload_weight, save_offload_index
 from .sizes import as_dtype
 from .tensors import PACKED, as_device, quantize_8bit, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
-from .weight_files import SafetensorsFile, checkpoint_files, open_weights
+from .weight_files import SafetensorsFile, checkpoint_files, open_weights, shapes_in
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ _PORTION = 32 * 2**20
 
 
 def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None) -> dict[str, Any]:
-    """The whole state dict in a file of safetensors or of `torch.save` (tensors only, no code is run).
+    """Read the state dict in a file of safetensors or of `torch.save` (tensors only, no code is run).
 
     Each tensor is on the device that `device_map` gives it; on the CPU where that is `"disk"` or nothing.
     """
@@ -86,7 +87,7 @@ def load_checkpoint_in_model(
         if sharded or not full_state_dict or broadcast_from_rank0:
             result = _load_distributed(model, checkpoint, full_state_dict, broadcast_from_rank0, tied)
         else:
-            result = _load_whole(model, checkpoint_files(checkpoint), tied)
+            result = _load_unsharded(model, checkpoint, tied)
         casts.apply(model, result.loaded)
     else:
         if offload_folder is None and "disk" in device_map.values():
@@ -95,33 +96,35 @@ def load_checkpoint_in_model(
             )
         files = checkpoint_files(checkpoint)
         placement = _Placement(model, device_map, offload_folder, casts, offload_buffers, offload_8bit_bnb)
-        result = placement.survey(files)
-        result.settle(model, tied)
-        result.refuse(model, checkpoint, strict)
+        result = placement.check(checkpoint, files)
+        result.find_missing(model, tied)
+        result.check_strict(model, checkpoint, strict)
         placement.load(files, spill=offload_state_dict)
-    # The name that was loaded is the one to keep: the others may hold what the model was initialised with.
+    # The name that was loaded is the one to keep: the others may have the values that the model was initialised with.
     retie_parameters(model, [sorted(group, key=lambda name: name not in result.loaded) for group in tied])
-    result.refuse(model, checkpoint, strict)
-    result.tell(model, checkpoint)
+    result.check_strict(model, checkpoint, strict)
+    result.log_differences(model, checkpoint)
 
 
 class _Result:
-    """Which names of a checkpoint reached the model, which it did not know, and which it lacks."""
+    """Which names of a checkpoint were loaded, which the model does not have, and which the checkpoint lacks."""
 
     def __init__(self) -> None:
         self.loaded: set[str] = set()
         self.unexpected: set[str] = set()
         self.missing: set[str] = set()
 
-    def settle(self, model: nn.Module, tied: list[list[str]]) -> None:
-        """Find what is missing: a name that is tied to one that was loaded is not."""
-        had = self.loaded.union(*(group for group in tied if self.loaded.intersection(group)))
-        self.missing = {name for name in model.state_dict() if name not in had and not name.endswith("_extra_state")}
+    def find_missing(self, model: nn.Module, tied: list[list[str]]) -> None:
+        """Compare with the names of the model. A name that is tied to a loaded one is not missing."""
+        present = self.loaded.union(*(group for group in tied if self.loaded.intersection(group)))
+        self.missing = {
+            name for name in model.state_dict() if name not in present and not name.endswith("_extra_state")
+        }
 
-    def refuse(self, model: nn.Module, checkpoint: Any, strict: bool) -> None:
-        """Raises CheckpointError where the two must match and do not."""
+    def check_strict(self, model: nn.Module, checkpoint: Any, strict: bool) -> None:
+        """Raise CheckpointError for any difference where `strict`."""
         if strict and (self.unexpected or self.missing):
-            parts = [
+            differences = [
                 f"{title}: {', '.join(sorted(names))}"
                 for title, names in (
                     ("unknown to the model", self.unexpected),
@@ -130,10 +133,9 @@ class _Result:
                 if names
             ]
             kind = type(model).__name__
-            raise CheckpointError(f"{checkpoint} does not fit {kind} (strict=True): {'; '.join(parts)}")
+            raise CheckpointError(f"{checkpoint} does not fit {kind} (strict=True): {'; '.join(differences)}")
 
-    def tell(self, model: nn.Module, checkpoint: Any) -> None:
-        """Name what did not match in the log."""
+    def log_differences(self, model: nn.Module, checkpoint: Any) -> None:
         kind = type(model).__name__
         if self.unexpected:
             logger.warning(
@@ -143,6 +145,36 @@ class _Result:
             )
         if self.missing:
             logger.warning(f"Some weights of {kind} are not in the checkpoint {checkpoint}: {sorted(self.missing)}.")
+
+
+def _survey(files: list[str]) -> dict[str, tuple[int, ...] | None]:
+    """{name: shape} of what the files hold, None for an entry that is no tensor.
+
+    Every file is opened and its header checked, so that a damaged one is found before anything is loaded.
+    """
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for file in files:
+        with open_weights(file) as weights:
+            shapes.update(shapes_in(weights))
+    return shapes
+
+
+def _check_shapes(model: nn.Module, checkpoint: Any, shapes: Mapping[str, tuple[int, ...] | None]) -> None:
+    """Raise CheckpointError where a tensor of the checkpoint cannot be copied to the one of that name in the model."""
+    rows = []
+    for name, value in model.state_dict().items():
+        if name not in shapes or not isinstance(value, torch.Tensor) or is_lazy(value):
+            continue
+        loads = type(model.get_submodule(name.rpartition(".")[0]))._load_from_state_dict
+        if not loads.__module__.startswith("torch.nn."):
+            continue  # a custom module may accept another shape
+        saved, here = shapes[name], tuple(value.shape)
+        if saved != here and not (here == () and saved == (1,)):  # torch reads the files of before version 0.4
+            rows.append(f"size mismatch for {name}: {saved or 'no tensor'} in the checkpoint, {here} in the model")
+    if rows:
+        raise CheckpointError(
+            f"{checkpoint} does not fit {type(model).__name__}: {'; '.join(rows[:20])}. Nothing was loaded."
+        )
 
 
 class _Casts:
@@ -171,8 +203,13 @@ class _Casts:
                 set_module_tensor_to_device(model, name, tensor.device, dtype=wanted)
 
 
-def _load_whole(model: nn.Module, files: list[str], tied: list[list[str]]) -> _Result:
+def _load_unsharded(model: nn.Module, checkpoint: Any, tied: list[list[str]]) -> _Result:
     """Load into a model that keeps its devices, some modules at a time, by its own `load_state_dict`."""
+    files = checkpoint_files(checkpoint)
+    shapes = _survey(files)
+    by_module = not _loads_custom(model)
+    if by_module:
+        _check_shapes(model, checkpoint, shapes)
     result = _Result()
     result.missing = set(model.state_dict())
 
@@ -188,7 +225,7 @@ def _load_whole(model: nn.Module, files: list[str], tied: list[list[str]]) -> _R
     for file in files:
         with open_weights(file) as weights:
             part: dict[str, Any] = {}
-            for names in _portions(model, weights):
+            for names in _portions(model, weights, by_module):
                 part.update((name, weights[name]) for name in names)
                 if sum(tensor.nbytes for tensor in part.values() if isinstance(tensor, torch.Tensor)) > _PORTION:
                     flush(part)
@@ -199,15 +236,19 @@ def _load_whole(model: nn.Module, files: list[str], tied: list[list[str]]) -> _R
     return result
 
 
-def _portions(model: nn.Module, weights: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The names in a file in portions that hold whole modules; all at once where a module loads more than its own."""
-    whole = any(
+def _loads_custom(model: nn.Module) -> bool:
+    """Whether a module of the model loads more than its own tensors under their own names."""
+    return any(
         module._load_state_dict_pre_hooks
         or (type(module)._load_from_state_dict is not nn.Module._load_from_state_dict and any(module.children()))
         or type(module).load_state_dict is not nn.Module.load_state_dict
         for module in model.modules()
     )
-    if whole or not isinstance(weights, SafetensorsFile):
+
+
+def _portions(model: nn.Module, weights: Mapping[str, Any], by_module: bool) -> Iterator[list[str]]:
+    """The names in a file, in portions of complete modules where `by_module`; otherwise all at once."""
+    if not by_module or not isinstance(weights, SafetensorsFile):
         # What torch.load maps stays mapped as long as the state dict lives.
         yield list(weights)
         return
@@ -233,13 +274,17 @@ def _load_distributed(
     options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast, strict=False)
     result = _Result()
     if not broadcast:
-        for file in checkpoint_files(checkpoint):
+        files = checkpoint_files(checkpoint)
+        shapes = _survey(files)
+        if full:
+            _check_shapes(model, checkpoint, shapes)
+        for file in files:
             with open_weights(file) as weights:
                 answer = set_model_state_dict(model, dict(weights), options=options)
                 result.unexpected.update(answer.unexpected_keys)
                 result.loaded |= set(weights)
     else:
-        files, error = _agreed(checkpoint)
+        files, error = _files_of_rank_0(checkpoint)
         if error is not None:
             raise CheckpointError(f"rank 0 found no checkpoint to send: {error}")
         for file in files:
@@ -251,19 +296,21 @@ def _load_distributed(
             result.loaded.update(names[0])
         result.unexpected = result.loaded - set(model.state_dict())
     result.loaded -= result.unexpected
-    result.settle(model, tied)
+    result.find_missing(model, tied)
     return result
 
 
-def _agreed(checkpoint: Any) -> tuple[list[str], str | None]:
-    """The files that rank 0 found, or why it found none, on every rank: the others may not see them."""
+def _files_of_rank_0(checkpoint: Any) -> tuple[list[str], str | None]:
+    """On every rank: the files that rank 0 has found and can read, or why not. The other ranks may not see them."""
     import torch.distributed as dist
 
-    answer: list[Any] = [([], None)]
+    answer: list[tuple[list[str], str | None]] = [([], None)]
     if dist.get_rank() == 0:
         try:
-            answer = [(checkpoint_files(checkpoint), None)]
-        except (ValueError, CheckpointError) as error:
+            files = checkpoint_files(checkpoint)
+            _survey(files)
+            answer = [(files, None)]
+        except (ValueError, CheckpointError, OSError) as error:
             answer = [([], str(error))]
     dist.broadcast_object_list(answer, src=0)
     return answer[0]
@@ -293,14 +340,25 @@ class _Placement:
         self.index: dict[str, Any] = {}
         self.spilled: dict[str, Any] = {}
 
-    def survey(self, files: list[str]) -> _Result:
-        """What the files hold, before any of it is read."""
+    def check(self, checkpoint: Any, files: list[str]) -> _Result:
+        """Compare what the files hold with the model and the device map, before a tensor is read."""
         result = _Result()
-        for file in files:
-            with open_weights(file) as weights:
-                names = set(weights)
-            result.loaded |= names & self.known
-            result.unexpected |= {name for name in names - self.known if not _belongs_to_8bit(name, self.known)}
+        for name, shape in _survey(files).items():
+            if name not in self.known:
+                if not _belongs_to_8bit(name, self.known):
+                    result.unexpected.add(name)
+                continue
+            result.loaded.add(name)
+            if entry_for(name, self.device_map) is None:
+                raise ValueError(f"{name} doesn't have any device set.")
+            old = tensor_at(self.model, name)
+            if shape is None:
+                raise CheckpointError(f"{checkpoint}: {name} is not a tensor")
+            if shape != old.shape and type(old).__name__ not in PACKED:
+                raise ValueError(
+                    f'Trying to set a tensor of shape {torch.Size(shape)} in "{name}" (which has shape {old.shape}), '
+                    f"this looks incorrect. {checkpoint} does not fit the model."
+                )
         return result
 
     def load(self, files: list[str], spill: bool) -> None:
@@ -317,15 +375,12 @@ class _Placement:
                 load_offloaded_weights(self.model, self.spilled, spill_folder)
 
     def _place(self, name: str, weights: Mapping[str, Any], spill_folder: str | None) -> None:
-        entry = entry_for(name, self.device_map)
-        if entry is None:
-            raise ValueError(f"{name} doesn't have any device set.")
-        place = self.device_map[entry]
+        place = device_for(name, self.device_map)
         tensor = weights[name]
         wanted = self.casts.wanted(name, tensor)
         statistics = weights.get(statistics_name(name)) if tensor.dtype == torch.int8 else None
-        stays_whole = not self.offload_8bit or type(tensor_at(self.model, name)).__name__ != "Int8Params"
-        if place in ("cpu", "disk") and tensor.is_floating_point() and not stays_whole:
+        keeps_precision = not self.offload_8bit or type(tensor_at(self.model, name)).__name__ != "Int8Params"
+        if place in ("cpu", "disk") and tensor.is_floating_point() and not keeps_precision:
             tensor, statistics = quantize_8bit(tensor)
             wanted = None
         if place == "disk" and name in self.to_disk:
@@ -350,12 +405,6 @@ class _Placement:
         folder: Any,
         index: dict[str, Any],
     ) -> None:
-        old = tensor_at(self.model, name)
-        if old.shape != tensor.shape and type(old).__name__ not in PACKED:
-            raise ValueError(
-                f'Trying to set a tensor of shape {tensor.shape} in "{name}" (which has shape {old.shape}), this '
-                "looks incorrect."
-            )
         set_module_tensor_to_device(self.model, name, "meta", dtype=wanted, clear_cache=False)
         offload_weight(tensor if wanted is None else tensor.to(wanted), name, folder, index)
         if statistics is not None:
@@ -368,7 +417,7 @@ def statistics_name(weight_name: str) -> str:
 
 
 def _belongs_to_8bit(name: str, known: set[str]) -> bool:
-    """Whether an entry is one of those that go with an 8-bit weight: its scales, or how it is laid out."""
+    """Whether an entry belongs to an 8-bit weight: its scales, or its memory format."""
     stem, _, leaf = name.rpartition(".")
     return leaf in ("SCB", "weight_format") and (f"{stem}.weight" if stem else "weight") in known
 

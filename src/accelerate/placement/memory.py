@@ -23,7 +23,7 @@ MaxMemory = dict[Any, Any]
 _NAMED = ("mps", "cpu", "disk")
 # Of a lone accelerator's free memory, the part that a plan may fill unasked: the rest is for activations.
 _SHARE_OF_ONE = 0.9
-# How far a share exceeds the mean, in sizes of the largest block: whole blocks never fill a device to the byte.
+# How far a share exceeds the mean, in sizes of the largest block: blocks never fill a device exactly.
 _SLACK = 1.25
 
 
@@ -54,6 +54,11 @@ def get_max_memory(max_memory: MutableMapping[int | str, int | str] | None = Non
     return {device: sizes[device] for device in (*indices, *_NAMED) if device in sizes}
 
 
+def _is_integrated(kind: str | None, index: int) -> bool:
+    """Whether a device has no memory of its own and uses the main memory."""
+    return kind == "cuda" and torch.cuda.is_available() and bool(torch.cuda.get_device_properties(index).is_integrated)
+
+
 def _free_memory() -> MaxMemory:
     import psutil
 
@@ -63,14 +68,17 @@ def _free_memory() -> MaxMemory:
         # One memory for both: a part that is offloaded from it to the CPU gains nothing.
         return {"mps": main}
     free: MaxMemory = {}
+    shared = False
     for index in range(devices.device_count(kind)):
         try:
             # The first tensor on a device takes the memory of its context, which is not the model's to fill.
             torch.zeros(1, device=torch.device(kind, index))  # type: ignore[arg-type]
             free[index] = torch.accelerator.get_memory_info(index)[0]
+            shared = shared or _is_integrated(kind, index)
         except RuntimeError as error:
             logger.info(f"Device {kind}:{index} is left out, as it cannot be used: {error}")
-    return {**free, "cpu": main}
+    # An integrated device uses the main memory: it is counted once, for the device.
+    return free if shared else {**free, "cpu": main}
 
 
 def get_balanced_memory(
@@ -115,8 +123,8 @@ def _largest_block(model: nn.Module, sizes: Mapping[str, int], classes: str | It
 
     All of them count, not the first of each class: in a mixture of experts a dense first block is much the smallest.
     """
-    whole = set(normalized_classes(classes))
-    return max((sizes[name] for name, module in model.named_modules() if type(module).__name__ in whole), default=0)
+    names = set(normalized_classes(classes))
+    return max((sizes[name] for name, module in model.named_modules() if type(module).__name__ in names), default=0)
 
 
 def _mean_layer(sizes: Mapping[str, int]) -> int:

@@ -14,7 +14,7 @@ from ..core.device_kinds import DEVICES
 
 logger = logging.getLogger(__name__)
 
-# Ways to move a module, by device type where it has one of its own.
+# Ways to move a module, by device type where torch has a method for it.
 _MOVES = ("to", *(kind.type for kind in DEVICES.values() if kind.moves_modules))
 
 
@@ -39,7 +39,7 @@ class ModelHook:
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Called in place of `post_forward` when the forward raises; the error goes on afterwards."""
+        """Called instead of `post_forward` when the forward raises. The error is raised afterwards."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Called once, when the hook is removed; returns the module."""
@@ -53,25 +53,30 @@ class SequentialHook(ModelHook):
         self.hooks = hooks
 
     def init_hook(self, module: nn.Module) -> nn.Module:
+        """Call `init_hook` of each hook."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass the arguments through `pre_forward` of each hook."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Pass the output through `post_forward` of each hook."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
+        """Call `forward_failed` of each hook."""
         for hook in self.hooks:
             hook.forward_failed(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Call `detach_hook` of each hook."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
@@ -142,7 +147,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 def guard_moves(model: nn.Module) -> None:
-    """Warn when `model` is moved as a whole, and refuse it where some of it is offloaded, as long as it has a hook."""
+    """While `model` has a hook, warn when it is moved, and raise RuntimeError if some of it is offloaded."""
     for name in _MOVES:
         if hasattr(model, name):
             move = functools.partial(_guarded_move, model, name)

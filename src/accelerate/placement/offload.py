@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights kept on disk: one flat file a weight and an index, or entries of safetensors files, read when asked for."""
+"""Weights kept on disk: one flat file a weight and an index, or entries of safetensors files, read on access."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Index = MutableMapping[str, dict[str, Any]]
 def offload_weight(weight: torch.Tensor, weight_name: str, offload_folder: Any, index: Index | None = None) -> Any:
     """Write one weight to `offload_folder/<weight_name>.dat`, its bytes and nothing else, and enter it in `index`.
 
-    Returns the index. What still reads a former file of that name goes on reading it as it was.
+    Returns the index. A tensor that is mapped to an earlier file of that name keeps its values.
     """
     if is_traceable_wrapper_subclass(weight):
         raise TypeError(
@@ -144,7 +144,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if index is None and save_folder is not None:
             index = _read_index(save_folder)
         self.index: Mapping[str, Any] = {} if index is None else index
-        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        self.all_keys: list[str] = list(dict.fromkeys([*self.state_dict, *self.index]))
         self.device = device
         # Further names of a weight, for parameters that are tied and were stored under one name.
         self.aliases: dict[str, str] = {}

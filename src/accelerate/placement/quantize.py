@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
     """Whether some layer of `model` has 4-bit weights of bitsandbytes'."""
-    # Where the package is not loaded, nothing is made of it.
+    # If the package is not loaded, no module is an instance of its classes.
     layers = sys.modules.get("bitsandbytes.nn")
     return layers is not None and any(isinstance(module, layers.Linear4bit) for module in model.modules())
 
 
 def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
-    """Raises ImportError where the package is missing or too old for what `config` asks for."""
+    """Raise ImportError if the package is missing or too old for `config`."""
     if config.load_in_8bit and not is_8bit_bnb_available():
         raise ImportError("quantising to 8 bits needs the package bitsandbytes >= 0.37.2: pip install bitsandbytes")
     if config.load_in_4bit and not is_4bit_bnb_available():
@@ -43,7 +43,7 @@ def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
 
 
 def unquantized_modules(model: nn.Module) -> list[str]:
-    """Modules that keep their precision unless told otherwise: the output layer, and what shares its weights.
+    """Modules that keep their precision by default: the output layer, and modules that share its weights.
 
     A model that is itself the body of a larger one has no output layer: all of it may be quantised.
     """
@@ -81,6 +81,7 @@ def _quantizing(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
     import bitsandbytes
 
     shape = (layer.in_features, layer.out_features, layer.bias is not None)
+    new: Any
     with torch.device("meta"):
         if config.load_in_8bit:
             new = bitsandbytes.nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=config.llm_int8_threshold)
@@ -95,8 +96,8 @@ def _quantizing(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
     new.weight = type(new.weight)(layer.weight.data, requires_grad=False, **vars(new.weight))
     if layer.bias is not None:
         new.bias = nn.Parameter(layer.bias.data, requires_grad=False)
-    new.train(layer.training)
-    return new
+    made: nn.Module = new.train(layer.training)
+    return made
 
 
 def offloaded_places() -> tuple[str, ...]:
@@ -112,7 +113,7 @@ def quantized_device_map(
     max_memory: MutableMapping[int | str, int | str] | None,
     no_split_module_classes: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """Where the parts of a quantised model go: the map given, a plan of the kind named, or all on the main device.
+    """The device map of a quantised model: the given one, a planned one, or all on the main device.
 
     Raises ConfigurationError where a plan would offload 4-bit layers, which cannot be kept elsewhere.
     """
@@ -128,7 +129,7 @@ def quantized_device_map(
     ]
     if offloaded and config.load_in_4bit:
         raise ConfigurationError(
-            f"{', '.join(name or 'the whole model' for name in offloaded)} would be offloaded, and 4-bit layers "
+            f"{', '.join(name or 'the entire model' for name in offloaded)} would be offloaded, and 4-bit layers "
             "cannot be. Give `max_memory` or a device with enough memory for the quantised model, or name these "
             "modules in a `device_map` of your own: they are then kept in `torch_dtype`."
         )
@@ -163,8 +164,8 @@ def _planned(
     return infer_auto_device_map(model, max_memory=limits, **options)
 
 
-def _mentions(name: str, parts: Sequence[str]) -> bool:
-    return any(part in name for part in parts)
+def _mentions(name: str, fragments: Sequence[str]) -> bool:
+    return any(part in name for part in fragments)
 
 
 def load_and_quantize_model(
@@ -177,7 +178,7 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Quantise the linear layers of `model` with bitsandbytes, as the config says, and return the model.
+    """Quantise the linear layers of `model` with bitsandbytes, as configured, and return the model.
 
     A model on the meta device gets the weights at `weights_location`, each quantised as it arrives where `device_map`
     puts it (default: all on the accelerator in use, or on the CPU). One that holds weights is quantised on that

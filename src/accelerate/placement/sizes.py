@@ -75,18 +75,26 @@ def named_module_tensors(
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
         return
-    hidden = non_persistent_buffers(module, recurse=recurse) if remove_non_persistent else frozenset()
+    hidden = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
     for name, buffer in module.named_buffers(recurse=recurse):
         if name not in hidden:
             yield name, buffer
 
 
-def non_persistent_buffers(module: nn.Module, recurse: bool = False) -> frozenset[str]:
-    """The dotted names of the buffers that are not part of the state dict of `module`."""
-    parts = module.named_modules() if recurse else [("", module)]
-    return frozenset(
-        f"{prefix}.{name}" if prefix else name for prefix, part in parts for name in part._non_persistent_buffers_set
-    )
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Return the names of the buffers that are not part of the state dict of `module`.
+
+    Args:
+        module: the module.
+        recurse: include the buffers of its submodules.
+        fqns: return dotted names, from `module` on, instead of the buffers' own.
+    """
+    owners = module.named_modules() if recurse else [("", module)]
+    return {
+        f"{prefix}.{name}" if prefix and fqns else name
+        for prefix, owner in owners
+        for name in owner._non_persistent_buffers_set
+    }
 
 
 def compute_module_sizes(
@@ -95,7 +103,7 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of every tensor and module of `model` by name, the whole under `""`. A tied tensor counts once.
+    """Bytes of every tensor and module of `model` by name, with the total under `""`. A tied tensor counts once.
 
     `dtype` is what floating point tensors will be stored in (integers, and anything narrower, keep their own type);
     `special_dtypes` names tensors that are stored in another one. The tensors may be on the meta device.
@@ -108,7 +116,7 @@ def compute_module_sizes(
         width = dtype_byte_size(tensor.dtype)
         if name in special:
             width = special[name]
-        elif wanted is not None and not _is_whole(tensor.dtype):
+        elif wanted is not None and not _is_integer(tensor.dtype):
             width = min(wanted, width)
         size = tensor.numel() * width
         sizes[""] += size
@@ -120,7 +128,7 @@ def compute_module_sizes(
     return sizes
 
 
-def _is_whole(dtype: torch.dtype) -> bool:
+def _is_integer(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
@@ -159,14 +167,14 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """The bytes of the whole model, and of its largest layer with the names of all layers that large.
+    """The bytes of the model, and of its largest layer with the names of all layers of that size.
 
-    The model's own `_no_split_modules` (class names) stay whole.
+    Modules of the model's own `_no_split_modules` (class names) count as one layer.
     """
     sizes = compute_module_sizes(model)
-    parts: list[NamedPart] = [
+    modules_or_tensors: list[NamedPart] = [
         *model.named_parameters(recurse=False),
         *model.named_children(),
         *model.named_buffers(recurse=False),
     ]
-    return sizes[""], get_max_layer_size(parts, sizes, getattr(model, "_no_split_modules", None))
+    return sizes[""], get_max_layer_size(modules_or_tensors, sizes, getattr(model, "_no_split_modules", None))

@@ -45,7 +45,7 @@ def as_device(device: Place) -> torch.device:
 
 
 def main_device() -> torch.device:
-    """Where a model runs that is not told where: this machine's accelerator that is in use now, else the CPU."""
+    """The default device of a model: the current accelerator of this machine, else the CPU."""
     kind = devices.accelerator_type()
     return torch.device("cpu") if kind is None else torch.device(kind, torch.accelerator.current_device_index())
 
@@ -63,7 +63,7 @@ def set_module_tensor_to_device(
 ) -> None:
     """Put one tensor of `module`, by its dotted name, on `device`, with another `value` where one is given.
 
-    A value takes the dtype that the tensor has, or `dtype`; whole numbers keep their own where `dtype` is given. A
+    A value takes the dtype that the tensor has, or `dtype`; integers keep their own dtype where `dtype` is given. A
     tensor on the meta device holds no data and needs a value. `fp16_statistics` are the row scales of an 8-bit weight.
     With `tied_params_map` a tied tensor that is on the device already is used instead of a second copy.
     With `clear_cache` memory that is left unused on an accelerator is given back to it.
@@ -139,10 +139,10 @@ def _with_value(
             f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), this looks '
             "incorrect."
         )
-    whole = not (value.is_floating_point() or value.is_complex())
+    is_integer = not (value.is_floating_point() or value.is_complex())
     if kind in QUANTIZED:
-        return _quantized_parameter(old, value if whole or dtype is None else value.to(dtype), target, statistics)
-    wanted = old.dtype if dtype is None else value.dtype if whole else dtype
+        return _quantized_parameter(old, value if is_integer or dtype is None else value.to(dtype), target, statistics)
+    wanted = old.dtype if dtype is None else value.dtype if is_integer else dtype
     data = value.to(device=target, dtype=wanted, non_blocking=non_blocking)
     return _parameter_like(old, data) if isinstance(old, nn.Parameter) else data
 
@@ -159,7 +159,7 @@ def _parameter_like(old: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
     if kind is nn.Parameter:
         new = nn.Parameter(data, requires_grad=trained)
     else:
-        # Past the constructor of the class, which may ask for more than the data.
+        # Without the constructor of the class, which may require more than the data.
         new = torch.Tensor._make_subclass(kind, data, trained)
     if attributes := vars(old):
         vars(new).update(attributes)
@@ -179,7 +179,8 @@ def _quantized_parameter(
         if target == value.device and value.dtype == torch.int8:
             options["CB"] = value
     kind: Any = type(old)
-    return kind(value, requires_grad=old.requires_grad and value.is_floating_point(), **options).to(target)
+    made: torch.Tensor = kind(value, requires_grad=old.requires_grad and value.is_floating_point(), **options)
+    return made.to(target)
 
 
 def quantize_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     """Groups of names under which one parameter of `model` is known, each sorted; none for a parameter of one name.
 
-    Works on the meta device too, as it asks whether two names hold the same object. Tie first, move later: parameters
+    Works on the meta device too, as it compares the identity of the parameters. Tie first, move later: parameters
     that were moved one by one are no longer the same. Takes no further arguments: a TypeError names any.
     """
     if kwargs:
@@ -43,7 +43,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a transformers model says that some of its weights are tied; False for any other model."""
+    """Whether the config of a transformers model ties some weights; False for any other model."""
     config = getattr(model, "config", None)
     if config is None:
         return False
@@ -60,7 +60,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: DeviceMap) -> None:
     """Warn, in the log, of each group of tied parameters that `device_map` spreads over several devices.
 
-    Raises ValueError for a parameter that the map says nothing about.
+    Raises ValueError for a parameter without a device in the map.
     """
     for group in tied_params:
         devices = {name: device_for(name, device_map) for name in group}
@@ -82,13 +82,13 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
         return local.device, torch_xla._XLAC._xla_get_tensor_id(local), local.nelement() * local.element_size()
     storage = local.untyped_storage()
-    # Nothing on the meta device has an address; the storage object itself tells its tensors from others there.
+    # Nothing on the meta device has an address; the identity of the storage object is used instead.
     where = storage._cdata if local.device.type == "meta" else storage.data_ptr()
     return local.device, where, storage.nbytes()
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict as safetensors can write it: every tensor contiguous, in memory of its own, and once.
+    """A state dict as safetensors can write it: every tensor contiguous, in separate memory, and once.
 
     Of several names for one tensor the first stays, and a warning in the log names the others: they come back where
     the model ties them. Views that only share memory (rows of one matrix, say) are all kept, as copies.

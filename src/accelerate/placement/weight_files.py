@@ -27,7 +27,7 @@ _HEADER_LIMIT = 100_000_000  # bytes; the safetensors format's own limit
 
 @contextmanager
 def open_weights(checkpoint_file: str | os.PathLike[str], mapped: bool = True) -> Iterator[Mapping[str, Any]]:
-    """The tensors in a file by name, each read when it is asked for.
+    """The tensors in a file by name, each read on access.
 
     The memory of a tensor is the file's. safetensors writes a new file where it saves over one that is read;
     `torch.save` does not, so that what is kept of its files must be a copy, or read with `mapped=False`.
@@ -81,7 +81,9 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
                 "Make sure to save your model with the `save_pretrained` method. Defaulting to 'pt' metadata."
             )
         elif written_by != "pt":
-            raise ValueError(f"The checkpoint passed was saved with {written_by}, we need a the pt format.")
+            raise ValueError(
+                f"The checkpoint passed was saved with {written_by}, we need a the pt format: {self.path}"
+            )
         self._names = list(getattr(self._handle, "offset_keys", self._handle.keys)())
         return self
 
@@ -95,7 +97,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         try:
             self._handle = safe_open(self.path, framework="pt", device="cpu")
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path} is not a whole safetensors file: {error}") from error
+            raise CheckpointError(f"{self.path} is not a complete safetensors file: {error}") from error
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if self._touched > _MAPPED:
@@ -107,6 +109,10 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         self._touched += tensor.nbytes
         return tensor
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read."""
+        return tuple(self._handle.get_slice(name).get_shape())
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -114,17 +120,24 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
+def shapes_in(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
+    """{name: shape} of an open file, without reading a tensor of a safetensors file; None for what is no tensor."""
+    if isinstance(weights, SafetensorsFile):
+        return {name: weights.shape(name) for name in weights}
+    return {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in weights.items()}
+
+
 def checkpoint_files(checkpoint: str | os.PathLike[str]) -> list[str]:
-    """The files that make up a checkpoint: itself, those that its index names, or what lies in its folder.
+    """The files of a checkpoint: the file itself, the files in its index, or those in its folder.
 
     Raises ValueError where there is no checkpoint at that path, or several.
     """
     path = os.fspath(checkpoint)
     if os.path.isdir(path):
         indices = [name for name in os.listdir(path) if name.endswith(".index.json")]
-        whole = [name for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) if os.path.isfile(os.path.join(path, name))]
-        if whole:
-            return [os.path.join(path, whole[0])]
+        single = [name for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) if os.path.isfile(os.path.join(path, name))]
+        if single:
+            return [os.path.join(path, single[0])]
         if not indices:
             raise ValueError(
                 f"{path} is not a folder containing a `.index.json` file or a {WEIGHTS_NAME} or a {SAFE_WEIGHTS_NAME} "
@@ -185,7 +198,7 @@ _DTYPES = {
 class SafetensorsFiles:
     """Tensors of safetensors files at any time: the header of a file is read once, until the file is another.
 
-    For a file of 300 tensors that takes 40 times as long as reaching one of them. Each tensor is a mapping of its own:
+    For a file of 300 tensors that takes 40 times as long as reaching one of them. Each tensor is a separate mapping:
     what is written to one reaches neither the file nor what is read from it later.
     """
 
@@ -207,13 +220,14 @@ class SafetensorsFiles:
         if not empty.numel():
             return torch.empty_like(empty, device="cpu")
         if stop - start != empty.nbytes or stop > size:
-            raise CheckpointError(f"{file} is not a whole safetensors file: {name} lies outside of it")
-        # The part of the mapping alone: who saves the tensor would else save the whole file with it.
+            raise CheckpointError(f"{file} is not a complete safetensors file: {name} lies outside of it")
+        # Only a slice of the mapping: saving the tensor would otherwise save the entire file.
         storage = torch.UntypedStorage.from_file(file, False, size)[start:stop]
         if start % dtype.itemsize:
             # Only writers that do not pad the header make such files.
             storage = storage.clone()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, empty.shape)  # type: ignore[call-overload]
+        tensor: torch.Tensor = torch.empty(0, dtype=dtype).set_(storage, 0, empty.shape)  # type: ignore[call-overload]
+        return tensor
 
     def _header(self, path: str) -> tuple[int, dict[str, Any]]:
         """The size of a file in bytes, and its entries with their places counted from the start of the file."""

@@ -31,9 +31,11 @@ class MixedPrecision(Precision):
 
     @property
     def computes_in(self) -> str:  # type: ignore[override]
+        """The dtype, for `explain`."""
         return f"{self.name} under autocast"
 
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
+        """`torch.autocast` with the run's options or these."""
         options = options or self.options
         kwargs = {} if options is None else options.to_kwargs()
         return torch.autocast(self.device_type, dtype=self.dtype, **kwargs)
@@ -72,6 +74,7 @@ class ScaledPrecision(MixedPrecision):
         self.scaler = scaler or torch.amp.GradScaler(device_type, **kwargs)
 
     def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+        """As the base class. Raises PrepareError for float16 parameters."""
         half = next(
             (name for name, p in model.named_parameters() if p.requires_grad and p.dtype is torch.float16), None
         )
@@ -84,6 +87,7 @@ class ScaledPrecision(MixedPrecision):
         return super().wrap_forward(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """The backward of the scaled loss."""
         self.scaler.scale(loss).backward(**kwargs)  # type: ignore[union-attr]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full precision: what a forward, a backward and a step do when nothing is lowered. The base of all others."""
+"""Full precision, the base class of all others: forward, backward and step without any cast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..config.precision import AutocastKwargs
 
 
-# How optimizers are kept at the parameters that a conversion made: takes pairs of (former, present).
+# Makes optimizers step converted parameters: takes pairs of (former, present).
 Repoint = Callable[[Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter]]], None]
 
 
@@ -23,11 +23,11 @@ class Precision:
     name = "no"
     scaler: torch.amp.GradScaler | None = None
     native_amp = False
-    # In words, for `explain`.
+    # As text, for `explain`.
     computes_in = "the parameters' dtype"
 
     def autocast(self, options: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[Any]:
-        """A context in which operations run in the lowered precision; here: nothing happens."""
+        """A context in which operations run in the lower precision; here it does nothing."""
         return contextlib.nullcontext()
 
     def convert(self, model: torch.nn.Module, repoint: Repoint) -> None:
@@ -46,7 +46,7 @@ class Precision:
         return []
 
     def attach_master_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have an optimizer step the master weights of its parameters, where there are any."""
+        """Make an optimizer step the master weights of its parameters, if there are any."""
 
     def swap_in_master_weights(
         self,
@@ -54,12 +54,17 @@ class Precision:
         optimizers: Sequence[torch.optim.Optimizer],
         contexts: Iterable[contextlib.AbstractContextManager[None]],
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which models and optimizers hold master weights instead of parameters.
+        """A context in which models and optimizers have master weights instead of parameters.
 
-        `contexts` are entered first: in them the models may (`PreparedModel.swappable`). What is written to the master
-        weights counts: the parameters follow at the end. Gradients stay at the parameters.
+        At its end the parameters get the values of the master weights. Gradients stay at the parameters.
+
+        Args:
+            models: prepared modules.
+            optimizers: their plain optimizers.
+            contexts: entered first; they make the models swappable (`PreparedModel.swappable`).
         """
         return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """The backward of a loss."""
         loss.backward(**kwargs)

@@ -36,6 +36,7 @@ class Float8Precision(MixedPrecision):
 
     @property
     def computes_in(self) -> str:  # type: ignore[override]
+        """The converted layers, for `explain`."""
         total = len(self.converted) + len(self.left)
         layers = f"{len(self.converted)} of {total} linear layers in float8 ({self.backend.value})"
         return f"bfloat16 under autocast, {layers}" + (f"; not: {', '.join(self.left[:8])}" if self.left else "")
@@ -88,6 +89,7 @@ class TorchaoPrecision(Float8Precision):
         self.config = config
 
     def replace_layers(self, model: nn.Module) -> list[str]:
+        """Convert to torchao's layers; the names of those converted."""
         from torchao.float8.float8_linear import Float8Linear
 
         before = {id(layer) for layer in model.modules() if isinstance(layer, Float8Linear)}
@@ -109,12 +111,14 @@ class TransformerEnginePrecision(Float8Precision):
         self.recipe = recipe
 
     def replace_layers(self, model: nn.Module) -> list[str]:
+        """Convert to Transformer Engine's layers; the names of the linear ones converted."""
         linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
         with torch.no_grad():
             fp8_te.convert_model(model)
         return [name for name, layer in model.named_modules() if name in linear and layer is not linear[name]]
 
     def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+        """bf16 autocast, and inside of it the engine's fp8 autocast."""
         model = super().wrap_forward(model)
         return fp8_te.apply_fp8_autowrap(model, self.recipe)
 

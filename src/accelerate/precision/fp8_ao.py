@@ -62,7 +62,7 @@ def convert_model_to_fp8_ao(
 ) -> None:
     """Replace, in place, the linear layers of `model` that the filter takes by torchao's float8 layers.
 
-    `module_filter_func(layer, name)` is asked for each layer; the default takes those whose dimensions are multiples
+    `module_filter_func(layer, name)` decides for each layer; the default takes those whose dimensions are multiples
     of 16, without the first and the last. The layers are new objects, their parameters are the same ones.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -57,17 +57,19 @@ def _to_engine(layer: nn.Module, linear: bool, norm: bool) -> nn.Module | None:
     if linear and type(layer) is nn.Linear:
         if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
             return None
-        return engine.Linear(
+        converted: nn.Module = engine.Linear(
             layer.in_features,
             layer.out_features,
             bias=layer.bias is not None,
             params_dtype=layer.weight.dtype,
             device=layer.weight.device,
         )
+        return converted
     if norm and type(layer) is nn.LayerNorm and layer.weight is not None and layer.bias is not None:
-        return engine.LayerNorm(
+        converted = engine.LayerNorm(
             layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype, device=layer.weight.device
         )
+        return converted
     return None
 
 
@@ -82,7 +84,7 @@ def _from_engine(layer: nn.Module, linear: bool, norm: bool) -> nn.Module | None
 
 
 def _bias(layer: nn.Module) -> torch.Tensor | None:
-    # The engine's layers without a bias hold an empty tensor in its place.
+    # The engine's layers without a bias have an empty tensor instead.
     bias = getattr(layer, "bias", None)
     return bias if isinstance(bias, torch.Tensor) and bias.numel() else None
 
@@ -143,7 +145,7 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
 def make_recipe(handler: TERecipeKwargs) -> Any:
     """The engine's recipe of a handler: delayed scaling, or MXFP8 blocks where `use_mxfp8_block_scaling`.
 
-    The handler's `interval` says nothing any more: the engine computes the scaling at each step.
+    The handler's `interval` has no effect any more: the engine computes the scaling at each step.
     """
     from transformer_engine.common import recipe
 
@@ -169,12 +171,12 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
 
 def _override(handler: TERecipeKwargs, kind: Any) -> dict[str, Any]:
     """Which of a linear layer's three products stay in high precision, for engines that can leave some."""
-    asked = tuple(handler.override_linear_precision or ())
-    if not any(asked):
+    requested = tuple(handler.override_linear_precision or ())
+    if not any(requested):
         return {}
     if "override_linear_precision" not in inspect.signature(kind).parameters:
         raise ConfigurationError(
-            f"override_linear_precision={asked}: the installed Transformer Engine has no such option (it went with "
-            "version 2). Leave it out, or install an earlier one"
+            f"override_linear_precision={requested}: the installed Transformer Engine has no such option (version 2 "
+            "removed it). Leave it out, or install an earlier one"
         )
-    return {"override_linear_precision": asked}
+    return {"override_linear_precision": requested}

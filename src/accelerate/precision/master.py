@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bf16 parameters with fp32 masters: the model computes with the ones, its optimizers step the others."""
+"""bf16 parameters with fp32 master weights: the model computes with the former, optimizers step the latter."""
 
 from __future__ import annotations
 
@@ -15,43 +15,44 @@ from ..core.errors import PrepareError
 from . import master_step
 from .amp import MixedPrecision
 
-_LOWERED_FROM = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_CAST_FROM = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class MasterPrecision(MixedPrecision):
-    """bf16 autocast over bf16 parameters. Each that trains has an fp32 master, in the same layout.
+    """bf16 autocast over bf16 parameters. Each parameter that trains has an fp32 master weight, in the same layout.
 
-    Everywhere but in its step an optimizer shows the model's parameters. In the step its groups and its state hold the
-    masters (`master_step.MasterStep`). What saves and loads sees the masters in both places, under
-    `swap_in_master_weights`: to it this is a plain fp32 run.
+    During its step an optimizer's groups and state have the master weights (`master_step.MasterStep`), otherwise the
+    model's parameters. Under `swap_in_master_weights` both model and optimizer have the master weights: a
+    checkpoint is that of an fp32 run.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # parameter -> its master; None for one that has been frozen so far.
+        # parameter -> its master weight; None for one that has been frozen so far.
         self._master_of: Any = WeakTensorKeyDictionary()
         self._is_swapped_in = False
-        self.changes = 0  # grows with each entry
+        self.changes = 0  # the number of entries so far
 
     @torch.no_grad()
     def cast_parameters(self, model: nn.Module) -> bool:
+        """Cast parameters to bf16, and keep fp32 master weights of those that train."""
         _refuse_sparse(model)
         before = self.changes
         for parameter, owners in _places(model):
-            if parameter in self._master_of or not _can_be_lowered(parameter):
+            if parameter in self._master_of or not _can_be_cast(parameter):
                 continue
-            # Not detached: that would share the count of changes with the parameter.
+            # Not detach(): that would share the version counter with the parameter.
             full = parameter.data
-            lowered = full.to(self.dtype)
+            cast = full.to(self.dtype)
             if hasattr(parameter, "device_mesh"):
-                # A DTensor's dtype cannot be set; who laid it out reads it again before the first forward.
-                present = nn.Parameter(lowered, requires_grad=parameter.requires_grad)
+                # A DTensor's dtype cannot be changed; the layout reads the parameter again before the first forward.
+                present = nn.Parameter(cast, requires_grad=parameter.requires_grad)
                 present.__dict__.update(parameter.__dict__)
                 for module, name in owners:
                     module._parameters[name] = present
                 parameter = present
             else:
-                parameter.data = lowered
+                parameter.data = cast
             self._note(parameter, full if parameter.requires_grad else None)
         return self.changes != before
 
@@ -60,19 +61,21 @@ class MasterPrecision(MixedPrecision):
         self.changes += 1
 
     def master_weights(self, model: nn.Module) -> list[torch.Tensor]:
+        """The master weights of a model."""
         found = [self._master_of.get(parameter) for parameter in model.parameters()]
         return [master for master in found if master is not None]
 
     def find(self, parameter: nn.Parameter) -> tuple[bool, nn.Parameter | None]:
-        """(whether a parameter was lowered, its master); one that has been frozen so far has none."""
+        """(whether a parameter was cast, its master weight or None if it has been frozen so far)."""
         return parameter in self._master_of, self._master_of.get(parameter)
 
     @torch.no_grad()
     def add_master(self, parameter: nn.Parameter) -> None:
-        """A parameter that was frozen trains from now on."""
+        """Add the master weight of a parameter that was frozen and trains from now on."""
         self._note(parameter, parameter.data)
 
     def attach_master_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make an optimizer step master weights, once."""
         if master_step.master_step_of(optimizer) is None:
             master_step.attach(optimizer, self)
 
@@ -83,6 +86,7 @@ class MasterPrecision(MixedPrecision):
         optimizers: Sequence[torch.optim.Optimizer],
         contexts: Iterable[contextlib.AbstractContextManager[None]],
     ) -> Iterator[None]:
+        """A context in which models and optimizers have master weights; nested ones do nothing."""
         if self._is_swapped_in:
             yield
             return
@@ -121,7 +125,7 @@ class MasterPrecision(MixedPrecision):
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """Each parameter of a model, and the modules and names under which it stands."""
+    """Each parameter of a model, with the modules and names that refer to it."""
     found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -130,16 +134,16 @@ def _places(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, 
     return list(found.values())
 
 
-def _can_be_lowered(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is plain numbers: no placeholder of another stage's, nothing quantised."""
+def _can_be_cast(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has plain values: it is neither another stage's placeholder nor quantized."""
     is_plain = type(parameter.data) is torch.Tensor or hasattr(parameter, "device_mesh")
-    return is_plain and not parameter.is_meta and parameter.dtype in _LOWERED_FROM
+    return is_plain and not parameter.is_meta and parameter.dtype in _CAST_FROM
 
 
 def _refuse_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise PrepareError(
-                f"MasterWeightsKwargs: {name} ({type(module).__name__}) gives sparse gradients, which are not handed "
-                "to fp32 masters. Build it with sparse=False, or leave MasterWeightsKwargs out"
+                f"MasterWeightsKwargs: {name} ({type(module).__name__}) gives sparse gradients, which fp32 master "
+                "weights do not support. Build it with sparse=False, or leave MasterWeightsKwargs out"
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step of an optimizer whose groups show bf16 parameters and which trains their fp32 masters."""
+"""The step of an optimizer that has bf16 parameters in its groups and trains their fp32 master weights."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ if TYPE_CHECKING:
 
 Pairs = Sequence[tuple[nn.Parameter, nn.Parameter]]
 
-# The entry of an optimizer's own `state_dict()` that holds the masters, by the numbers of their parameters.
+# The entry of an optimizer's `state_dict()` with the master weights, by the numbers of their parameters.
 STATE_KEY = "master_weights"
 
 
 class MasterStep:
-    """What one optimizer shows, and what it holds in its step. It is handed in each time, so that nothing holds it."""
+    """Swaps the parameters and the master weights of one optimizer, without a reference to it."""
 
     def __init__(self, precision: MasterPrecision) -> None:
         self.precision = precision
         self.inside = False
         self._changes = -1
-        self._is_proven = False  # that this optimizer steps what its groups hold
-        self._shown: list[list[nn.Parameter]] = []
-        self._held: list[list[nn.Parameter]] = []
+        self._is_proven = False  # that this optimizer steps the parameters in its groups
+        self._visible: list[list[nn.Parameter]] = []
+        self._stepped: list[list[nn.Parameter]] = []
         self._frozen: list[nn.Parameter] = []
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._to_held: dict[int, nn.Parameter] = {}
-        self._to_shown: dict[int, nn.Parameter] = {}
+        self._to_master: dict[int, nn.Parameter] = {}
+        self._to_parameter: dict[int, nn.Parameter] = {}
         self._versions: list[int] = []
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
-        """Find the masters of the groups again, where groups or masters have changed."""
+        """Update the master weights of the groups if groups or master weights have changed."""
         groups = [group["params"] for group in optimizer.param_groups]
-        if self._changes == self.precision.changes and _is_same(groups, self._shown):
+        if self._changes == self.precision.changes and _is_same(groups, self._visible):
             return
         self._changes = self.precision.changes
-        self._shown = [list(group) for group in groups]
+        self._visible = [list(group) for group in groups]
         found = {id(p): (p, *self.precision.find(p)) for group in groups for p in group}
         self._pairs = [(p, master) for p, _, master in found.values() if master is not None]
-        self._frozen = [p for p, lowered, master in found.values() if lowered and master is None]
-        self._to_held = {id(p): master for p, master in self._pairs}
-        self._to_shown = {id(master): p for p, master in self._pairs}
-        self._held = [[self._to_held.get(id(p), p) for p in group] for group in groups]
+        self._frozen = [p for p, was_cast, master in found.values() if was_cast and master is None]
+        self._to_master = {id(p): master for p, master in self._pairs}
+        self._to_parameter = {id(master): p for p, master in self._pairs}
+        self._stepped = [[self._to_master.get(id(p), p) for p in group] for group in groups]
         refresh(self._pairs)
         self._versions = self._versions_now()
 
@@ -59,33 +59,33 @@ class MasterStep:
         return [parameter._version for parameter, _ in self._pairs]
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
-        """From here on groups and state are the masters'."""
+        """Put the master weights into groups and state."""
         self.look(optimizer)
         if self._frozen and (trained := [p for p in self._frozen if p.grad is not None]):
             for parameter in trained:
                 self.precision.add_master(parameter)
             self.look(optimizer)
         if self._versions_now() != self._versions:
-            # Somebody has written parameters since the last step: a loaded state, an average.
+            # The parameters were written since the last step, by a loaded state for example.
             refresh(self._pairs)
-        for group, held in zip(optimizer.param_groups, self._held, strict=True):
-            group["params"][:] = held
-        optimizer.state = _keyed(optimizer.state, self._to_held)
+        for group, stepped in zip(optimizer.param_groups, self._stepped, strict=True):
+            group["params"][:] = stepped
+        optimizer.state = _keyed(optimizer.state, self._to_master)
         self.inside = True
 
     def leave(self, optimizer: torch.optim.Optimizer) -> None:
-        """The parameters are the masters, rounded, and groups and state show them again."""
+        """Round the master weights into the parameters, and put these back into groups and state."""
         copy_back(self._pairs)
         for _, master in self._pairs:
             master.grad = None
-        for group, shown in zip(optimizer.param_groups, self._shown, strict=False):
-            group["params"][:] = shown
-        optimizer.state = _keyed(optimizer.state, self._to_shown)
+        for group, visible in zip(optimizer.param_groups, self._visible, strict=False):
+            group["params"][:] = visible
+        optimizer.state = _keyed(optimizer.state, self._to_parameter)
         self._versions = self._versions_now()
         self.inside = False
 
     def step(self, optimizer: torch.optim.Optimizer, call: Callable[[Any], Any], closure: Any = None) -> Any:
-        """`call(closure)` steps the masters; a closure is evaluated with the parameters as they are then."""
+        """Step the master weights by `call(closure)`; the closure is evaluated with the present parameters."""
 
         def evaluate() -> Any:
             self.leave(optimizer)
@@ -111,26 +111,28 @@ class MasterStep:
     def _prove(self, before: list[int], optimizer: torch.optim.Optimizer) -> None:
         if self._versions_now() != before:
             raise PrepareError(
-                f"MasterWeightsKwargs: {type(optimizer).__name__} steps the bf16 parameters themselves: it keeps them "
-                "elsewhere than in its param_groups. Use another optimizer, or leave MasterWeightsKwargs out"
+                f"MasterWeightsKwargs: {type(optimizer).__name__} steps the bf16 parameters themselves: it has "
+                "references to them outside of its param_groups. Use another optimizer, or "
+                "leave MasterWeightsKwargs out"
             )
         self._is_proven = True
 
     def widen(self, optimizer: torch.optim.Optimizer) -> None:
-        """State that an optimizer has made from bf16 parameters becomes the masters'."""
+        """Convert state that an optimizer has made from bf16 parameters to fp32."""
         for parameter, _ in self._pairs:
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.dtype == parameter.dtype:
                     optimizer.state[parameter][name] = value.to(torch.float32)
 
     def saved(self) -> dict[int, torch.Tensor]:
-        """The masters by the numbers that a state dict of the optimizer gives their parameters."""
-        shown = [parameter for group in self._shown for parameter in group]
-        numbered = ((number, self._to_held.get(id(parameter))) for number, parameter in enumerate(shown))
+        """The master weights by the numbers of their parameters in a state dict of the optimizer."""
+        visible = [parameter for group in self._visible for parameter in group]
+        numbered = ((number, self._to_master.get(id(parameter))) for number, parameter in enumerate(visible))
         return {number: master.detach() for number, master in numbered if master is not None}
 
     @torch.no_grad()
     def take(self, saved: Mapping[int, torch.Tensor]) -> None:
+        """Load the master weights that `saved` returned."""
         for number, master in self.saved().items():
             if number in saved:
                 master.copy_(saved[number])
@@ -143,21 +145,21 @@ def master_step_of(optimizer: torch.optim.Optimizer) -> MasterStep | None:
 
 
 def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None:
-    """Have an optimizer step masters: around its step, and around its state for those who save that by themselves.
+    """Make an optimizer step master weights, and save and load them with its state.
 
-    Not through torch's hooks, none of which runs after a step that raised. Nothing here holds the optimizer.
+    Not by torch's hooks, none of which runs after a step that raised.
     Raises PrepareError for an optimizer that steps in the backward.
     """
     kind, reference = type(optimizer), weakref.ref(optimizer)
     if hasattr(optimizer, "fused_backward"):
         raise PrepareError(
-            f"MasterWeightsKwargs: {kind.__name__} updates the parameters in the backward, where no master can take "
-            "part. Use another optimizer, or leave MasterWeightsKwargs out"
+            f"MasterWeightsKwargs: {kind.__name__} updates the parameters in the backward, which master weights do "
+            "not support. Use another optimizer, or leave MasterWeightsKwargs out"
         )
     master_step = MasterStep(precision)
     master_step.look(optimizer)
     master_step.widen(optimizer)
-    # What a scheduler has put there, which was made before.
+    # A replacement of the method by a scheduler that was made before.
     given = optimizer.__dict__.get("step")
 
     def step(closure: Any = None) -> Any:
@@ -192,7 +194,7 @@ def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None
         finally:
             master_step.leave(own)
 
-    # By this mark torch's schedulers know that steps are noted (in `_opt_called`).
+    # By this mark torch's schedulers know that `_opt_called` is set.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.__dict__.update(
         _master_step=master_step, step=step, state_dict=state_dict, load_state_dict=load_state_dict
@@ -201,7 +203,7 @@ def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None
 
 
 def _around_modes(optimizer: torch.optim.Optimizer, master_step: MasterStep, kind: type) -> None:
-    """Schedule-free optimizers change the weights when they go from training to evaluation, and back."""
+    """Schedule-free optimizers change the weights when they switch between training and evaluation."""
     reference = weakref.ref(optimizer)
 
     def around(name: str) -> Callable[[], Any]:
@@ -222,7 +224,7 @@ def _around_modes(optimizer: torch.optim.Optimizer, master_step: MasterStep, kin
 
 @torch.no_grad()
 def refresh(pairs: Pairs) -> None:
-    """Where a parameter is not its master, rounded, it was written by somebody: the master takes that."""
+    """Copy each parameter that is not its rounded master weight, and so was written by other code, to the master."""
     for parameter, master in pairs:
         here, full = _local(parameter), _local(master)
         full.copy_(torch.where(full.to(here.dtype) == here, full, here.to(full.dtype)))
@@ -230,7 +232,7 @@ def refresh(pairs: Pairs) -> None:
 
 @torch.no_grad()
 def hand_over(pairs: Pairs) -> None:
-    """The masters' gradients are the parameters', in fp32."""
+    """Give the master weights the parameters' gradients, in fp32."""
     rows = [(master, parameter.grad) for parameter, master in pairs if parameter.grad is not None]
     gradients = [_local(_placed_as(gradient, master)) for master, gradient in rows]
     wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
@@ -242,15 +244,15 @@ def hand_over(pairs: Pairs) -> None:
 
 @torch.no_grad()
 def copy_back(pairs: Pairs) -> None:
-    """The parameters are the masters, rounded."""
+    """Round the master weights into the parameters."""
     if pairs:
         torch._foreach_copy_([_local(parameter) for parameter, _ in pairs], [_local(master) for _, master in pairs])
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a DTensor; a plain tensor itself."""
-    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
+    """The local tensor of a DTensor; a plain tensor itself."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
 
 
 def _placed_as(gradient: Any, master: Any) -> Any:
@@ -259,12 +261,12 @@ def _placed_as(gradient: Any, master: Any) -> Any:
     return gradient
 
 
-def _laid_out(part: torch.Tensor, master: Any) -> torch.Tensor:
-    """A gradient of a master, from this rank's part."""
+def _laid_out(local: torch.Tensor, master: Any) -> torch.Tensor:
+    """The gradient of a master weight, from its local tensor."""
     if not hasattr(master, "device_mesh"):
-        return part
+        return local
     made: torch.Tensor = type(master.data).from_local(
-        part, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+        local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
     )
     return made
 
@@ -277,5 +279,5 @@ def _is_same(groups: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -
 
 
 def _keyed(state: Mapping[Any, Any], keys: Mapping[int, nn.Parameter]) -> collections.defaultdict[Any, Any]:
-    """The same entries of an optimizer's state, under the others of the pairs."""
+    """The same entries of an optimizer's state, with its keys replaced."""
     return collections.defaultdict(dict, {keys.get(id(key), key): entry for key, entry in state.items()})

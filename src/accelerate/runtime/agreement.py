@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a run agree on a save: small messages through the process group's store, with a time limit.
+"""How the ranks of a run agree on something: small values through the process group's store, with a time limit.
 
-The store is used, not a collective: it needs no lock step with the training's own messages, so it works from a
-background thread, and a rank that never comes is found and named instead of waited for.
+The store is used, not a collective. It works from a background thread, while another rank is in a collective or in
+another call, and a rank that does not come is named instead of waited for.
 """
 
 from __future__ import annotations
@@ -11,153 +11,47 @@ import json
 import logging
 import time
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from ..core.errors import CheckpointError
+from .calls import ranks_in_words
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 5.0  # seconds until a wait is worth a line
+# Seconds: until a wait is logged; until another rank decides where the first one has not come; until the first look
+# for ranks that have ended.
+_PATIENCE = 5.0
+_STAND_IN = 0.5
+_FIRST_LOOK = 0.5
 
 
 class Process(Protocol):
     """Who this process is. A `PartialState` is one."""
 
     @property
-    def process_index(self) -> int: ...
+    def process_index(self) -> int:
+        """The global rank."""
+
     @property
-    def num_processes(self) -> int: ...
+    def num_processes(self) -> int:
+        """The number of processes of the run."""
+
     @property
-    def local_process_index(self) -> int: ...
+    def local_process_index(self) -> int:
+        """The rank on this machine."""
 
 
-class Agreement:
-    """The ranks of one run, agreeing by name. Every rank holds the same rounds in the same order.
-
-    One process agrees with itself, at no cost.
-    """
-
-    def __init__(self, process: Process, name: str = "checkpoint") -> None:
-        self.rank = process.process_index
-        self.world = process.num_processes
-        self.name = name
-        self._link: _Link | None = _link() if self.world > 1 else None
-        self.store: Any = None if self._link is None else self._link.store
-
-    def exchange(self, subject: str, value: Any, timeout: float, absent: str = "") -> list[Any]:
-        """Every rank's `value` (plain JSON data), in rank order, once all have come.
-
-        `subject` says what is being agreed on; it must be the same on all ranks. Raises CheckpointError on every rank
-        that came when one has not within `timeout` seconds; `absent` says what that may mean.
-        """
-        if self.store is None:
-            return [value]
-        number = self._next_round()
-        try:
-            verdict = self._hold(f"accelerate/{self.name}/{number}", subject, value, timeout)
-        except CheckpointError:
-            raise
-        except (dist.DistError, RuntimeError) as error:
-            raise CheckpointError(
-                f"rank {self.rank}: the other ranks cannot be reached ({subject}): {error}. "
-                "The process that keeps the store (rank 0, or the launcher) may have ended."
-            ) from error
-        if "refused" in verdict:
-            raise CheckpointError(verdict["refused"])
-        if "missing" in verdict:
-            raise CheckpointError(
-                f"rank {self.rank}: {_ranks(verdict['missing'])} did not come to `{subject}` within "
-                f"{verdict['waited']:.0f} s. {absent}".rstrip()
-            )
-        subjects = {row["subject"] for row in verdict["rows"]}
-        if len(subjects) > 1:
-            told = "; ".join(f"rank {rank}: {row['subject']}" for rank, row in enumerate(verdict["rows"]))
-            raise CheckpointError(f"the ranks do different things at the same time: {told}")
-        return [row["value"] for row in verdict["rows"]]
-
-    def refuse(self, text: str) -> None:
-        """Leave an error as the outcome of the next round, in which this rank takes no part: the others raise it.
-
-        For a rank that has failed where others may wait for it in a collective: it must not wait for them in turn.
-        """
-        if self.store is None:
-            return
-        refused = {"refused": text}
-        try:
-            self.store.compare_set(f"accelerate/{self.name}/{self._next_round()}/verdict", "", json.dumps(refused))
-        except (dist.DistError, RuntimeError) as error:
-            logger.warning("rank %d: the other ranks cannot be told of an error: %s", self.rank, error)
-
-    def _next_round(self) -> int:
-        assert self._link is not None
-        number = self._link.rounds.get(self.name, 0)
-        self._link.rounds[self.name] = number + 1
-        return number
-
-    def _hold(self, base: str, subject: str, value: Any, timeout: float) -> Any:
-        assert self.store is not None
-        self.store.set(f"{base}/{self.rank}", json.dumps({"subject": subject, "value": value}))
-        if self.rank == 0:
-            return self._collect_values(base, subject, timeout)
-        # Rank 0 may have come later, and waits its own full time for the others.
-        for attempt in (1, 2):
-            if self._wait([f"{base}/verdict"], timeout, base, subject):
-                return json.loads(self.store.get(f"{base}/verdict"))
-            if attempt == 1 and not self.store.check([f"{base}/0"]):
-                break
-        # Whoever comes later finds this and gives up too, so that no rank goes on alone.
-        given_up = {"missing": self._missing(base), "waited": timeout}
-        self.store.compare_set(f"{base}/verdict", "", json.dumps(given_up))
-        return json.loads(self.store.get(f"{base}/verdict"))
-
-    def _collect_values(self, base: str, subject: str, timeout: float) -> Any:
-        assert self.store is not None
-        keys = [f"{base}/{rank}" for rank in range(self.world)]
-        if self.store.check([f"{base}/verdict"]):
-            return json.loads(self.store.get(f"{base}/verdict"))
-        arrived = self._wait(keys, timeout, base, subject, f"{base}/verdict")
-        if self.store.check([f"{base}/verdict"]):
-            return json.loads(self.store.get(f"{base}/verdict"))
-        if arrived:
-            verdict: dict[str, Any] = {"rows": [json.loads(row) for row in self.store.multi_get(keys)]}
-            self._forget(base)
-        else:
-            verdict = {"missing": self._missing(base), "waited": timeout}
-        return json.loads(self.store.compare_set(f"{base}/verdict", "", json.dumps(verdict)))
-
-    def _wait(self, keys: list[str], timeout: float, base: str, subject: str, instead: str | None = None) -> bool:
-        """Whether all `keys` have come in time, or the key `instead`."""
-        assert self.store is not None
-        first = min(_PATIENCE, timeout)
-        if _arrived(self.store, keys, first, instead):
-            return True
-        if timeout <= first:
-            return False
-        logger.warning(
-            "rank %d waits in `%s` for %s, up to %.0f s more", self.rank, subject, _ranks(self._missing(base)), timeout
-        )
-        return _arrived(self.store, keys, timeout - first, instead)
-
-    def _missing(self, base: str) -> list[int]:
-        assert self.store is not None
-        return [rank for rank in range(self.world) if not self.store.check([f"{base}/{rank}"])]
-
-    def _forget(self, base: str) -> None:
-        """Remove the round before this one: whoever is in this round has read it."""
-        assert self.store is not None
-        head, _, number = base.rpartition("/")
-        if int(number) > 0:
-            old = f"{head}/{int(number) - 1}"
-            for key in ("verdict", *range(self.world)):
-                self.store.delete_key(f"{old}/{key}")
+class StoreLostError(RuntimeError):
+    """The store of the run cannot be reached: the process that hosts it (rank 0, or the launcher) has ended."""
 
 
-@dataclass
-class _Link:
-    """What this process has of one default process group: a connection to its store, and the rounds held by name.
+@dataclass(slots=True)
+class Connection:
+    """A connection to the store of one default process group, and how many rounds of each name it has had.
 
     The rounds start anew with each group: two of its ranks may not have been in the same groups before.
     """
@@ -166,37 +60,225 @@ class _Link:
     rounds: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an exchange came to. It is the same on every rank that takes part, also on one that comes later.
+
+    Fields:
+        values: the values of the ranks that came, by rank.
+        absent: the ranks that did not come.
+        ended: those of `absent` whose process has ended.
+        refused: why a rank refused to take part; None where none did.
+        waited: the seconds after which the others stopped waiting for `absent`.
+    """
+
+    values: dict[int, Any]
+    absent: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    refused: str | None = None
+    waited: float = 0.0
+
+
+class Round:
+    """One round of an agreement: each rank puts a value, and the first outcome that a rank writes counts for all.
+
+    Every rank makes the same rounds of one name in the same order.
+
+    Args:
+        name: what is agreed on, as part of a key.
+        ranks: the ranks that take part, by default all. The first of them decides.
+        rank: this process's rank.
+        connection: by default that of the default process group.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: Sequence[int] | None = None,
+        rank: int | None = None,
+        connection: Connection | None = None,
+    ) -> None:
+        connection = default_connection() if connection is None else connection
+        self.store = connection.store
+        self.ranks = range(dist.get_world_size()) if ranks is None else ranks
+        self.rank = dist.get_rank() if rank is None else rank
+        self._name = name
+        self.number = connection.rounds.get(name, 0)
+        connection.rounds[name] = self.number + 1
+
+    def key(self, what: object, back: int = 0) -> str:
+        """The key of a rank's value, or of something else, in this round or one before."""
+        return f"accelerate/{self._name}/{self.number - back}/{what}"
+
+    def exchange(self, subject: str, value: Any, timeout: float) -> Outcome:
+        """Wait up to `timeout` seconds for the values (plain JSON data) of all ranks.
+
+        Raises StoreLostError where the store is gone.
+        """
+
+        def judge(waited: float) -> Any:
+            if self.is_complete():
+                return {"values": list(self.values().items())}
+            absent = self.absent() if waited > min(timeout, _FIRST_LOOK) else []
+            ended = self.ended(absent)
+            if not ended and waited <= timeout:
+                return None
+            return {"values": list(self.values().items()), "absent": absent, "ended": ended, "waited": waited}
+
+        found = self.decide(subject, value, timeout, judge)
+        return Outcome(**{**found, "values": dict(found.get("values", []))})
+
+    def decide(self, subject: str, value: Any, timeout: float, judge: Callable[[float], Any]) -> Any:
+        """Put this rank's value and return the outcome of the round.
+
+        `judge` takes the seconds waited so far and returns an outcome (plain JSON data), or None as long as there is
+        none. The first rank calls it. The others do where that rank has not come, or does not decide in time.
+        """
+        first, logged = self.ranks[0], False
+        try:
+            self.put(value)
+            for waited in pauses():
+                if self.store.check([self.key("outcome")]):
+                    return json.loads(self.store.get(self.key("outcome")))
+                stands_in = waited > 2 * timeout or (waited > _STAND_IN and not self.store.check([self.key(first)]))
+                if (self.rank == first or stands_in) and (found := judge(waited)) is not None:
+                    return self.fix(found)
+                if waited > _PATIENCE and not logged:
+                    logged = True
+                    logger.warning(
+                        "rank %d waits in `%s` for %s, up to %.0f s more",
+                        self.rank, subject, ranks_in_words(self.absent() or [first]), max(0.0, timeout - waited),
+                    )  # fmt: skip
+        except (RuntimeError, ConnectionError) as error:
+            raise StoreLostError(str(error)) from error
+        raise AssertionError("unreachable")
+
+    def put(self, value: Any) -> None:
+        """Give this rank's value."""
+        self.store.set(self.key(self.rank), json.dumps(value))
+        if self.number > 1:
+            # Whoever has given a value in the round before this one has left the one before that.
+            self.store.delete_key(self.key(self.rank, back=2))
+
+    def fix(self, outcome: Any) -> Any:
+        """Write an outcome. Returns the one that is valid: this one, or one that another rank has written before."""
+        fixed = json.loads(self.store.compare_set(self.key("outcome"), "", json.dumps(outcome)))
+        if self.number and self.rank == self.ranks[0] and self.is_complete():
+            self.store.delete_key(self.key("outcome", back=1))
+        return fixed
+
+    def is_complete(self) -> bool:
+        """Whether all ranks have come."""
+        return bool(self.store.check([self.key(rank) for rank in self.ranks]))
+
+    def values(self) -> dict[int, Any]:
+        """The values of the ranks that have come."""
+        present = self.ranks
+        if not self.is_complete():
+            present = [rank for rank in self.ranks if self.store.check([self.key(rank)])]
+        if not present:
+            return {}
+        found = self.store.multi_get([self.key(rank) for rank in present])
+        return {rank: json.loads(value) for rank, value in zip(present, found, strict=True)}
+
+    def former_value(self, rank: int) -> Any:
+        """What a rank that is not in this round yet gave in the one before; None where there is nothing."""
+        key = self.key(rank, back=1)
+        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def absent(self) -> list[int]:
+        """The ranks that have not come."""
+        return [rank for rank in self.ranks if not self.store.check([self.key(rank)])]
+
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` whose process has left the run: the process group notes it in the store."""
+        return [rank for rank in ranks if self.store.check([f"accelerate/left/{rank}"])]
+
+
+class Agreement:
+    """The ranks of one run, agreeing by name. Every rank has the same exchanges in the same order.
+
+    One process agrees with itself, at no cost.
+    """
+
+    def __init__(self, process: Process, name: str = "checkpoint") -> None:
+        self.rank = process.process_index
+        self.world = process.num_processes
+        self.name = name
+        self._connection = default_connection() if self.world > 1 else None
+
+    def _round(self) -> Round:
+        return Round(self.name, range(self.world), self.rank, self._connection)
+
+    def exchange(self, subject: str, value: Any, timeout: float, absent: str = "") -> list[Any]:
+        """Every rank's `value` (plain JSON data), in rank order, once all have come.
+
+        Args:
+            subject: what is being agreed on. It must be the same on all ranks.
+            value: this rank's value.
+            timeout: seconds to wait for the others.
+            absent: what the absence of a rank may mean, for the message.
+
+        Raises:
+            CheckpointError: on every rank that came, where one has not within `timeout` or has refused.
+        """
+        if self._connection is None:
+            return [value]
+        try:
+            outcome = self._round().exchange(subject, {"subject": subject, "value": value}, timeout)
+        except StoreLostError as error:
+            raise CheckpointError(
+                f"rank {self.rank}: the other ranks cannot be reached ({subject}): {error}. "
+                "The process that keeps the store (rank 0, or the launcher) may have ended."
+            ) from error
+        if outcome.refused is not None:
+            raise CheckpointError(outcome.refused)
+        if outcome.absent:
+            ranks = ranks_in_words(outcome.ended or outcome.absent)
+            why = " and has ended" if outcome.ended else f" within {outcome.waited:.0f} s"
+            raise CheckpointError(f"rank {self.rank}: {ranks} did not come to `{subject}`{why}. {absent}".rstrip())
+        rows = outcome.values.values()
+        if len({row["subject"] for row in rows}) > 1:
+            calls = "; ".join(f"rank {rank}: {row['subject']}" for rank, row in outcome.values.items())
+            raise CheckpointError(f"the ranks do different things at the same time: {calls}")
+        return [row["value"] for row in rows]
+
+    def refuse(self, text: str) -> None:
+        """Leave an error as the outcome of the next exchange, in which this rank takes no part: the others raise it.
+
+        For a rank that has failed where others may wait for it in a collective: it must not wait for them in turn.
+        """
+        if self._connection is None:
+            return
+        try:
+            self._round().fix({"refused": text})
+        except dist.DistError as error:
+            logger.warning("rank %d: the other ranks cannot be reached to report an error: %s", self.rank, error)
+
+
 # By the group's own store, which must not be kept: rank 0's hosts the server, and the next group needs a new one.
-_LINKS: weakref.WeakKeyDictionary[Any, _Link] = weakref.WeakKeyDictionary()
+_CONNECTIONS: weakref.WeakKeyDictionary[Any, Connection] = weakref.WeakKeyDictionary()
 
 
-def _link() -> _Link:
-    """A connection to the store that is nobody else's, so that no wait of torch's own holds a round up.
+def default_connection() -> Connection:
+    """A separate connection to the store of the default group, so that no wait inside torch delays a round.
 
     Made once a group: connecting takes milliseconds, and every now and then five seconds (torch 2.13 tries again
     after that time where the first try met a busy server). Threads share it: each of our operations is short.
     """
     default: Any = dist.distributed_c10d._get_default_store()
-    if default not in _LINKS:
-        _LINKS[default] = _Link(default.clone())
-    return _LINKS[default]
+    if default not in _CONNECTIONS:
+        _CONNECTIONS[default] = Connection(default.clone())
+    return _CONNECTIONS[default]
 
 
-def _arrived(store: Any, keys: list[str], seconds: float, instead: str | None) -> bool:
-    # Polled, since torch logs two lines of its own for each wait that runs out.
-    deadline = time.monotonic() + seconds
-    pause = 0.0002
-    # The other key is rare: it is looked for where the keys have not come at once.
-    while not store.check(keys) and not (instead and pause > 0.005 and store.check([instead])):
-        if time.monotonic() > deadline:
-            return False
+def pauses() -> Iterator[float]:
+    """The seconds waited so far, with a sleep in between that grows to 10 ms.
+
+    A store's own `wait` with a time limit writes a warning each time that the limit passes.
+    """
+    begin, pause = time.monotonic(), 5e-5
+    while True:
+        yield time.monotonic() - begin
         time.sleep(pause)
-        pause = min(pause * 1.5, 0.01)
-    return True
-
-
-def _ranks(ranks: list[int]) -> str:
-    if not ranks:
-        return "a rank"
-    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+        pause = min(1.5 * pause, 0.01)

@@ -63,7 +63,7 @@ def _called(operation: str) -> str:
 
 
 def _children(data: Any) -> list[tuple[str, Any]] | None:
-    """The named parts of a container; None for anything else. In the order in which the tensors are packed."""
+    """The named elements of a container, in the order of packing; None for anything else."""
     if trees.is_namedtuple(data):
         return [(f".{field}", value) for field, value in zip(data._fields, data, strict=True)]
     if isinstance(data, (list, tuple)):

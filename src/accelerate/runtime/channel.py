@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small messages between the ranks of a gloo group, each with a header that says what its sender is doing.
+"""Small messages between the ranks of a gloo group, each with a header that identifies the call of its sender.
 
-Every collective of this package begins with such a message: it carries the content where that is small, and the
-header alone where the content follows as one raw message. Whatever two ranks call, their first messages fit: each is
-received into room for the largest. So ranks that call different things all find out, from the headers, before anything
-of another size or dtype is received, and before gloo aborts a process for it.
+Every collective of this package begins with such a message. Small content is part of it; larger content follows as one
+raw message. Every first message is received into a buffer for the largest one, so that first messages of different
+calls fit too. Ranks that make different calls detect it from the headers, before data of another size or dtype is
+received, for which gloo would abort a process.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 SIGNATURE = 8
 # The signature, and the number of content bytes that this rank has (in this message, or in the one after it).
 HEADER = 16
-# Bytes of content that a message has room for: in any case, and over all ranks.
+# The largest content of a message in bytes: for one rank, and for all ranks together.
 LARGEST = 64 << 10
 LARGEST_OVER_ALL = 4 << 20
-# After this a rank that waits looks for the others, and says who is missing.
+# After this time a waiting rank looks for the others and logs which ones are missing.
 PATIENCE = timedelta(seconds=60)
 GLANCE = timedelta(seconds=2)
 
@@ -44,19 +44,19 @@ _options = AllToAllOptions()
 
 @functools.lru_cache(maxsize=512)
 def signature(*facts: Any) -> bytes:
-    """What must be the same on every rank, in 8 bytes. `facts` are hashable and print alike in every process."""
+    """What must be the same on every rank, in 8 bytes. `facts` are hashable, with the same repr in every process."""
     return hashlib.blake2b(repr(facts).encode(), digest_size=SIGNATURE).digest()
 
 
 class Channel:
-    """The room for such messages of one group. The group itself is given to each call: it must not be kept alive.
+    """The buffers of such messages of one group. The group is an argument of each call, so that it is not kept alive.
 
-    `slots[rank]` is what that rank has sent last: header and content. This rank writes its own slot itself.
+    `slots[rank]` is the last message of that rank: header and content. This rank writes to its own slot.
     """
 
     def __init__(self, rank: int, world: int, serves_all: bool) -> None:
         self.rank, self.world = rank, world
-        # Whether tensors on any device go through gloo; else only those on the CPU do.
+        # gloo sends tensors of all devices, and not only those on the CPU.
         self.serves_all = serves_all
         self.capacity = min(LARGEST, LARGEST_OVER_ALL // world) & ~15
         stride = HEADER + self.capacity
@@ -67,7 +67,7 @@ class Channel:
         view = memoryview(row.numpy())  # type: ignore[arg-type]
         self.views = [view[peer * stride : (peer + 1) * stride] for peer in range(world)]
         self._headers = [self.views[peer][:SIGNATURE] for peer in range(world) if peer != rank]
-        # Parts lie one behind the other: the place of this rank's own belongs to the part before it.
+        # gloo requires contiguous splits, so this rank's slot is appended to the one before it.
         self._splits = [stride] * world
         self._splits[rank] = 0
         if rank:
@@ -76,7 +76,7 @@ class Channel:
         self.memory: dict[Any, Any] = {}
 
     def swap(self, group: dist.ProcessGroup, header: bytes, sent: torch.Tensor, splits: list[int], call: Call) -> None:
-        """Send each other rank its part of `sent` (header and content); `slots` then has what the others sent.
+        """Send each other rank its split of `sent` (header and content), and receive theirs into `slots`.
 
         Raises DistributedOperationException, the same on every rank, where the ranks' signatures differ;
         CommunicationError where another rank is gone or does not come within the group's timeout.
@@ -89,12 +89,12 @@ class Channel:
                 self._complain(group, call)
 
     def swap_bytes(self, group: dist.ProcessGroup, sign: bytes, content: Any, length: int, call: Call) -> None:
-        """`swap` of a row of bytes (anything with a buffer); `length` is what the header says of it."""
+        """`swap` of any object with a buffer of bytes. `length` is written into the header."""
         header = sign + length.to_bytes(HEADER - SIGNATURE, "little", signed=True)
         size = HEADER + len(content)
         self.views[self.rank][:HEADER] = header
         self.views[self.rank][HEADER:size] = content
-        # A rank without content of its own sends the header too: nobody's message is left out.
+        # Ranks without content send the header too.
         sent = torch.frombuffer(bytearray(self.views[self.rank][:size]) * (self.world - 1), dtype=torch.uint8)
         self.swap(group, header, sent, self.splits(size), call)
 
@@ -110,6 +110,7 @@ class Channel:
         return found
 
     def splits(self, size: int) -> list[int]:
+        """Return the split sizes of an all-to-all that sends `size` bytes to each other rank."""
         found = [size] * self.world
         found[self.rank] = 0
         return found
@@ -143,7 +144,7 @@ class Channel:
             self._wait_long(work, call)
 
     def _wait_long(self, work: Any, call: Call) -> None:
-        """Somebody is late. Say who, once; go on waiting up to the group's own timeout."""
+        """Log once which ranks are late, and continue to wait up to the group's timeout."""
         at = user_line()
         marks.publish(marks.WAITING, marks.where(_words(call), at))
         for patience in (GLANCE, None):
@@ -163,7 +164,7 @@ class Channel:
         marks.withdraw(marks.WAITING)
 
     def _complain(self, group: dist.ProcessGroup, call: Call) -> None:
-        """The ranks' calls differ. Each has seen it, so each tells the others what it was about to do, and raises."""
+        """Raise an error for calls that differ. Every rank has detected it, so all exchange their calls first."""
         mine = record(call)
         text = json.dumps(mine).encode()
         if len(text) > self.capacity:
@@ -207,7 +208,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def barrier(operation: str, device: torch.device, backend: str | None, error: str = "") -> None:
-    """Return when every rank of the run has called this; where one comes with an `error`, the others raise it.
+    """Return when every rank of the run has called this. If one passes an `error`, the others raise it.
 
     On gloo the call is checked against what the others call. Elsewhere it is torch's own barrier.
     """
@@ -225,5 +226,5 @@ def barrier(operation: str, device: torch.device, backend: str | None, error: st
     channel.swap_bytes(group, signature(operation), content := error.encode()[: channel.capacity], len(content), call)
     for rank in range(channel.world):
         if rank != channel.rank and channel.length(rank):
-            told = bytes(channel.content(rank)).decode(errors="replace")
-            raise DistributedOperationException(f"rank {rank} failed in the block of `{operation}`: {told}")
+            reason = bytes(channel.content(rank)).decode(errors="replace")
+            raise DistributedOperationException(f"rank {rank} failed in the block of `{operation}`: {reason}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of torch.distributed and its backends, in words: which rank is missing, why, and what to look at."""
+"""Messages for errors of torch.distributed and its backends: which rank is missing, why, and what to check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..core.errors import AccelerateError, CommunicationError
 from . import marks
 from .calls import ranks_in_words, user_line
 
-# How gloo, NCCL and the store say that another rank is gone, or has not come.
+# The messages of gloo, NCCL and the store for a rank that is gone or has not come.
 _LOST = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Timed out waiting \d+ms|Application timeout caused pair closure|"
     r"Socket (closed|Timeout)|remote process exited|NCCL (communicator|error|watchdog)|collective operation timeout|"
@@ -23,7 +23,7 @@ _LOST = re.compile(
 _CLOSED = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited", re.IGNORECASE
 )
-# Seconds in which the mark of whoever broke the connection, or waits elsewhere, is looked for.
+# Seconds to wait for the marks of ranks that have closed the connection or wait elsewhere.
 GRACE = 1.0
 
 UNEVEN = (
@@ -39,7 +39,7 @@ SAME_CALLS = (
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a backend's error says that another rank is gone or has not come."""
+    """Whether a backend's error means that another rank is gone or has not come."""
     return isinstance(error, (RuntimeError, ConnectionError)) and (
         isinstance(error, (dist.DistBackendError, dist.DistNetworkError, ConnectionError))
         or _LOST.search(str(error)) is not None
@@ -58,7 +58,7 @@ def _several() -> bool:
 
 
 def explanation(operation: str, error: BaseException | None = None, at: str | None = None) -> str:
-    """Where this rank is, what the marks of the others say, and what to do. Leaves this rank's own mark."""
+    """A message: where this rank is, what the other ranks' marks report, and a remedy. Leaves this rank's mark."""
     me, world = dist.get_rank(), dist.get_world_size()
     at = at or user_line()
     marks.publish(marks.WAITING, marks.where(operation, at))
@@ -66,7 +66,7 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
     begin = time.monotonic()
     while True:
         found = _marks(others)
-        if found is None or all(_tells(found, rank) for rank in others) or time.monotonic() - begin > GRACE:
+        if found is None or all(_has_mark(found, rank) for rank in others) or time.monotonic() - begin > GRACE:
             break
         time.sleep(0.02)
     marks.publish(marks.READY, True)
@@ -75,7 +75,7 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
     head += f"{operation} (at {at}{f', in {place}' if place else ''})"
     lines = [f"{head}."]
     closed = error is not None and _CLOSED.search(str(error)) is not None
-    lines += [f"  - {line}" for line in _told(found, others, closed)]
+    lines += [f"  - {line}" for line in _reports(found, others, closed)]
     if found is not None and not _has_failed(found):
         if _is_uneven(found):
             lines.append(UNEVEN)
@@ -83,7 +83,7 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
             lines.append(SAME_CALLS)
     if error is not None:
         first = str(error).strip().splitlines()
-        lines.append(f"The backend says: {first[0] if first else type(error).__name__}")
+        lines.append(f"The backend's message: {first[0] if first else type(error).__name__}")
     return "\n".join(lines)
 
 
@@ -92,11 +92,11 @@ def _marks(others: list[int]) -> dict[str, dict[int, Any]] | None:
     return None if None in found.values() else found  # type: ignore[return-value]
 
 
-def _tells(found: dict[str, dict[int, Any]], rank: int) -> bool:
+def _has_mark(found: dict[str, dict[int, Any]], rank: int) -> bool:
     return any(rank in found[kind] for kind in (marks.FAILED, marks.LEFT, marks.WAITING))
 
 
-def _told(found: dict[str, dict[int, Any]] | None, others: list[int], closed: bool) -> list[str]:
+def _reports(found: dict[str, dict[int, Any]] | None, others: list[int], closed: bool) -> list[str]:
     if found is None:
         return ["the store of the run is gone: the process that hosts it (rank 0, or the launcher) has ended"]
     lines, silent = [], []

@@ -73,8 +73,8 @@ def start(
         if init_method is not None:
             arguments["init_method"] = init_method
         else:
-            # Slurm's and MPI's processes are told no address in torch's own variables.
-            env.publish({"master_addr": topology.master_addr, "master_port": topology.master_port})
+            # Slurm and MPI do not set torch's variables for the address.
+            env.publish({"MASTER_ADDR": topology.master_addr, "MASTER_PORT": topology.master_port})
         _keep_out_of_defaults()
         dist.init_process_group(backend=backend, rank=topology.rank, world_size=topology.world_size, **arguments)
         _Exit.owner = True
@@ -83,7 +83,7 @@ def start(
 
 
 def start_alone(backend: str) -> None:
-    """Be a group of one, where nothing is joined yet: pieces of torch such as `fully_shard` want a group always."""
+    """Make a group of one process where there is none, since parts of torch such as `fully_shard` require a group."""
     if not dist.is_initialized():
         _keep_out_of_defaults()
         dist.init_process_group(backend=backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -117,6 +117,7 @@ def _check_address(topology: Topology, init_method: str | None) -> None:
 
 
 def is_running() -> bool:
+    """Whether the default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -132,17 +133,22 @@ def stop(group: Any = None) -> None:
 
 
 def interrupt() -> Callable[[], None]:
-    """Leave the default group in the middle of whatever its ranks do; the result joins a fresh one of the same ranks.
+    """Leave the default group in the middle of a collective. Every rank must call this.
 
-    A rank that waits in a collective with this one wakes up with an error. Every rank must interrupt and join anew.
-    What was made with the old group (DDP's modules) is of no use afterwards. Raises RuntimeError where groups of some
-    ranks exist beside the default one: nobody could make them anew.
+    A rank that waits in a collective with this one gets an error. Objects of the old group (DDP modules) cannot be
+    used afterwards.
+
+    Returns:
+        A function that joins a new group of the same ranks.
+
+    Raises:
+        RuntimeError: there are other groups than the default one, which could not be recreated.
     """
     world = dist.distributed_c10d._world
     if len(world.pg_map) > 1:
         raise RuntimeError(
             f"rank {dist.get_rank()} has left a collective that others may wait in, and the process group cannot be "
-            "made anew, since the run has groups of some ranks beside it. Start the run again"
+            "recreated, since the run has other groups as well. Start the run again"
         )
     old: Any = dist.group.WORLD
     backend, rank, size = dist.get_backend(), dist.get_rank(), dist.get_world_size()
@@ -168,7 +174,7 @@ def interrupt() -> Callable[[], None]:
 def _disarm_modules() -> None:
     """Take the group from DDP's modules: as long as one holds it, its connections stay open."""
     for module in gc.get_objects():
-        # The type itself is asked: `isinstance` would make lazy objects load what they stand for.
+        # `isinstance` would make lazy objects import their modules.
         if issubclass(type(module), DistributedDataParallel):
             for name in ("process_group", "reducer", "logger"):
                 module.__dict__.pop(name, None)
@@ -185,7 +191,7 @@ def _arm() -> None:
 
 
 def _note_failure(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Before the traceback is printed: tell the other ranks of the error, and add what is known of a lost one."""
+    """Before the traceback is printed: report the error to the other ranks, and add what is known of a lost rank."""
     _Exit.failed = True
     try:
         if is_running() and dist.get_world_size() > 1:
@@ -214,32 +220,32 @@ def _line(trace: TracebackType | None) -> str:
 
 
 def leave() -> None:
-    """Close the group while the interpreter still stands, so that the exit code is the script's own.
+    """Close the group before the interpreter is finalized, so that the exit code is that of the script.
 
-    Called at the exit; a forked process, which has no exit handlers, calls it itself.
+    Called at exit. A forked process has no exit handlers and must call it.
 
-    A worker thread of gloo drops its last finished work late, and needs the interpreter lock for it (the work holds
-    Python's dispatch state). When it gets there only during finalisation, CPython ends the thread and the C++
-    runtime aborts the process. So the lock is given away here until the idle threads are through. Where the run ends
-    well the ranks say farewell first, so that rank 0, whose process may host the store, leaves last.
+    A worker thread of gloo releases its last work late, and needs the interpreter lock for it, since the work has a
+    reference to Python's dispatch state. If that happens during finalization, CPython ends the thread and the C++
+    runtime aborts the process. So this releases the lock until the idle threads are done. After a run without errors
+    the ranks first report that they leave, and rank 0, which may host the store, leaves last.
     """
     for call in before_leaving:
         call()
     if is_running() and _Exit.owner:
         _part(failed=_has_failed())
-    # The threads only wait for the lock; a blocking call hands it to each of them in turn.
+    # The threads only wait for the lock, which a blocking call releases.
     time.sleep(LOCK_HANDOVER)
 
 
 def _hosted_store() -> Any:
-    """The run's store where this process hosts it for others; None elsewhere."""
+    """The run's store if this process hosts it; else None."""
     if dist.get_rank() or dist.get_world_size() == 1 or env.get_flag("TORCHELASTIC_USE_AGENT_STORE"):
         return None
     return dist.distributed_c10d._get_default_store()
 
 
 def _linger(store: Any, others: list[int]) -> None:
-    """Wait until the other ranks have gone too, or have read why their collectives fail; for a moment at most."""
+    """Wait a moment for the other ranks to leave, or to read why their collectives fail."""
     deadline = time.monotonic() + LINGER
     try:
         while time.monotonic() < deadline:
@@ -256,7 +262,7 @@ def _linger(store: Any, others: list[int]) -> None:
 
 
 def _has_failed() -> bool:
-    """Whether this process ends because of an exception; the hook that a library has put over ours may hide it."""
+    """Whether this process ends because of an exception, also if another library has replaced our hook."""
     handled = sys.exc_info()[1]
     if handled is not None and not (isinstance(handled, SystemExit) and not handled.code):
         return True
@@ -264,16 +270,16 @@ def _has_failed() -> bool:
 
 
 def _part(failed: bool) -> None:
-    """Say farewell and close the group. The store of rank 0 stays until the others have left."""
+    """Report that this rank leaves, and close the group. Rank 0 keeps the store until the others have left."""
     store = dist.distributed_c10d._get_default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
     marks.publish(marks.LEFT, None)
     others = [other for other in range(world) if other != rank]
     hosted = _hosted_store()
-    # Before the wait: a rank that still waits for this one in a collective learns at once that it will not come.
+    # Before the wait, so that a rank in a collective with this one gets an error at once.
     closed = _close(failed)
     if failed or not closed:
-        # The process that hosts the store keeps it for the others while they read why their collectives fail.
+        # Keep the store while the other ranks read why their collectives fail.
         if hosted is not None:
             _linger(hosted, others)
     elif rank == 0:
@@ -282,10 +288,10 @@ def _part(failed: bool) -> None:
 
 
 def _close(failed: bool) -> bool:
-    """Close the group, and its connections where nothing else keeps them; whether that was done in time.
+    """Close the group, and its connections where nothing else refers to them. Returns whether it was done in time.
 
-    The destructor of gloo's group waits until its collectives are through, and the others may never join in: it gets
-    a thread and a time limit, since the process, and the launcher with it, would live on until the group's timeout.
+    The destructor of gloo's group waits for its collectives, which the other ranks may never join. It runs in a thread
+    with a time limit, since the process, and the launcher with it, would otherwise wait for the group's timeout.
     """
     if dist.get_backend() != "gloo":
         if failed:

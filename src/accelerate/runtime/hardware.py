@@ -37,9 +37,9 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Ranks and sizes as the starter of this process (torchrun, our launcher, MPI, Slurm) tells them."""
-    told = Topology.from_environment()
-    return CPUInformation(told.rank, told.world_size, told.local_rank, told.local_world_size)
+    """Ranks and sizes from the environment of torchrun, this package's launcher, MPI or Slurm."""
+    topology = Topology.from_environment()
+    return CPUInformation(topology.rank, topology.world_size, topology.local_rank, topology.local_world_size)
 
 
 def get_current_device_type() -> tuple[str, str]:
@@ -60,10 +60,10 @@ def _nvidia_smi(field: str) -> list[str]:
     """One field of each NVIDIA GPU, from its own tool, so that this process touches no GPU. Empty without GPUs."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return []
-    return told.stdout.strip().splitlines() if told.returncode == 0 else []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
 
 
 def get_gpu_info() -> tuple[list[str], int]:
@@ -90,7 +90,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     if not processors:
         return
     os.sched_setaffinity(0, processors)
-    if env.get_flag("debug") if verbose is None else verbose:
+    if env.get_flag("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
         logger.info("local process %d runs on processors %s", local_process_index, sorted(processors))
 
 

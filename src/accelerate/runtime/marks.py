@@ -102,7 +102,7 @@ def batches_read() -> int:
 
 
 def own_place() -> str | None:
-    """Where this process is in its data, or has left it for an error or a `break`; None after a whole pass."""
+    """Where this process is in its data, or where an error or `break` left it; None after a complete pass."""
     if not _Reading.open:
         return _Reading.left
     loader = _Reading.open[-1]

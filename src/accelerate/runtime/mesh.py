@@ -46,7 +46,7 @@ def data_shard(config: ParallelismConfig, rank: int) -> tuple[int, int]:
 
 
 def count_data_shards(config: ParallelismConfig | None, world_size: int) -> int:
-    """How many different parts of the data the ranks of a run read; without a layout each rank has its own."""
+    """The number of data shards of a run; without a layout each rank reads its own."""
     return world_size if config is None else config.data_parallel_size
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amazon SageMaker's data parallel library: the collective backend that a job with DATA_PARALLEL asks for."""
+"""Amazon SageMaker's data parallel library: the collective backend of a job with DATA_PARALLEL."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ BACKEND = "smddp"
 _MODULE = "smdistributed.dataparallel.torch.torch_smddp"
 
 
-def is_asked_for() -> bool:
-    """Whether this process is part of a SageMaker job whose launch configuration says DATA_PARALLEL."""
+def is_requested() -> bool:
+    """Whether this process is part of a SageMaker job launched with DATA_PARALLEL."""
     return env.get_flag("ACCELERATE_USE_SAGEMAKER") and (
         env.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE") == "DATA_PARALLEL"
     )
@@ -25,6 +25,6 @@ def register_backend() -> None:
         importlib.import_module(_MODULE)
     except ImportError as error:
         raise ConfigurationError(
-            f"SageMaker's data parallelism is asked for (DATA_PARALLEL), and its library is not here ({error}): use "
+            f"SageMaker's data parallelism is requested (DATA_PARALLEL), but its library is missing ({error}): use "
             "an image that has it, or set distributed_type to NO in the SageMaker configuration"
         ) from error

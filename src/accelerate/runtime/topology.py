@@ -12,7 +12,7 @@ from ..core.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class RankVariables:
-    """The variables in which one kind of starter tells a process who it is."""
+    """The variables with a process's rank and sizes that one kind of launcher sets."""
 
     launcher: str
     rank: str
@@ -35,10 +35,10 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Topology:
-    """This process among the others of its run.
+    """The rank of this process and the sizes of its run.
 
-    `rank` counts over all machines, `local_rank` on this one. `launcher` names who said so; "none" is a process
-    started by hand, alone.
+    `rank` counts over all machines, `local_rank` on this one. `launcher` is what has set the variables; "none" means
+    a single process that was started without a launcher.
     """
 
     rank: int = 0
@@ -51,9 +51,9 @@ class Topology:
 
     @staticmethod
     def from_environment() -> Topology:
-        """The topology that the environment tells; one lone process where it tells nothing.
+        """The topology from the environment; a single process where no variable is set.
 
-        Raises ConfigurationError where what it tells is incomplete or contradicts itself.
+        Raises ConfigurationError where the variables are incomplete or contradictory.
         """
         for source in LAUNCHERS:
             rank, world_size = env.get_int(source.rank), env.get_int(source.world_size)
@@ -76,7 +76,7 @@ def _read(source: RankVariables, rank: int, world_size: int) -> Topology:
         )
     local_rank = env.get_int(source.local_rank)
     local_world_size = env.get_int(source.local_world_size) if source.local_world_size else _slurm_tasks_here()
-    master_addr, master_port = env.get("master_addr"), env.get_int("master_port")
+    master_addr, master_port = env.get("MASTER_ADDR"), env.get_int("MASTER_PORT")
     if source.launcher == "slurm":
         master_addr = master_addr or _slurm_first_host()
         master_port = master_port or _slurm_port()
@@ -115,7 +115,7 @@ def _slurm_first_host() -> str | None:
 
 
 def _slurm_port() -> int:
-    """A port that all ranks of a step derive alike and other steps hardly share."""
+    """A port that all ranks of a job step derive, and that other steps are unlikely to use."""
     step = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}"
     # Below the range from which systems hand out ports to connections.
     return 20000 + zlib.crc32(step.encode()) % 12000

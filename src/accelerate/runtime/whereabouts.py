@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Debug mode: a thread of each rank that answers, through the run's store, where the rank's main thread is."""
+"""Debug mode: a thread of each rank reports through the store where the rank's main thread is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from . import group
 
-# Seconds between two looks for a question, and for which an answer is waited for.
+# Seconds between two looks for a request, and the time limit of an answer.
 INTERVAL = 0.25
 ANSWER = 2.0
 
@@ -25,8 +25,8 @@ _ended = threading.Event()
 
 
 def start() -> None:
-    """Answer the other ranks' questions until this process leaves the run."""
-    # A connection of its own: a store's calls wait for each other.
+    """Answer the other ranks' requests until this process leaves the run."""
+    # A separate connection: calls on one connection wait for each other.
     default: Any = dist.distributed_c10d._get_default_store()
     store, me = default.clone(), dist.get_rank()
     _ended.clear()
@@ -37,12 +37,12 @@ def start() -> None:
             try:
                 if not store.check([f"accelerate/where/{me}"]):
                     continue
-                asked = store.get(f"accelerate/where/{me}")
-                if asked != answered:
-                    answered = asked
-                    store.set(f"accelerate/where/{me}/{asked.decode()}", main_line())
+                request = store.get(f"accelerate/where/{me}")
+                if request != answered:
+                    answered = request
+                    store.set(f"accelerate/where/{me}/{request.decode()}", main_line())
             except (RuntimeError, ValueError):
-                # The store is gone, and with it whoever could ask.
+                # The store is gone, so nobody can send a request.
                 return
 
     watcher = threading.Thread(target=watch, name="accelerate-whereabouts", daemon=True)
@@ -56,7 +56,7 @@ def start() -> None:
     group.before_leaving.append(stop)
 
 
-def ask(ranks: Iterable[int]) -> dict[int, str]:
+def request(ranks: Iterable[int]) -> dict[int, str]:
     """Where the main threads of `ranks` are; a rank that does not answer is left out."""
     store = dist.distributed_c10d._get_default_store()
     question = f"{dist.get_rank()}.{next(_questions)}"

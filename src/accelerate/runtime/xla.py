@@ -9,7 +9,7 @@ from .topology import Topology
 
 
 def topology() -> Topology | None:
-    """The ranks that torch_xla gave this process; None without torch_xla, or beside another accelerator."""
+    """The ranks that torch_xla gave this process; None without torch_xla, or with another accelerator."""
     if not is_available("torch_xla") or accelerator_type() is not None:
         return None
     import torch_xla.runtime as runtime

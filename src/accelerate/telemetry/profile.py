@@ -18,12 +18,14 @@ from ..core.errors import ConfigurationError
 
 @contextlib.contextmanager
 def profile(options: ProfileKwargs | None, rank: int, wait: Callable[[], None]) -> Iterator[Any]:
-    """Profile the block as `options` say and yield the `torch.profiler.profile` (call its `step()` under a schedule).
+    """Profile the block with `options` and yield the `torch.profiler.profile` (call its `step()` under a schedule).
 
     With `output_trace_dir` each rank writes `profile_<rank>.json` there (Chrome's trace format) whenever a trace is
-    ready: at the end of the block, or after each active window of a schedule, the last one staying. Then all ranks
-    meet in `wait`, so that every file is there when the block is left. An exception in the block passes at once.
-    ConfigurationError where the block ended before the first active window of the schedule.
+    ready: at the end of the block, or after each active window of a schedule, where it replaces the earlier one. Then
+    all ranks call `wait`, so that every file exists when the block ends. An exception in the block is raised at once.
+
+    Raises:
+        ConfigurationError: the block ended before the first active window of the schedule.
     """
     options = options or ProfileKwargs()
     profiler = options.build()
@@ -59,14 +61,14 @@ class _TraceFile:
         type(profiler).export_chrome_trace(profiler, partial)
         os.replace(partial, self.path)
         self.written = True
-        # torch saves each trace once and refuses a second time: from here on an export of the user's is a copy.
+        # torch saves each trace only once: further exports by the user are copies.
         profiler.export_chrome_trace = functools.partial(self._copy, profiler)
         if self.then is not None:
             self.then(profiler)
 
     def _copy(self, profiler: Any, target: str | os.PathLike[str], use_python_export: bool = False) -> None:
         target = os.fspath(target)
-        if use_python_export:  # another writer, which may write as often as it likes
+        if use_python_export:  # another exporter, which has no such limit
             type(profiler).export_chrome_trace(profiler, target, use_python_export=True)
             return
         if not target.endswith(".gz"):

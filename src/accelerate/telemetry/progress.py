@@ -10,14 +10,20 @@ from ..state import PartialState
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """The bar of `tqdm.auto`, shown by the local main process only, or by all with `main_process_only=False`.
+    """A progress bar of `tqdm.auto` that only the first process of each machine shows.
 
-    Every process iterates over what it is given; the others see a bar that is off. Needs the package tqdm.
+    Every process iterates; on the others the bar is disabled.
+
+    Args:
+        *args: positional arguments of tqdm, the iterable first.
+        main_process_only: False shows the bar on all processes.
+        **kwargs: arguments of tqdm.
+
+    Raises:
+        ImportError: the package tqdm is not installed.
     """
     if args and isinstance(args[0], bool):
-        raise ValueError(
-            "tqdm's first argument is what to iterate over; say main_process_only=True or False by its name"
-        )
+        raise ValueError("tqdm's first argument is the iterable; pass main_process_only=True or False by name")
     if not is_available("tqdm"):
         raise ImportError("the progress bar needs the package tqdm: pip install tqdm")
     from tqdm.auto import tqdm as bar

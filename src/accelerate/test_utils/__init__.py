@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users' tests may call: conditions that skip, bases of cases, the launcher's command, a small regression."""
+"""Helpers for tests of training code: skip conditions, test case classes, launching of scripts, a small regression."""
 
 from ..core.lazy import attach
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decorators of tests that need a device, several devices or a package: without it the test is skipped."""
+"""Decorators that skip a test without the device, the number of devices or the package that it needs."""
 
 from __future__ import annotations
 
 import unittest
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -15,13 +15,20 @@ from ..core.imports import is_torch_version
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-torch_device = devices.accelerator_type() or "cpu"
-# How many devices of that kind there are; the processor counts as one.
-device_count = max(1, devices.device_count())
+torch_device: str = devices.accelerator_type() or "cpu"
+# The number of devices of that kind; the CPU counts as one.
+device_count: int = max(1, devices.device_count())
 
 
-def _only_if(condition: Callable[[], bool], reason: str) -> Callable[[T], T]:
-    """A decorator that skips a test unless the condition holds. It is asked when the test is defined."""
+class Decorator(Protocol):
+    """A decorator that returns a test function or class of the same type."""
+
+    def __call__(self, test_case: T, /) -> T:
+        """Decorate a test."""
+
+
+def _only_if(condition: Callable[[], bool], reason: str) -> Decorator:
+    """A decorator that skips a test unless the condition holds when the test is defined."""
 
     def decorate(test_case: T) -> T:
         return unittest.skipUnless(condition(), f"test requires {reason}")(test_case)
@@ -42,77 +49,87 @@ def _one(*kinds: str) -> Callable[[], bool]:
 
 
 # Devices
-require_cpu = _only_if(_here("cpu"), "a machine without an accelerator")
-require_non_cpu = _only_if(lambda: torch_device != "cpu", "an accelerator")
-require_cuda = _only_if(_here("cuda"), "a GPU")
-require_cuda_or_hpu = _only_if(_here("cuda", "hpu"), "a GPU or HPU")
-require_cuda_or_xpu = _only_if(_here("cuda", "xpu"), "a GPU or XPU")
-require_xpu = _only_if(_here("xpu"), "an XPU")
-require_non_xpu = _only_if(lambda: torch_device != "xpu", "a device other than an XPU")
-require_hpu = _only_if(_here("hpu"), "an HPU")
-require_non_hpu = _only_if(lambda: torch_device != "hpu", "a device other than an HPU")
-require_mlu = _only_if(_here("mlu"), "an MLU")
-require_sdaa = _only_if(_here("sdaa"), "an SDAA device")
-require_musa = _only_if(_here("musa"), "a MUSA device")
-require_npu = _only_if(_here("npu"), "an NPU")
-require_neuron = _only_if(_here("neuron"), "a Neuron device")
-require_mps = _only_if(_here("mps"), "an MPS device")
-require_tpu = _only_if(lambda: have.is_torch_xla_available(check_is_tpu=True), "a TPU")
-require_non_torch_xla = _only_if(lambda: not have.is_torch_xla_available(), "an environment without torch_xla")
-require_single_device = _only_if(_one(), "a single accelerator")
-require_single_gpu = _only_if(_one("cuda"), "a single GPU")
-require_single_xpu = _only_if(_one("xpu"), "a single XPU")
-require_multi_device = _only_if(_many(), "several accelerators")
-require_multi_gpu = _only_if(_many("cuda"), "several GPUs")
-require_multi_xpu = _only_if(_many("xpu"), "several XPUs")
-require_multi_gpu_or_xpu = _only_if(_many("cuda", "xpu"), "several GPUs or XPUs")
+require_cpu: Decorator = _only_if(_here("cpu"), "a machine without an accelerator")
+require_non_cpu: Decorator = _only_if(lambda: torch_device != "cpu", "an accelerator")
+require_cuda: Decorator = _only_if(_here("cuda"), "a GPU")
+require_cuda_or_hpu: Decorator = _only_if(_here("cuda", "hpu"), "a GPU or HPU")
+require_cuda_or_xpu: Decorator = _only_if(_here("cuda", "xpu"), "a GPU or XPU")
+require_xpu: Decorator = _only_if(_here("xpu"), "an XPU")
+require_non_xpu: Decorator = _only_if(lambda: torch_device != "xpu", "a device other than an XPU")
+require_hpu: Decorator = _only_if(_here("hpu"), "an HPU")
+require_non_hpu: Decorator = _only_if(lambda: torch_device != "hpu", "a device other than an HPU")
+require_mlu: Decorator = _only_if(_here("mlu"), "an MLU")
+require_sdaa: Decorator = _only_if(_here("sdaa"), "an SDAA device")
+require_musa: Decorator = _only_if(_here("musa"), "a MUSA device")
+require_npu: Decorator = _only_if(_here("npu"), "an NPU")
+require_neuron: Decorator = _only_if(_here("neuron"), "a Neuron device")
+require_mps: Decorator = _only_if(_here("mps"), "an MPS device")
+require_tpu: Decorator = _only_if(lambda: have.is_torch_xla_available(check_is_tpu=True), "a TPU")
+require_non_torch_xla: Decorator = _only_if(lambda: not have.is_torch_xla_available(), "no torch_xla")
+require_single_device: Decorator = _only_if(_one(), "a single accelerator")
+require_single_gpu: Decorator = _only_if(_one("cuda"), "a single GPU")
+require_single_xpu: Decorator = _only_if(_one("xpu"), "a single XPU")
+require_multi_device: Decorator = _only_if(_many(), "several accelerators")
+require_multi_gpu: Decorator = _only_if(_many("cuda"), "several GPUs")
+require_multi_xpu: Decorator = _only_if(_many("xpu"), "several XPUs")
+require_multi_gpu_or_xpu: Decorator = _only_if(_many("cuda", "xpu"), "several GPUs or XPUs")
 
-# Precisions and parts of torch
-require_fp16 = _only_if(have.is_fp16_available, "a device with fp16")
-require_fp8 = _only_if(have.is_fp8_available, "a package for fp8")
-require_pippy = _only_if(have.is_pippy_available, "torch's pipeline stages")
-require_fsdp2 = _only_if(lambda: is_torch_version(">=", "2.5.0"), "torch with fully_shard")
-require_tp = _only_if(lambda: is_torch_version(">=", "2.3.0"), "torch with tensor parallelism")
+# Precisions and modules of torch
+require_fp16: Decorator = _only_if(have.is_fp16_available, "a device with fp16")
+require_fp8: Decorator = _only_if(have.is_fp8_available, "a package for fp8")
+require_pippy: Decorator = _only_if(have.is_pippy_available, "torch's pipeline stages")
+require_fsdp2: Decorator = _only_if(lambda: is_torch_version(">=", "2.5.0"), "torch with fully_shard")
+require_tp: Decorator = _only_if(lambda: is_torch_version(">=", "2.3.0"), "torch with tensor parallelism")
 
 # Packages
-require_aim = _only_if(have.is_aim_available, "aim")
-require_bnb = _only_if(have.is_bnb_available, "bitsandbytes")
-require_clearml = _only_if(have.is_clearml_available, "clearml")
-require_comet_ml = _only_if(have.is_comet_ml_available, "comet_ml")
-require_datasets = _only_if(have.is_datasets_available, "datasets")
-require_deepspeed = _only_if(have.is_deepspeed_available, "DeepSpeed")
-require_dvclive = _only_if(have.is_dvclive_available, "dvclive")
-require_import_timer = _only_if(have.is_import_timer_available, "import_timer")
-require_matplotlib = _only_if(have.is_matplotlib_available, "matplotlib")
-require_mlflow = _only_if(have.is_mlflow_available, "mlflow")
-require_pandas = _only_if(have.is_pandas_available, "pandas")
-require_peft = _only_if(have.is_peft_available, "peft")
-require_schedulefree = _only_if(have.is_schedulefree_available, "schedulefree")
-require_swanlab = _only_if(have.is_swanlab_available, "swanlab")
-require_tensorboard = _only_if(have.is_tensorboard_available, "tensorboard")
-require_timm = _only_if(have.is_timm_available, "timm")
-require_torchao = _only_if(have.is_torchao_available, "torchao")
-require_torchdata_stateful_dataloader = _only_if(
+require_aim: Decorator = _only_if(have.is_aim_available, "aim")
+require_bnb: Decorator = _only_if(have.is_bnb_available, "bitsandbytes")
+require_clearml: Decorator = _only_if(have.is_clearml_available, "clearml")
+require_comet_ml: Decorator = _only_if(have.is_comet_ml_available, "comet_ml")
+require_datasets: Decorator = _only_if(have.is_datasets_available, "datasets")
+require_deepspeed: Decorator = _only_if(have.is_deepspeed_available, "DeepSpeed")
+require_dvclive: Decorator = _only_if(have.is_dvclive_available, "dvclive")
+require_import_timer: Decorator = _only_if(have.is_import_timer_available, "import_timer")
+require_matplotlib: Decorator = _only_if(have.is_matplotlib_available, "matplotlib")
+require_mlflow: Decorator = _only_if(have.is_mlflow_available, "mlflow")
+require_pandas: Decorator = _only_if(have.is_pandas_available, "pandas")
+require_peft: Decorator = _only_if(have.is_peft_available, "peft")
+require_schedulefree: Decorator = _only_if(have.is_schedulefree_available, "schedulefree")
+require_swanlab: Decorator = _only_if(have.is_swanlab_available, "swanlab")
+require_tensorboard: Decorator = _only_if(have.is_tensorboard_available, "tensorboard")
+require_timm: Decorator = _only_if(have.is_timm_available, "timm")
+require_torchao: Decorator = _only_if(have.is_torchao_available, "torchao")
+require_torchdata_stateful_dataloader: Decorator = _only_if(
     have.is_torchdata_stateful_dataloader_available, "torchdata with StatefulDataLoader"
 )
-require_torchvision = _only_if(have.is_torchvision_available, "torchvision")
-require_trackio = _only_if(have.is_trackio_available, "trackio")
-require_transformer_engine = _only_if(have.is_transformer_engine_available, "transformer_engine")
-require_transformer_engine_mxfp8 = _only_if(have.is_transformer_engine_mxfp8_available, "transformer_engine 2.1")
-require_transformers = _only_if(have.is_transformers_available, "transformers")
-require_triton = _only_if(have.is_triton_available, "triton")
-require_wandb = _only_if(have.is_wandb_available, "wandb")
-require_huggingface_suite = _only_if(
+require_torchvision: Decorator = _only_if(have.is_torchvision_available, "torchvision")
+require_trackio: Decorator = _only_if(have.is_trackio_available, "trackio")
+require_transformer_engine: Decorator = _only_if(have.is_transformer_engine_available, "transformer_engine")
+require_transformer_engine_mxfp8: Decorator = _only_if(
+    have.is_transformer_engine_mxfp8_available, "transformer_engine 2.1"
+)
+require_transformers: Decorator = _only_if(have.is_transformers_available, "transformers")
+require_triton: Decorator = _only_if(have.is_triton_available, "triton")
+require_wandb: Decorator = _only_if(have.is_wandb_available, "wandb")
+require_huggingface_suite: Decorator = _only_if(
     lambda: have.is_transformers_available() and have.is_datasets_available(), "transformers and datasets"
 )
-require_trackers = _only_if(
+require_trackers: Decorator = _only_if(
     lambda: have.is_wandb_available() and have.is_tensorboard_available() and not have.is_comet_ml_available(),
     "wandb and tensorboard, and no comet_ml",
 )
 
 
 def require_torch_min_version(test_case: T | None = None, version: str | None = None) -> Any:
-    """Skip the test under a torch older than `version`: `@require_torch_min_version(version="2.13")`."""
+    """Skip the test under an older torch: `@require_torch_min_version(version="2.13")`.
+
+    Args:
+        test_case: the test, where this is not called as a decorator.
+        version: the oldest version of torch that the test runs under.
+
+    Raises:
+        ValueError: `version` is not given.
+    """
     if version is None:
         raise ValueError("require_torch_min_version needs version=, such as '2.13'")
     decorate = _only_if(lambda: is_torch_version(">=", version), f"torch {version} or later")
@@ -130,12 +147,13 @@ def slow(test_case: T) -> T:
 
 
 def run_first(test_case: T) -> T:
-    """Mark the test for the plugin pytest-order: it runs before the others."""
+    """Run the test before the others (needs the plugin pytest-order)."""
     import pytest
 
-    return pytest.mark.order(1)(test_case)
+    marked: T = pytest.mark.order(1)(test_case)
+    return marked
 
 
 def memory_allocated_func() -> int:
-    """Bytes that torch holds on the current accelerator; 0 on the processor."""
+    """Return the bytes that torch has allocated on the current accelerator; 0 on the CPU."""
     return 0 if torch_device == "cpu" else int(torch.accelerator.memory_allocated())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start a script as a test would: the launcher's command line, a port of one's own, and the output of what ran."""
+"""Running scripts from tests: the launcher's command line, an unused port, and the output."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..core import devices, env
 
 
 class SubprocessCallException(Exception):
-    """A command failed; the message holds what it printed."""
+    """A command failed; the message contains its output."""
 
 
 @dataclass
 class RunOutput:
-    """What a command left: its exit code and the lines that it printed."""
+    """The exit code of a command, and the lines that it printed."""
 
     returncode: int
     stdout: list[str]
@@ -33,7 +33,12 @@ class RunOutput:
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """`accelerate launch` with options: `num_processes=2` gives `--num_processes=2`, `cpu=True` gives `--cpu`."""
+    """Return the words of an `accelerate launch` command.
+
+    Args:
+        kwargs: the options; `num_processes=2` becomes `--num_processes=2`, `cpu=True` becomes `--cpu`, and options
+            that are False or None are left out.
+    """
     command = ["accelerate", "launch"]
     for name, value in kwargs.items():
         if value is True:
@@ -47,17 +52,29 @@ DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=max(1, devices.device_
 
 
 def pytest_xdist_worker_id() -> int:
-    """The number of this pytest-xdist worker; 0 without it."""
+    """Return the number of this pytest-xdist worker; 0 without pytest-xdist."""
     return int(re.sub(r"^gw", "", env.get("PYTEST_XDIST_WORKER", "gw0") or "gw0"))
 
 
 def get_torch_dist_unique_port() -> int:
-    """A port for a run's main process that no other pytest-xdist worker takes."""
+    """Return a port for the main process of a run that differs between pytest-xdist workers."""
     return 29500 + pytest_xdist_worker_id()
 
 
 def run_command(command: list[str], return_stdout: bool = False, env: Mapping[str, str] | None = None) -> str | None:
-    """Run a command to its end; SubprocessCallException with its output where it fails."""
+    """Run a command until it ends.
+
+    Args:
+        command: the words of the command.
+        return_stdout: whether to return the output.
+        env: the environment; this process's by default.
+
+    Returns:
+        The combined output and error output, if `return_stdout` is set.
+
+    Raises:
+        SubprocessCallException: the command failed.
+    """
     done = subprocess.run(
         [str(part) for part in command],
         stdout=subprocess.PIPE,
@@ -80,10 +97,22 @@ def execute_subprocess_async(
     quiet: bool = False,
     echo: bool = True,
 ) -> RunOutput:
-    """Run a command to its end, or `timeout` seconds; its exit code and lines.
+    """Run a command until it ends.
 
-    `echo` prints the command first, `quiet` keeps its output off this process's own. RuntimeError where it fails,
-    with the lines of its errors.
+    Args:
+        cmd: the words of the command.
+        env: the environment; this process's by default.
+        stdin: the standard input of the command.
+        timeout: the limit in seconds.
+        quiet: do not print the command's output.
+        echo: print the command first.
+
+    Returns:
+        The exit code and the lines of the output.
+
+    Raises:
+        RuntimeError: the command failed; the message contains its error output.
+        subprocess.TimeoutExpired: the command has not ended within the limit.
     """
     words = [str(word) for word in cmd]
     if echo:
@@ -103,13 +132,13 @@ def execute_subprocess_async(
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """A path inside the installed package: `path_in_accelerate_package("test_utils", "scripts")`."""
+    """Return a path inside the installed package: `path_in_accelerate_package("test_utils", "scripts")`."""
     package = Path(inspect.getfile(devices)).parents[1]
     return package.joinpath(*components)
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What a call prints on the standard output."""
+    """Call a function and return what it prints to the standard output."""
     captured = io.StringIO()
     with contextlib.redirect_stdout(captured):
         func(*args, **kwargs)
@@ -118,7 +147,12 @@ def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 @contextlib.contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """The block must raise `exception_class`, with `msg` in its text where one is given."""
+    """Assert that the block raises an exception.
+
+    Args:
+        exception_class: the class of the exception.
+        msg: a text that its message must contain.
+    """
     try:
         yield
     except exception_class as error:
@@ -128,7 +162,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Whether all processes hold the same tensor. Every process must call it."""
+    """Return whether `tensor` is equal on all processes. Every process must call it."""
     from ..collectives.tensors import gather
     from ..state import PartialState
 

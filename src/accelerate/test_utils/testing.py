@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accelerate.test_utils.testing`: the same names as `accelerate.test_utils`, where tests are used to find them."""
+"""The names of `accelerate.test_utils` under the module path of the API."""
 
 from ..core.lazy import attach
 from . import EXPORTS

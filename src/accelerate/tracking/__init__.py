@@ -1,39 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiment trackers: one file a service, one base class, and the table of those that `log_with` can name."""
+"""Experiment trackers: one base class, one module for each service, and the table of names that `log_with` takes."""
 
-from .aim import AimTracker
-from .base import GeneralTracker, on_main_process
-from .clearml import ClearMLTracker
-from .comet_ml import CometMLTracker
-from .dvclive import DVCLiveTracker
-from .mlflow import MLflowTracker
-from .registry import (
-    LOGGER_TYPE_TO_CLASS,
-    filter_trackers,
-    get_available_trackers,
-    register_tracker_class,
-    start_trackers,
-)
-from .swanlab import SwanLabTracker
-from .tensorboard import TensorBoardTracker
-from .trackio import TrackioTracker
-from .wandb import WandBTracker
+from ..core.enums import LoggerType
+from ..core.lazy import attach
 
-__all__ = [
-    "LOGGER_TYPE_TO_CLASS",
-    "AimTracker",
-    "ClearMLTracker",
-    "CometMLTracker",
-    "DVCLiveTracker",
-    "GeneralTracker",
-    "MLflowTracker",
-    "SwanLabTracker",
-    "TensorBoardTracker",
-    "TrackioTracker",
-    "WandBTracker",
-    "filter_trackers",
-    "get_available_trackers",
-    "on_main_process",
-    "register_tracker_class",
-    "start_trackers",
-]
+EXPORTS = {
+    "tracking.base": ["GeneralTracker", "on_main_process"],
+    "tracking.registry": [
+        "LOGGER_TYPE_TO_CLASS",
+        "filter_trackers",
+        "get_available_trackers",
+        "register_tracker_class",
+        "start_trackers",
+    ],
+    **{f"tracking.{kind.value}": [kind.class_name] for kind in LoggerType if kind is not LoggerType.ALL},
+}
+
+__getattr__, __dir__, __all__ = attach(__name__, EXPORTS, ["registry"], all_public=True)

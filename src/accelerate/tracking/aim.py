@@ -7,15 +7,22 @@ import importlib
 import os
 from typing import Any
 
-from .base import ClientTracker, checked, named, on_main_process
+from .base import ClientTracker, checked, on_main_process
 from .values import plain
 
 
 class AimTracker(ClientTracker):
-    """Logs the run `run_name` to the repository in `logging_dir`; `kwargs` go to `aim.Run`."""
+    """Logs to Aim.
+
+    Args:
+        run_name: the name of the run.
+        logging_dir: the folder of the Aim repository.
+        kwargs: passed to `aim.Run`.
+    """
 
     name = "aim"
     requires_logging_directory = True
+    _run_key_attribute = "hash"
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
@@ -23,6 +30,7 @@ class AimTracker(ClientTracker):
 
     @property
     def writer(self) -> Any:
+        """The `aim.Run`."""
         return self.tracker
 
     def _open(self) -> Any:
@@ -30,23 +38,28 @@ class AimTracker(ClientTracker):
         run.name = self.run_name
         return run
 
-    def _id_of(self, client: Any) -> str | None:
-        return named(client, "hash")
-
     @classmethod
-    def going_on(cls, run_id: str) -> dict[str, Any]:
-        return {"run_hash": run_id}
+    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
+        """Return the constructor's arguments that continue the run `run_key`."""
+        return {"run_hash": run_key}
 
     def _close(self, client: Any) -> None:
         client.close()
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the hyperparameters of the run."""
         self.tracker["hparams"] = plain(checked(values, "store_init_configuration"))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record what `aim.Run.track` takes; `kwargs` go to it (`context`, `epoch`)."""
+        """Record values.
+
+        Args:
+            values: {name: what `aim.Run.track` accepts}.
+            step: the training step.
+            kwargs: passed to `aim.Run.track` (`context`, `epoch`).
+        """
         for key, value in plain(checked(values, "log")).items():
             self.tracker.track(value, name=key, step=step, **kwargs)
 
@@ -54,9 +67,12 @@ class AimTracker(ClientTracker):
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Record images, each an image or a pair (image, caption).
+        """Record images.
 
-        `kwargs` holds the arguments of `aim.Image` under `aim_image` and those of `Run.track` under `track`.
+        Args:
+            values: {name: an image or a pair (image, caption)}.
+            step: the training step.
+            kwargs: {"aim_image": arguments of `aim.Image`, "track": arguments of `aim.Run.track`}.
         """
         aim = importlib.import_module("aim")
         options = kwargs or {}

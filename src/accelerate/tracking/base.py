@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every tracker is: the base class users derive from, and the base of the trackers of client packages."""
+"""`GeneralTracker`, the base class of custom trackers, and `ClientTracker`, the base of the built-in ones."""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..core.errors import ConfigurationError
 from ..state import PartialState
 
-logger = logging.getLogger("accelerate.tracking")
+logger: logging.Logger = logging.getLogger("accelerate.tracking")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def on_main_process(function: F) -> F:
-    """A tracker's method on the main process alone where its class says `main_process_only`; on each process else.
+    """Run a tracker's method on the main process only, where its class sets `main_process_only`.
 
-    The processes left out get None.
+    Args:
+        function: a method of a tracker.
+
+    Returns:
+        The method. It returns None on the processes where it does not run.
     """
 
     @functools.wraps(function)
@@ -32,15 +36,16 @@ def on_main_process(function: F) -> F:
 
 
 class GeneralTracker:
-    """Base of all trackers. A tracker of your own defines `name`, `requires_logging_directory` and `tracker`.
+    """Base class of all trackers; a subclass overrides the methods it needs, which do nothing here.
 
-    Attributes of the class:
-        name (str): what `log_with`, `init_kwargs`, `log_kwargs` and `get_tracker` call it.
-        requires_logging_directory (bool): whether its constructor takes `logging_dir` after the run's name.
-        tracker (property): the client's own run or writer.
-        main_process_only (bool): log on the main process alone (the default) or on every process.
+    Attributes:
+        name (str): the name in `log_with`, `init_kwargs`, `log_kwargs` and `get_tracker`. Required.
+        requires_logging_directory (bool): whether the constructor takes `logging_dir` after the run's name. Required.
+        tracker (property): the run or writer object of the client package. Required.
+        main_process_only (bool): log on the main process only (the default) or on every process.
 
-    Raises NotImplementedError where one of them is missing. The methods here do nothing: override what you need.
+    Raises:
+        NotImplementedError: the subclass lacks one of the required attributes.
     """
 
     main_process_only: bool = True
@@ -62,36 +67,44 @@ class GeneralTracker:
 
     @property
     def run_key(self) -> str | None:
-        """By what the service knows this run, for a checkpoint; None where it has no such name, or is not open."""
+        """The service's identifier of the open run, which checkpoints store; None where it has none."""
         return None
 
     @classmethod
-    def going_on(cls, run_id: str) -> dict[str, Any]:
-        """The constructor's arguments that log to the run `run_id` again; none where the service offers that not."""
+    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
+        """Return the constructor's arguments that continue a former run; empty where the service cannot do that."""
         return {}
 
     def start(self) -> None:
-        """Open the run. Called by `init_trackers` on the processes that log, once the run is known to begin."""
+        """Open the run. `init_trackers` calls it on the processes that log."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the hyperparameters `values` of the run."""
+        """Record the hyperparameters of the run."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record `values` (name to number, text or what the client takes) at `step`."""
+        """Record values.
+
+        Args:
+            values: {name: number, text or what the client accepts}.
+            step: the training step that they belong to.
+            kwargs: passed to the client.
+        """
 
     def finish(self) -> None:
         """Write what is pending and close the run."""
 
 
 class ClientTracker(GeneralTracker):
-    """A tracker of a client package: `start` opens its run once, `finish` closes it once.
+    """Base class of the trackers of client packages: `start` opens a run once, `finish` closes it once.
 
-    A subclass says how: `_open` returns the client's run, `_close` ends it, `log` and `store_init_configuration`
-    hand it values. No client is imported before `start`.
+    A subclass defines `_open`, which returns the client's run, `_close`, `log` and `store_init_configuration`.
+    No client package is imported before `start`.
     """
 
     name: str
     requires_logging_directory: bool = False
+    # The attribute of the client's run that identifies it, as a dotted path.
+    _run_key_attribute: ClassVar[str | None] = None
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__()
@@ -99,11 +112,11 @@ class ClientTracker(GeneralTracker):
         self.init_kwargs = kwargs
         self._client: Any = None
         self._is_open = False
-        self._refused: set[str] = set()
+        self._warned_keys: set[str] = set()
 
     @property
     def tracker(self) -> Any:
-        """The client's own run or writer; None on a process that does not log."""
+        """The run or writer object of the client package; None on a process that does not log."""
         if self._client is None and self.main_process_only and not PartialState().is_main_process:
             return None
         if self._client is None:
@@ -114,6 +127,7 @@ class ClientTracker(GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
+        """Open the run, unless it is open."""
         if self._is_open:
             return
         self._client = self._open()
@@ -122,42 +136,40 @@ class ClientTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
+        """Close the run, if it is open."""
         if self._is_open:
             self._is_open = False
             self._close(self._client)
 
     @property
     def run_key(self) -> str | None:
-        return self._id_of(self._client) if self._is_open else None
-
-    def _id_of(self, client: Any) -> str | None:
-        return None
+        """The service's identifier of the open run; None where it has none (offline, disabled)."""
+        if not self._is_open or self._run_key_attribute is None:
+            return None
+        found = self._client
+        for attribute in self._run_key_attribute.split("."):
+            found = getattr(found, attribute, None)
+        return None if found is None else str(found)
 
     def _open(self) -> Any:
-        raise NotImplementedError(f"{type(self).__name__} does not say how to open its run: define `_open`")
+        raise NotImplementedError(f"{type(self).__name__} cannot open its run: define `_open`")
 
     def _close(self, client: Any) -> None:
         client.finish()
 
-    def _refuse(self, key: str, value: Any, takes: str) -> None:
-        """Say once a key that the client cannot take a value; the other values of the call are recorded."""
-        if key not in self._refused:
-            self._refused.add(key)
+    def _warn_unsupported(self, key: str, value: Any, accepted: str) -> None:
+        """Warn once for a key whose value the client cannot take; the other values of the call are recorded."""
+        if key not in self._warned_keys:
+            self._warned_keys.add(key)
             text = str(value)
             shown = text if len(text) <= 80 else text[:77] + "..."
             logger.warning(
-                "%s takes %s: %r holds %s of type %s and is not logged", self.name, takes, key, shown, type(value)
+                "%s accepts %s: %r holds %s of type %s and is not logged", self.name, accepted, key, shown, type(value)
             )
 
 
-def named(client: Any, attribute: str) -> str | None:
-    """A client's name for its run; None where it has none (offline, disabled)."""
-    found = getattr(client, attribute, None)
-    return None if found is None else str(found)
-
-
 def checked(values: Any, method: str) -> Mapping[str, Any]:
-    """`values`, or a ConfigurationError that says what `method` needs."""
+    """`values` if it is a mapping, else a ConfigurationError that names `method`."""
     if not isinstance(values, Mapping):
         raise ConfigurationError(
             f"{method} needs a dict of names and values, not {type(values).__name__} "

@@ -8,34 +8,37 @@ from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
-from .base import ClientTracker, checked, named, on_main_process
+from .base import ClientTracker, checked, on_main_process
 from .values import flat, number, plain
 
-# A name that begins so is drawn as this series of the chart named by the rest.
+# Prefixes of names that select the series of a chart: `eval_loss` is the series `eval` of the chart `loss`.
 SERIES = ("train", "eval", "test")
 
 
 class ClearMLTracker(ClientTracker):
-    """Logs to the task `run_name`; `kwargs` go to `clearml.Task.init`.
+    """Logs to ClearML. A task that is already open is used, and stays open at the end.
 
-    A task that is open already is used, and left open at the end. The variables CLEARML_PROJECT and CLEARML_TASK go
-    before `run_name`.
+    Args:
+        run_name: the name of the project and of the task. The variables CLEARML_PROJECT and CLEARML_TASK override it.
+        kwargs: passed to `clearml.Task.init`.
     """
 
     name = "clearml"
+    _run_key_attribute = "id"
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
-        self._own = True
+        self._owns_task = True
 
     @property
     def task(self) -> Any:
+        """The `clearml.Task`."""
         return self.tracker
 
     def _open(self) -> Any:
         task_class = importlib.import_module("clearml").Task
         task = task_class.current_task()
-        self._own = task is None
+        self._owns_task = task is None
         if task is not None:
             return task
         names = {
@@ -45,31 +48,34 @@ class ClearMLTracker(ClientTracker):
         return task_class.init(**{**names, **self.init_kwargs})
 
     def _close(self, client: Any) -> None:
-        if self._own:
+        if self._owns_task:
             client.close()
 
-    def _id_of(self, client: Any) -> str | None:
-        return named(client, "id")
-
     @classmethod
-    def going_on(cls, run_id: str) -> dict[str, Any]:
-        return {"continue_last_task": run_id}
+    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
+        """Return the constructor's arguments that continue the run `run_key`."""
+        return {"continue_last_task": run_key}
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the hyperparameters of the run."""
         self.tracker.connect_configuration(plain(checked(values, "store_init_configuration")))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers: single values where `step` is None, points of a curve else.
+        """Record numbers.
 
-        `train_`, `eval_` and `test_` at the head of a name choose the series; nested names are joined by `/`.
+        Args:
+            values: {name: number}, possibly nested; nested names are joined by `/`. The prefixes `train_`, `eval_`
+                and `test_` of a name select the series of a chart.
+            step: the training step; without it the numbers are single values, not points of a curve.
+            kwargs: passed to ClearML's `report_scalar` or `report_single_value`.
         """
         board = self.tracker.get_logger()
         for key, value in flat(checked(values, "log")):
             scalar = number(value)
             if scalar is None:
-                self._refuse(key, value, "numbers as scalars")
+                self._warn_unsupported(key, value, "numbers as scalars")
             elif step is None:
                 board.report_single_value(name=key, value=scalar, **kwargs)
             else:
@@ -78,7 +84,13 @@ class ClearMLTracker(ClientTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images (arrays, PIL images); `kwargs` go to `report_image`."""
+        """Record images.
+
+        Args:
+            values: {name: array or PIL image}.
+            step: the training step.
+            kwargs: passed to ClearML's `report_image`.
+        """
         board = self.tracker.get_logger()
         for key, image in checked(values, "log_images").items():
             title, series = _chart(key)
@@ -94,7 +106,19 @@ class ClearMLTracker(ClientTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table: a pandas dataframe, or rows under `columns` (the first row names them where None)."""
+        """Record a table.
+
+        Args:
+            table_name: the name of the table.
+            columns: the names of the columns; None where the first row of `data` holds them.
+            data: the rows.
+            dataframe: a pandas dataframe, instead of `columns` and `data`.
+            step: the training step.
+            kwargs: passed to ClearML's `report_table`.
+
+        Raises:
+            ConfigurationError: neither `data` nor `dataframe` is given.
+        """
         table = dataframe
         if table is None:
             if data is None:

@@ -7,42 +7,54 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from .base import ClientTracker, checked, named, on_main_process
+from .base import ClientTracker, checked, on_main_process
 from .values import number, plain
 
 
 class CometMLTracker(ClientTracker):
-    """Logs to the project `run_name`; `kwargs` go to `comet_ml.start`. The key comes from Comet's own settings."""
+    """Logs to Comet, which reads the API key from its own settings.
+
+    Args:
+        run_name: the name of the project.
+        kwargs: passed to `comet_ml.start`.
+    """
 
     name = "comet_ml"
+    _run_key_attribute = "id"
 
     def __init__(self, run_name: str, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)
 
     @property
     def writer(self) -> Any:
+        """The Comet experiment."""
         return self.tracker
 
     def _open(self) -> Any:
         return importlib.import_module("comet_ml").start(**{"project_name": self.run_name, **self.init_kwargs})
 
-    def _id_of(self, client: Any) -> str | None:
-        return named(client, "id")
-
     @classmethod
-    def going_on(cls, run_id: str) -> dict[str, Any]:
-        return {"experiment_key": run_id}
+    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
+        """Return the constructor's arguments that continue the run `run_key`."""
+        return {"experiment_key": run_key}
 
     def _close(self, client: Any) -> None:
         client.end()
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the hyperparameters of the run."""
         self.tracker.log_parameters(plain(checked(values, "store_init_configuration")))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers and mappings of numbers as metrics, text as `other`; `kwargs` go to those calls."""
+        """Record numbers and mappings of numbers as metrics, text as `other`.
+
+        Args:
+            values: {name: number, mapping of numbers, or text}.
+            step: the training step.
+            kwargs: passed to `log_metric`, `log_metrics` and `log_other`.
+        """
         experiment = self.tracker
         if step is not None:
             experiment.set_step(step)
@@ -54,4 +66,4 @@ class CometMLTracker(ClientTracker):
             elif (scalar := number(value)) is not None:
                 experiment.log_metric(key, scalar, step=step, **kwargs)
             else:
-                self._refuse(key, value, "numbers, text and mappings of numbers")
+                self._warn_unsupported(key, value, "numbers, text and mappings of numbers")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trackers of one run: started together on the main process, logged to together, finished together."""
+"""The trackers of one run, as a group that is started, logged to and finished together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .registry import filter_trackers, start_trackers
 
 
 class TrackerGroup:
-    """The trackers that `log_with` asks for.
+    """The trackers of a run.
 
     Args:
         log_with: names, tracker objects or classes, as `Accelerator(log_with=...)` takes them.
@@ -19,10 +19,10 @@ class TrackerGroup:
     """
 
     def __init__(self, log_with: Any, logging_dir: str | None) -> None:
-        self.log_with = filter_trackers(log_with, logging_dir)
+        self.log_with: list[Any] = filter_trackers(log_with, logging_dir)
         self.logging_dir = logging_dir
         self.trackers: list[GeneralTracker] = []
-        # {tracker name: run key} of the run that was resumed: its trackers continue their runs.
+        # {tracker name: run key} from a loaded checkpoint: these trackers continue their runs.
         self.resumed_keys: dict[str, str] = {}
 
     def start(
@@ -31,22 +31,30 @@ class TrackerGroup:
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Start all of them; only the main process calls this, so that there is one run of each."""
+        """Start the trackers. Call it on the main process only, so that each service has one run."""
         self.trackers = start_trackers(
             self.log_with, project_name, self.logging_dir, config, init_kwargs, self.resumed_keys
         )
 
     def get(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of this name (its client object with `unwrap`); a blank one where none has started here.
+        """Return a started tracker.
 
-        Raises ValueError where others have started and this one has not.
+        Args:
+            name: the tracker's `name`.
+            unwrap: return the client's run object instead.
+
+        Returns:
+            The tracker; a blank one on processes where none has started.
+
+        Raises:
+            ValueError: other trackers have started, but not this one.
         """
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
         if self.trackers:
             known = ", ".join(tracker.name for tracker in self.trackers)
-            raise ValueError(f"{name} is not a tracker that this run has started (there is: {known})")
+            raise ValueError(f"this run has not started the tracker {name} (started: {known})")
         return GeneralTracker(_blank=True)
 
     def log(
@@ -55,15 +63,15 @@ class TrackerGroup:
         step: int | None = None,
         log_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Hand a dict of values to every tracker; `log_kwargs` are {tracker name: further arguments}."""
+        """Log values to every tracker; `log_kwargs` is {tracker name: further arguments of its `log`}."""
         for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))  # type: ignore[arg-type]
 
     def run_keys(self) -> dict[str, str]:
-        """{tracker name: key of its run}, of those whose run can be continued."""
+        """Return {tracker name: run key} for the trackers whose run has a key."""
         return {tracker.name: tracker.run_key for tracker in self.trackers if tracker.run_key is not None}
 
     def finish(self) -> None:
-        """Close all of them."""
+        """Close the trackers."""
         for tracker in self.trackers:
             tracker.finish()

@@ -11,18 +11,28 @@ from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
-from .base import ClientTracker, checked, named, on_main_process
+from .base import ClientTracker, checked, on_main_process
 from .values import flat, number, plain
 
 
 class MLflowTracker(ClientTracker):
-    """Logs to the experiment `experiment_name`, made where it is missing with `logging_dir` for its artifacts.
+    """Logs to MLflow.
 
-    The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS (JSON) and MLFLOW_NESTED_RUN go before the
-    arguments. `run_id` resumes a run; `tags` is a dict or its JSON text.
+    The variables MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_ID, MLFLOW_TAGS (JSON) and MLFLOW_NESTED_RUN override the
+    arguments.
+
+    Args:
+        experiment_name: the experiment, which is created if it does not exist.
+        logging_dir: the folder for the artifacts of a new experiment.
+        run_id: the run to resume.
+        tags: tags of the run, as a dict or as JSON text.
+        nested_run: whether to open the run inside the one that is active.
+        run_name: the name of the run.
+        description: the description of the run.
     """
 
     name = "mlflow"
+    _run_key_attribute = "info.run_id"
 
     def __init__(
         self,
@@ -35,15 +45,16 @@ class MLflowTracker(ClientTracker):
         description: str | None = None,
     ) -> None:
         super().__init__(run_name)
-        self.experiment_name = env.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        self.experiment_name: str | None = env.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
-        self.run_id = env.get("MLFLOW_RUN_ID", run_id)
-        self.tags = _tags(env.get("MLFLOW_TAGS"), "MLFLOW_TAGS") or _tags(tags, "tags")
-        self.nested_run = env.get_flag("MLFLOW_NESTED_RUN", bool(nested_run))
+        self.run_id: str | None = env.get("MLFLOW_RUN_ID", run_id)
+        self.tags: dict[str, Any] | None = _tags(env.get("MLFLOW_TAGS"), "MLFLOW_TAGS") or _tags(tags, "tags")
+        self.nested_run: bool = env.get_flag("MLFLOW_NESTED_RUN", bool(nested_run))
         self.description = description
 
     @property
     def active_run(self) -> Any:
+        """The `mlflow.ActiveRun`."""
         return self.tracker
 
     def _open(self) -> Any:
@@ -70,22 +81,20 @@ class MLflowTracker(ClientTracker):
     def _close(self, client: Any) -> None:
         importlib.import_module("mlflow").end_run()
 
-    def _id_of(self, client: Any) -> str | None:
-        return named(getattr(client, "info", None), "run_id")
-
     @classmethod
-    def going_on(cls, run_id: str) -> dict[str, Any]:
-        return {"run_id": run_id}
+    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
+        """Return the constructor's arguments that continue the run `run_key`."""
+        return {"run_id": run_key}
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record parameters in MLflow's batches. One whose text is too long for the server is left out and said."""
+        """Record the hyperparameters of the run; values too long for MLflow are left out with a warning."""
         mlflow = importlib.import_module("mlflow")
         limits = importlib.import_module("mlflow.utils.validation")
         accepted = []
         for key, value in plain(checked(values, "store_init_configuration")).items():
             if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
-                self._refuse(key, value, f"parameters of at most {limits.MAX_PARAM_VAL_LENGTH} characters")
+                self._warn_unsupported(key, value, f"parameters of at most {limits.MAX_PARAM_VAL_LENGTH} characters")
             else:
                 accepted.append((key, value))
         size = limits.MAX_PARAMS_TAGS_PER_BATCH
@@ -94,29 +103,51 @@ class MLflowTracker(ClientTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers; those of nested mappings under names joined by `/`. `kwargs` go to `log_metrics`."""
+        """Record numbers.
+
+        Args:
+            values: {name: number}, possibly nested; nested names are joined by `/`.
+            step: the training step.
+            kwargs: passed to `mlflow.log_metrics`.
+        """
         metrics = {}
         for key, value in flat(checked(values, "log")):
             scalar = number(value)
             if scalar is None:
-                self._refuse(key, value, "numbers as metrics")
+                self._warn_unsupported(key, value, "numbers as metrics")
             else:
                 metrics[key] = scalar
         importlib.import_module("mlflow").log_metrics(metrics, step=step, **kwargs)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Record a matplotlib or plotly figure as the artifact `artifact_file`."""
+        """Record a figure as an artifact.
+
+        Args:
+            figure: a matplotlib or plotly figure.
+            artifact_file: the path of the artifact in the run.
+            save_kwargs: passed to `mlflow.log_figure`.
+        """
         importlib.import_module("mlflow").log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Record the files of a folder."""
+        """Record the files of a folder as artifacts.
+
+        Args:
+            local_dir: the folder.
+            artifact_path: the folder of the artifacts in the run.
+        """
         importlib.import_module("mlflow").log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Record one file."""
+        """Record one file as an artifact.
+
+        Args:
+            local_path: the file.
+            artifact_path: the folder of the artifact in the run.
+        """
         importlib.import_module("mlflow").log_artifact(local_path=local_path, artifact_path=artifact_path)
 
 

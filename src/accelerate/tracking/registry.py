@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which trackers there are, which a run asks for, and how those are started."""
+"""The known trackers, the choice of those that a run requests, and their start."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Mapping
@@ -12,49 +13,39 @@ from ..core.enums import LoggerType
 from ..core.errors import ConfigurationError, nearest
 from ..core.imports import is_available
 from ..state import PartialState
-from .aim import AimTracker
 from .base import GeneralTracker, checked, logger
-from .clearml import ClearMLTracker
-from .comet_ml import CometMLTracker
-from .dvclive import DVCLiveTracker
-from .mlflow import MLflowTracker
-from .swanlab import SwanLabTracker
-from .tensorboard import TensorBoardTracker
-from .trackio import TrackioTracker
-from .wandb import WandBTracker
 
 # name -> class; `register_tracker_class` adds to it
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
-    tracker.name: tracker
-    for tracker in (
-        AimTracker,
-        TensorBoardTracker,
-        WandBTracker,
-        TrackioTracker,
-        CometMLTracker,
-        MLflowTracker,
-        ClearMLTracker,
-        DVCLiveTracker,
-        SwanLabTracker,
-    )
+    kind.value: getattr(importlib.import_module(f"{__package__}.{kind.value}"), kind.class_name)
+    for kind in LoggerType
+    if kind is not LoggerType.ALL
 }
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Make a tracker class of your own known by its `name`, so that `log_with` can ask for it by that name.
+    """Register a custom tracker class under its `name`, so that `log_with` accepts that name.
 
-    A name that is taken is given to the new class, with a warning. ConfigurationError for anything that is not a
-    subclass of `GeneralTracker` with a name.
+    A class registered under an existing name replaces the former one, with a warning.
+
+    Args:
+        tracker_class: a subclass of `GeneralTracker` with a `name`.
+
+    Raises:
+        ConfigurationError: it is not such a class, or its name is empty or "all".
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigurationError(f"`tracker_class` must be a subclass of GeneralTracker, not {tracker_class!r}")
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name:
+        raise ConfigurationError(f"the tracker class {tracker_class.__name__} needs a `name`: a non-empty string")
+    if not hasattr(tracker_class, "requires_logging_directory"):
         raise ConfigurationError(
-            f"the tracker class {tracker_class.__name__} needs a `name`: a text that is not empty"
+            f"the tracker class {tracker_class.__name__} needs the class attribute `requires_logging_directory`: True "
+            "if its constructor takes `logging_dir`, else False"
         )
     if name == LoggerType.ALL.value:
-        raise ConfigurationError("a tracker cannot be named 'all': that asks for every tracker that is installed")
+        raise ConfigurationError("a tracker cannot be named 'all': that requests every installed tracker")
     former = LOGGER_TYPE_TO_CLASS.get(name)
     if former is not None:
         warnings.warn(
@@ -63,31 +54,39 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
-def is_installed(name: str) -> bool:
-    """Whether the client of one of the library's own trackers is installed."""
-    return is_available(name) or (name == LoggerType.TENSORBOARD.value and is_available("tensorboardX"))
-
-
 def get_available_trackers() -> list[LoggerType]:
-    """The library's own trackers whose client is installed."""
-    return [kind for kind in LoggerType if kind is not LoggerType.ALL and is_installed(kind.value)]
+    """Return the built-in trackers whose package is installed."""
+    return [kind for kind in LoggerType if kind is not LoggerType.ALL and _is_installed(kind)]
+
+
+def _is_installed(kind: LoggerType) -> bool:
+    return any(is_available(package) for package in kind.packages)
 
 
 def filter_trackers(
     log_with: list[str | LoggerType | GeneralTracker] | str | LoggerType | GeneralTracker | None,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[Any]:
-    """The trackers a run will use, from what it asked for: names, `LoggerType` members, tracker objects, or "all".
+    """Return the trackers that a run uses, each once, in the order requested.
 
-    Each is kept once, in order. One whose package is not installed is left out, and that is said. "all" stands for
-    every one installed that can work without what was not given. ConfigurationError for an unknown name, and where a
-    tracker that was named needs `logging_dir`.
+    A tracker whose package is not installed is left out with a warning.
+
+    Args:
+        log_with: names, `LoggerType` members or tracker objects. "all" stands for every installed tracker that needs
+            no argument beyond those given.
+        logging_dir: the folder of trackers that write files.
+
+    Returns:
+        A `LoggerType` member for each built-in tracker, the name of each registered class, and the objects as given.
+
+    Raises:
+        ConfigurationError: a name is unknown, or a tracker that was named needs `logging_dir`.
     """
     if log_with is None:
         return []
-    asked = list(log_with) if isinstance(log_with, (list, tuple, set, frozenset)) else [log_with]
+    requested = list(log_with) if isinstance(log_with, (list, tuple, set, frozenset)) else [log_with]
     found: list[Any] = []
-    for item in asked:
+    for item in requested:
         if _name(item) == LoggerType.ALL.value:
             chosen: list[Any] = [kind for kind in get_available_trackers() if _has_folder(kind.value, logging_dir)]
         else:
@@ -97,31 +96,30 @@ def filter_trackers(
 
 
 def _chosen(item: Any, logging_dir: Any) -> list[Any]:
-    """What one asked-for tracker comes to: itself, or nothing where its package is not installed."""
+    """The tracker for one item of `log_with`; an empty list where its package is not installed."""
     if isinstance(item, GeneralTracker):
         return [item]
     name = _name(item)
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ConfigurationError(_unknown(item))
-    own = name in LoggerType
-    if own and not is_installed(name):
-        _say(f"log_with asks for {name}, which is not installed: nothing goes to it (pip install {name})")
+    kind = LoggerType(name) if name in LoggerType else None
+    if kind is not None and not _is_installed(kind):
+        # Once on each machine where the processes are known, else in each process.
+        if not PartialState._shared_state or PartialState().is_local_main_process:
+            logger.warning(
+                f"log_with requests {name}, which is not installed: nothing is logged to it (pip install {name})"
+            )
         return []
     if not _has_folder(name, logging_dir):
         raise ConfigurationError(
             f"logging with {name} needs a folder: give the Accelerator `project_dir`, or `project_config` with a "
             "`logging_dir`"
         )
-    return [LoggerType(name) if own else name]
+    return [kind or name]
 
 
 def _name(item: Any) -> Any:
     return item.value if isinstance(item, LoggerType) else item if isinstance(item, str) else None
-
-
-def _of_object(tracker: Any) -> str:
-    """The name of a tracker object: its class defines one (GeneralTracker checks that when it is made)."""
-    return str(tracker.name)
 
 
 def _has_folder(name: str, logging_dir: Any) -> bool:
@@ -130,19 +128,14 @@ def _has_folder(name: str, logging_dir: Any) -> bool:
 
 def _unknown(item: Any) -> str:
     choices = [LoggerType.ALL.value, *LOGGER_TYPE_TO_CLASS]
-    hint = nearest(item, choices) if isinstance(item, str) else None
-    told = f"log_with holds {item!r}, which is no tracker" + (f": did you mean {hint!r}?" if hint else ".")
     if isinstance(item, type) and issubclass(item, GeneralTracker):
-        told = (
+        problem = (
             f"log_with holds the class {item.__name__}: give an object of it, or register the class and give its name."
         )
-    return f"{told} Choose among {', '.join(choices)}, or give an object of a GeneralTracker subclass"
-
-
-def _say(message: str) -> None:
-    """Warn once a machine where the processes are known, and in this process where they are not yet."""
-    if not PartialState._shared_state or PartialState().is_local_main_process:
-        logger.warning(message)
+    else:
+        hint = nearest(item, choices) if isinstance(item, str) else None
+        problem = f"log_with holds {item!r}, which is no tracker" + (f": did you mean {hint!r}?" if hint else ".")
+    return f"{problem} Choose among {', '.join(choices)}, or give an object of a GeneralTracker subclass"
 
 
 def start_trackers(
@@ -151,15 +144,26 @@ def start_trackers(
     logging_dir: str | os.PathLike[str] | None,
     config: dict[str, Any] | None = None,
     init_kwargs: dict[str, dict[str, Any]] | None = None,
-    runs: Mapping[str, str] | None = None,
+    run_keys: Mapping[str, str] | None = None,
 ) -> list[GeneralTracker]:
-    """Make and start each tracker that `filter_trackers` returned, and hand each the configuration.
+    """Create and start the trackers of a run. Call it on the processes that log.
 
-    `init_kwargs` holds the arguments of each under its name; `runs` the runs to go on with (`run_key`), which they
-    override. Call it on the processes that log.
+    Args:
+        log_with: the result of `filter_trackers`.
+        project_name: the first argument of each tracker class.
+        logging_dir: the second argument of those with `requires_logging_directory`.
+        config: hyperparameters, which each tracker stores.
+        init_kwargs: {tracker name: further arguments of its class}.
+        run_keys: {tracker name: `run_key` of the run to continue}; `init_kwargs` override what follows from it.
+
+    Returns:
+        The started trackers, in the order of `log_with`.
+
+    Raises:
+        ConfigurationError: `init_kwargs` or `config` is not a dict, or `init_kwargs` names an unknown tracker.
     """
     options = dict(checked(init_kwargs or {}, "init_trackers(init_kwargs=...)"))
-    known = {*LOGGER_TYPE_TO_CLASS, *(_of_object(item) for item in log_with if isinstance(item, GeneralTracker))}
+    known = {*LOGGER_TYPE_TO_CLASS, *(item.name for item in log_with if isinstance(item, GeneralTracker))}
     for name in options:
         if name not in known:
             hint = nearest(str(name), sorted(known))
@@ -167,9 +171,9 @@ def start_trackers(
                 f"init_trackers(init_kwargs=...) names {name!r}, which is no tracker"
                 + (f": did you mean {hint!r}?" if hint else f"; the trackers are {', '.join(sorted(known))}")
             )
-    for name, run_id in (runs or {}).items():
+    for name, run_key in (run_keys or {}).items():
         if name in LOGGER_TYPE_TO_CLASS:
-            options[name] = {**LOGGER_TYPE_TO_CLASS[name].going_on(run_id), **options.get(name, {})}
+            options[name] = {**LOGGER_TYPE_TO_CLASS[name].resume_kwargs(run_key), **options.get(name, {})}
     trackers = [_made(item, project_name, logging_dir, options) for item in log_with]
     for tracker in trackers:
         tracker.start()
@@ -185,6 +189,6 @@ def _made(item: Any, project_name: str, logging_dir: Any, options: Mapping[str, 
         return item
     name = str(item)
     tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
-    place = (logging_dir,) if tracker_class.requires_logging_directory else ()
-    tracker: GeneralTracker = tracker_class(project_name, *place, **options.get(name, {}))
+    folder = (logging_dir,) if tracker_class.requires_logging_directory else ()
+    tracker: GeneralTracker = tracker_class(project_name, *folder, **options.get(name, {}))
     return tracker

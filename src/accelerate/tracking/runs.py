@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the packages share that have wandb's calls: `init`, `run.config.update`, `run.log`, `Image`."""
+"""The base classes for packages with the interface of wandb: `init`, `run.config.update`, `run.log`, `Image`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from .values import plain
 
 
 class RunTracker(ClientTracker):
-    """Logs to the project `run_name` of the package `name`, each process for itself; `kwargs` go to its `init`."""
+    """Logs to a project of the package `name`, on every process.
+
+    Args:
+        run_name: the name of the project.
+        kwargs: passed to the package's `init`.
+    """
 
     main_process_only = False
 
@@ -20,6 +25,7 @@ class RunTracker(ClientTracker):
 
     @property
     def run(self) -> Any:
+        """The run object of the package."""
         return self.tracker
 
     @property
@@ -31,20 +37,33 @@ class RunTracker(ClientTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the hyperparameters of the run."""
         self.tracker.config.update(plain(checked(values, "store_init_configuration")))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record whatever the package takes; `kwargs` go to `run.log`."""
+        """Record values.
+
+        Args:
+            values: {name: what the package accepts}.
+            step: the training step.
+            kwargs: passed to `run.log`.
+        """
         self.tracker.log(plain(checked(values, "log")), step=step, **kwargs)
 
 
 class ImageRunTracker(RunTracker):
-    """The same of a package that has a class `Image`."""
+    """A `RunTracker` for packages that have a class `Image`."""
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record lists of images (arrays, PIL images, paths); `kwargs` go to `run.log`."""
+        """Record images.
+
+        Args:
+            values: {name: list of arrays, PIL images or paths}.
+            step: the training step.
+            kwargs: passed to `run.log`.
+        """
         image_of = self._package.Image
         for key, images in checked(values, "log_images").items():
             self.tracker.log({key: [image_of(image) for image in images]}, step=step, **kwargs)

@@ -7,6 +7,11 @@ from .runs import ImageRunTracker
 
 
 class SwanLabTracker(ImageRunTracker):
-    """Logs to the project `run_name`; `kwargs` go to `swanlab.init`."""
+    """Logs to SwanLab.
+
+    Args:
+        run_name: the name of the project.
+        kwargs: passed to `swanlab.init`.
+    """
 
     name = "swanlab"

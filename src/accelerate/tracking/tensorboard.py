@@ -19,10 +19,17 @@ from .values import hyperparameters, number
 
 
 class TensorBoardTracker(ClientTracker):
-    """Writes event files to `logging_dir/run_name`; `kwargs` go to `torch.utils.tensorboard.SummaryWriter`.
+    """Writes TensorBoard event files to `logging_dir/run_name`.
 
-    Numbers become scalars, text becomes text, a mapping of numbers becomes one chart with several lines. The
-    configuration goes to the HParams table of the run and to `hparams.yml`; nested names are joined by `/`.
+    Hyperparameters go to the HParams table of the run and to `hparams.yml`; nested names are joined by `/`.
+
+    Args:
+        run_name: the name of the run's folder.
+        logging_dir: the folder of all runs.
+        kwargs: passed to `torch.utils.tensorboard.SummaryWriter`.
+
+    Raises:
+        ConfigurationError: `logging_dir` is None.
     """
 
     name = "tensorboard"
@@ -35,10 +42,11 @@ class TensorBoardTracker(ClientTracker):
                 "a `logging_dir`"
             )
         super().__init__(run_name, **kwargs)
-        self.logging_dir = os.path.join(logging_dir, run_name)
+        self.logging_dir: str = os.path.join(logging_dir, run_name)
 
     @property
     def writer(self) -> Any:
+        """The `SummaryWriter`."""
         return self.tracker
 
     def _open(self) -> Any:
@@ -50,9 +58,10 @@ class TensorBoardTracker(ClientTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the hyperparameters of the run."""
         found = hyperparameters(checked(values, "store_init_configuration"))
         writer = self.tracker
-        # Written to the run's own file: add_hparams would open a second run, which has none of the run's curves.
+        # Written to the run's event file: add_hparams would open a second run, without the curves of this one.
         summary = importlib.import_module(type(writer).__module__.rpartition(".")[0] + ".summary")
         for record in summary.hparams(found, {}):
             writer.file_writer.add_summary(record)
@@ -64,7 +73,13 @@ class TensorBoardTracker(ClientTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers, text and mappings of numbers; `kwargs` go to `add_scalar`, `add_text`, `add_scalars`."""
+        """Record numbers as scalars, text as text, and mappings of numbers as charts with several lines.
+
+        Args:
+            values: {name: number, text, or mapping of numbers}.
+            step: the training step.
+            kwargs: passed to `add_scalar`, `add_text` and `add_scalars` of `SummaryWriter`.
+        """
         writer = self.tracker
         for key, value in checked(values, "log").items():
             if isinstance(value, str):
@@ -74,7 +89,7 @@ class TensorBoardTracker(ClientTracker):
             elif (scalar := number(value)) is not None:
                 writer.add_scalar(key, scalar, global_step=step, **kwargs)
             else:
-                self._refuse(key, value, "numbers, text and mappings of numbers")
+                self._warn_unsupported(key, value, "numbers, text and mappings of numbers")
         writer.flush()
 
     def _log_lines(self, key: str, values: Mapping[str, Any], step: int | None, **kwargs: Any) -> None:
@@ -82,7 +97,7 @@ class TensorBoardTracker(ClientTracker):
         for name, value in values.items():
             scalar = number(value)
             if scalar is None:
-                self._refuse(f"{key}/{name}", value, "numbers in a mapping")
+                self._warn_unsupported(f"{key}/{name}", value, "numbers in a mapping")
             else:
                 lines[name] = scalar
         if lines:
@@ -90,9 +105,12 @@ class TensorBoardTracker(ClientTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record batches of images: (N, C, H, W) arrays or tensors of uint8 in [0, 255] or floats in [0, 1].
+        """Record batches of images.
 
-        `kwargs` go to `SummaryWriter.add_images` (`dataformats="NHWC"` for the other order).
+        Args:
+            values: {name: array or tensor of shape (N, C, H, W), uint8 in [0, 255] or float in [0, 1]}.
+            step: the training step.
+            kwargs: passed to `SummaryWriter.add_images` (`dataformats="NHWC"` for that order of dimensions).
         """
         writer = self.tracker
         for key, images in checked(values, "log_images").items():

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackio: a local dashboard with the calls of wandb."""
+"""Trackio: a local dashboard with the interface of wandb."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .base import named
 from .runs import RunTracker
 
 
 class TrackioTracker(RunTracker):
-    """Logs to the project `run_name`; `kwargs` go to `trackio.init`."""
+    """Logs to Trackio.
+
+    Args:
+        run_name: the name of the project.
+        kwargs: passed to `trackio.init`.
+    """
 
     name = "trackio"
-
-    def _id_of(self, client: Any) -> str | None:
-        return named(client, "name")
+    _run_key_attribute = "name"
 
     @classmethod
-    def going_on(cls, run_id: str) -> dict[str, Any]:
-        return {"name": run_id, "resume": "allow"}
+    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
+        """Return the constructor's arguments that continue the run `run_key`."""
+        return {"name": run_key, "resume": "allow"}

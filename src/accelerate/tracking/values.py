@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values as clients take them: one-element tensors and arrays become numbers, nested mappings become flat ones."""
+"""Conversion of logged values: one-element tensors and arrays to numbers, nested mappings to flat ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def number(value: Any) -> int | float | None:
-    """The Python number in a number, a numpy scalar or a tensor or array of one element; None for anything else."""
+    """Convert a number, a NumPy scalar, or a tensor or array of one element to a Python number; None for others."""
     if isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, numbers.Integral):
@@ -27,7 +27,7 @@ def number(value: Any) -> int | float | None:
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with each number as a Python number, in nested mappings too; whatever else is left as it is."""
+    """Convert the numbers of possibly nested mappings to Python numbers; other values are returned unchanged."""
     return {key: _plain(value) for key, value in values.items()}
 
 
@@ -39,7 +39,7 @@ def _plain(value: Any) -> Any:
 
 
 def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested mappings and dataclasses under names joined by `/`, in order."""
+    """Yield the leaves of nested mappings and dataclasses, with names joined by `/`, in order."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -51,7 +51,7 @@ def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def hyperparameters(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """A configuration of any depth as flat names and numbers, truth values or text; what is none of them, as text."""
+    """Flatten a configuration to numbers, booleans and text; other values are converted to text."""
     found: dict[str, bool | int | float | str] = {}
     for name, value in flat(values):
         if isinstance(value, enum.Enum):

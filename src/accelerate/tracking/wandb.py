@@ -5,26 +5,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import checked, named, on_main_process
+from .base import checked, on_main_process
 from .runs import ImageRunTracker
 from .values import plain
 
 
 class WandBTracker(ImageRunTracker):
-    """Logs to the project `run_name`; `kwargs` go to `wandb.init`."""
+    """Logs to Weights & Biases.
+
+    Args:
+        run_name: the name of the project.
+        kwargs: passed to `wandb.init`.
+    """
 
     name = "wandb"
-
-    def _id_of(self, client: Any) -> str | None:
-        return named(client, "id")
+    _run_key_attribute = "id"
 
     @classmethod
-    def going_on(cls, run_id: str) -> dict[str, Any]:
-        return {"id": run_id, "resume": "allow"}
+    def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
+        """Return the constructor's arguments that continue the run `run_key`."""
+        return {"id": run_key, "resume": "allow"}
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        # A run that goes on stores its hyperparameters again.
+        """Record the hyperparameters of the run."""
+        # A resumed run stores its hyperparameters again.
         self.tracker.config.update(plain(checked(values, "store_init_configuration")), allow_val_change=True)
 
     @on_main_process
@@ -37,6 +42,15 @@ class WandBTracker(ImageRunTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table given as columns and rows, or as a pandas dataframe."""
+        """Record a table.
+
+        Args:
+            table_name: the name of the table.
+            columns: the names of the columns.
+            data: the rows.
+            dataframe: a pandas dataframe, instead of `columns` and `data`.
+            step: the training step.
+            kwargs: passed to `wandb.Run.log`.
+        """
         table = self._package.Table(columns=columns, data=data, dataframe=dataframe)
         self.tracker.log({table_name: table}, step=step, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compatibility wing: what its modules re-export, in one place. No room inside imports from it."""
+"""The names of the modules of `accelerate.utils`, in one place. No other package of accelerate imports them."""
 
 from ..core.lazy import attach
 from . import (
@@ -31,12 +31,12 @@ _MODULES = (
 
 EXPORTS: dict[str, list[str]] = {
     "commands.config.default": ["write_basic_config"],
-    "parallelism_config": ["ParallelismConfig"],
+    "parallel.megatron": ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler"],
 }
 for _module in _MODULES:
     for _home, _names in _module.EXPORTS.items():
         EXPORTS.setdefault(_home, []).extend(_names)
 
-# `accelerate.utils.tqdm` is the function: the module of that name must not stand in its way.
+# `accelerate.utils.tqdm` is the function, not the module with the same name.
 del globals()["tqdm"]
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS, ["megatron_lm", "rich"])

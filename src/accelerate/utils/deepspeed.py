@@ -4,7 +4,8 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "config.deepspeed": ["HfDeepSpeedConfig", "get_active_deepspeed_plugin"],
+    "config.deepspeed": ["get_active_deepspeed_plugin"],
+    "config.deepspeed_file": ["HfDeepSpeedConfig"],
     "parallel.deepspeed.engine": [
         "DeepSpeedEngineWrapper",
         "DeepSpeedOptimizerWrapper",

@@ -4,7 +4,15 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "parallel.megatron": ["prepare_data_loader"],
+    "parallel.megatron": [
+        "AbstractTrainStep",
+        "BertTrainStep",
+        "GPTTrainStep",
+        "MegatronLMDummyDataLoader",
+        "MegatronLMDummyScheduler",
+        "T5TrainStep",
+        "prepare_data_loader",
+    ],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

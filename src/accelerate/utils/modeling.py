@@ -5,7 +5,12 @@ from ..core.lazy import attach
 
 EXPORTS = {
     "parallel.unwrap": ["is_peft_model"],
-    "placement.align": ["align_module_device", "has_offloaded_params"],
+    "placement.align": [
+        "align_module_device",
+        "get_state_dict_from_offload",
+        "get_state_dict_offloaded_model",
+        "has_offloaded_params",
+    ],
     "placement.device_map": ["check_device_map", "clean_device_map", "infer_auto_device_map"],
     "placement.load": ["load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict"],
     "placement.memory": ["get_balanced_memory", "get_max_memory"],
@@ -15,6 +20,7 @@ EXPORTS = {
         "convert_file_size_to_int",
         "dtype_byte_size",
         "get_max_layer_size",
+        "get_non_persistent_buffers",
         "named_module_tensors",
     ],
     "placement.tensors": ["set_module_tensor_to_device"],

@@ -4,7 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "launchers.colab": ["install_xla"],
+    "launchers.notebook": ["install_xla"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

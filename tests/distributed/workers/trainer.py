@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers.Trainer on whichever `accelerate` is installed: train, evaluate, save, resume. Prints its losses.
+"""transformers.Trainer on whichever `accelerate` is installed: train, evaluate, save, resume.
 
-Needs nothing but transformers: it runs unchanged beside another implementation of the API.
+`test_trainer.py` calls `results`. As a script it prints them, and needs nothing but transformers: the expected losses
+were recorded with another implementation of the API.
 """
 
 import json
@@ -84,41 +85,33 @@ def losses(run):
     return [round(row["loss"], 6) for row in run.state.log_history if "loss" in row]
 
 
-def main():
-    rank = int(os.environ.get("RANK", 0))
-    shared = Path(sys.argv[1])
-    whole = trainer(str(shared / "whole"))
-    whole.train()
-    metrics = whole.evaluate()
-    predictions = whole.predict(Sequences(13, 2))
-    trainer(str(shared / "cut"), Stop(5)).train()
-    resumed = trainer(str(shared / "cut"))
+def results(folder):
+    """Train, evaluate and predict; train in two halves with a checkpoint between them; train in bf16."""
+    full = trainer(str(folder / "full"))
+    full.train()
+    metrics = full.evaluate()
+    predictions = full.predict(Sequences(13, 2))
+    trainer(str(folder / "cut"), Stop(5)).train()
+    resumed = trainer(str(folder / "cut"))
     resumed.train(resume_from_checkpoint=True)
     distance = max(
         float((a - b).abs().max())
-        for a, b in zip(whole.model.state_dict().values(), resumed.model.state_dict().values(), strict=True)
+        for a, b in zip(full.model.state_dict().values(), resumed.model.state_dict().values(), strict=True)
     )
-    half = trainer(str(shared / "half"), bf16=True)
+    half = trainer(str(folder / "half"), bf16=True)
     half.train()
-    if rank == 0:
-        print(
-            json.dumps(
-                {
-                    "losses": losses(whole),
-                    "bf16_losses": losses(half),
-                    "eval_loss": round(metrics["eval_loss"], 6),
-                    "predicted_rows": len(predictions.predictions),
-                    "resumed_distance": distance,
-                }
-            )
-        )
+    return {
+        "losses": losses(full),
+        "bf16_losses": losses(half),
+        "eval_loss": round(metrics["eval_loss"], 6),
+        "predicted_rows": len(predictions.predictions),
+        "resumed_distance": distance,
+    }
 
 
 if __name__ == "__main__":
     torch.use_deterministic_algorithms(True)
-    if len(sys.argv) > 1:
-        main()
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            sys.argv.append(folder)
-            main()
+    with tempfile.TemporaryDirectory() as folder:
+        found = results(Path(sys.argv[1] if len(sys.argv) > 1 else folder))
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps(found))

@@ -14,13 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerate.collectives import transport
 from accelerate.core.errors import ConfigurationError
-from accelerate.parallel.context import exchange as exchange_room
-from accelerate.parallel.context import gather as gather_room
+from accelerate.parallel.context import exchange as exchange_module
 from accelerate.parallel.context.attention import AttentionCall, ContextAttention, SequenceAttention
 from accelerate.parallel.context.blocks import Block
-from accelerate.parallel.context.exchange import Exchange, ExchangedAttention
-from accelerate.parallel.context.gather import Gather
-from accelerate.parallel.context.ring import Ring
+from accelerate.parallel.context.exchange import Exchange, ExchangedAttention, Gather, Ring
 from accelerate.parallel.context.shard import SequenceLayout
 from accelerate.parallel.context.ulysses import split_rows, spread_inputs
 from accelerate.state import PartialState
@@ -211,7 +208,7 @@ def windowed(method):
 @pytest.mark.parametrize("method", ["ring", "gather"])
 def test_chunks_that_a_window_hides_are_not_computed_on(method):
     method, own, world, window = windowed(method)
-    with mock.patch.object(exchange_room, "attend", side_effect=exchange_room.attend) as attend:
+    with mock.patch.object(exchange_module, "attend", side_effect=exchange_module.attend) as attend:
         method(*own, AttentionCall(window, 0.0, False, None))
     computed = sum(call.args[0].shape[2] * call.args[1].shape[2] for call in attend.call_args_list)
     chunk = ROWS // (2 * world)
@@ -240,7 +237,7 @@ def test_what_is_said_to_be_sent_is_what_is_sent(method):
     inputs = [tensor.requires_grad_() for tensor in whole_inputs(4, 2, torch.bfloat16)[:3]]
     found = []
     send, gather = dist.batch_isend_irecv, transport.all_gather
-    scatter, swap = gather_room._reduce_scatter, transport.exchange
+    scatter, swap = exchange_module._reduce_scatter, transport.exchange
 
     def sends(operations):
         found.append(operations[0].tensor.nbytes)
@@ -263,7 +260,7 @@ def test_what_is_said_to_be_sent_is_what_is_sent(method):
     with (
         mock.patch.object(dist, "batch_isend_irecv", sends),
         mock.patch.object(transport, "all_gather", gathers),
-        mock.patch.object(gather_room, "_reduce_scatter", scatters),
+        mock.patch.object(exchange_module, "_reduce_scatter", scatters),
         mock.patch.object(transport, "exchange", swaps),
     ):
         attention(*inputs, AttentionCall(None, 0.0, True, None)).sum().backward()

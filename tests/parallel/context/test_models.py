@@ -334,7 +334,7 @@ class Layer(nn.Module):
 def test_refusals(size):
     refused("mutually exclusive", lambda: ParallelismConfig(cp_size=2, sp_size=2))
     accelerator = start(**{size: 2})
-    accelerator.strategy.sequence._said = True
+    accelerator.strategy.sequence._has_warned = True
 
     def call(layer, shape=(2, 16, 12), **options):
         model = accelerator.prepare(layer)

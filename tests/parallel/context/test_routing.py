@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from accelerate.parallel.context.attention import plain_attention
-from accelerate.parallel.context.routing import Route, aliases
+from accelerate.parallel.context.patching import AttentionPatch, aliases
 
 
 def own_attention(*args, **kwargs):
@@ -24,7 +24,7 @@ def test_names_of_a_models_sources_are_replaced_too(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "a_users_model", source)
     model, x = source.Model(), torch.randn(1, 1, 2, 4)
-    route = Route(own_attention)
+    route = AttentionPatch(own_attention)
     route.places |= aliases(model)
     assert route.places == {("torch.nn.functional", "scaled_dot_product_attention"), ("a_users_model", "attend")}
     route.open()
@@ -36,7 +36,7 @@ def test_names_of_a_models_sources_are_replaced_too(monkeypatch):
 
 
 def test_other_functions_give_way_where_they_are():
-    route = Route(own_attention)
+    route = AttentionPatch(own_attention)
     route.others = {("json", "dumps"): lambda former: lambda value: former([value]), ("no_such_module", "name"): None}
     import json
 

@@ -20,7 +20,12 @@ def region(rank=0, packed=None, balanced=True):
     layout = SequenceLayout("cp_size" if balanced else "sp_size", 2, rank, balanced)
     positions = layout.rows(LENGTH)
     return SimpleNamespace(
-        layout=layout, rows=ROWS, length=LENGTH, packed=packed, asks_packing=False, positions=lambda device: positions
+        layout=layout,
+        rows=ROWS,
+        length=LENGTH,
+        packed=packed,
+        next_is_packed=False,
+        positions=lambda device: positions,
     )
 
 
@@ -54,10 +59,10 @@ def test_packed_sequences():
     positions = torch.tensor([[*range(7), *range(9)], list(range(LENGTH))])
     documents = masking.find_packed_sequence_indices(positions)
     here = region(1, packed=(positions, documents))
-    assert hooks(lambda: here)[SEARCH](None)(positions[:, :ROWS]) is None and here.asks_packing
+    assert hooks(lambda: here)[SEARCH](None)(positions[:, :ROWS]) is None and here.next_is_packed
     function = masking.packed_sequence_compatibility_function(masking.causal_mask_function, positions, documents)
     assert torch.equal(build(here), here.layout.take(whole(function), 2))
-    assert not here.asks_packing and build(here) is None
+    assert not here.next_is_packed and build(here) is None
 
 
 def test_what_cannot_be_known_is_refused():

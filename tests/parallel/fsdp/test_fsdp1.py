@@ -8,6 +8,7 @@ from rank_pool import on_ranks
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
@@ -205,6 +206,11 @@ def test_refusals(nproc):
         make_accelerator({"cpu_offload": True})
     with pytest.raises(ConfigurationError, match="does not compose with tp"):
         make_accelerator({}, parallelism_config=ParallelismConfig(dp_shard_size=1, tp_size=nproc))
+    for policy in ({}, BLOCKS, {"auto_wrap_policy": ModuleWrapPolicy({Block})}):
+        model = make_model()
+        model.blocks[0].up.weight.requires_grad_(False)
+        with pytest.raises(PrepareError, match="in the same unit"):
+            make_accelerator({**FLAT, **policy}).prepare(model)
     accelerator = make_accelerator(FLAT)
     model = make_model()
     parameters = list(model.parameters())

@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from counting import Messages
 from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -207,3 +208,38 @@ def test_one_plugin_for_two_runs():
         assert another.name == "FSDP2" and another.plugin.mixed_precision_policy is policy
         assert another.full_outputs is accelerator.strategy.full_outputs is (precision != "no")
     assert plugin.mixed_precision_policy is None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plugin", [None, {"fsdp_version": 1, "use_orig_params": True}, {"fsdp_version": 2}])
+def test_nested_no_sync(plugin):
+    """After the inner block the outer one still holds back messages; the gradients are those of the plain loop."""
+    accelerator = fresh(None if plugin is None else Plugin(**plugin))
+    batches = torch.randn(3, 2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    plain = nn.Linear(WIDTH, 2)
+    for x in batches:
+        plain(x).square().mean().backward()
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+    def backward(x):
+        loss = model(x.chunk(2)[dist.get_rank()]).square().mean()
+        with Messages() as messages:
+            accelerator.backward(loss)
+        return any("reduce" in name for name in messages.counts)
+
+    with accelerator.no_sync(model):
+        with accelerator.no_sync(model):
+            inner = backward(batches[0])
+        outer = backward(batches[1])
+    last = backward(batches[2])
+    optimizer.step()
+    assert not inner and not outer, "gradients were reduced inside of no_sync"
+    assert last or plugin is None, "DDP reduces outside of Python's dispatch; the others do not"
+    state = accelerator.get_state_dict(model)
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        for (name, found), start in zip(state.items(), nn.Linear(WIDTH, 2).parameters(), strict=True):
+            torch.testing.assert_close(start - found, dict(plain.named_parameters())[name].grad, rtol=1e-5, atol=1e-6)

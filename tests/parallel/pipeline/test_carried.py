@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.parallel import PipelineParallelConfig as Options
-from accelerate.parallel.pipeline.early import EarlyReceive1F1B
+from accelerate.parallel.pipeline.gloo_1f1b import EarlyReceive1F1B
 from accelerate.state import PartialState
 
 LAYERS = 3
@@ -61,7 +61,7 @@ def test_blocks_in_the_order_seen():
     early = Options(schedule="1f1b", num_microbatches=4, example_inputs=example)
     run, model, *_ = check_run(bart, early, pp_size=4, padded=True, **LOSS)
     runs_in_schedule(run, model, EarlyReceive1F1B)
-    units = run.prepared_model(model).stages.scheduled.runner.cut.units
+    units = run.prepared_model(model).stages.schedules.runner.cut.units
     assert units.index("model.decoder.layernorm_embedding") < units.index("model.decoder.layers.0")
 
 
@@ -99,7 +99,7 @@ def test_a_skip_connection(seen):
 REFUSED = {
     "an unknown module": (Skipping, Options(carried=["embedding"]), "carried names embedding"),
     "apart": (t5, Options(schedule="zero_bubble"), "schedule='zero_bubble' computes the gradients of inputs"),
-    "random numbers": (lambda: Skipping(dropout=0.1), SEEN, "of the output of embed with random numbers"),
+    "random numbers": (lambda: Skipping(dropout=0.1), SEEN, "a random operation (dropout) to the output of embed"),
 }
 
 

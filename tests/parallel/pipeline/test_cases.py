@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import GLOBAL_BATCH, VOCABULARY, batches, compare, own, refused
+from pipelines import GLOBAL_BATCH, VOCABULARY, batches, check_run, compare, own, refused
 from rank_pool import on_ranks
 from torch import nn
 
@@ -188,7 +188,7 @@ def test_losses():
         expected = loss_fn(plain(TOKENS), LABELS)
         expected.backward()
         assert abs(loss - expected) < 1e-10 and logits.shape == (*TOKENS.shape, VOCABULARY)
-    assert run.prepared_model(model).stages.scheduled._built
+    assert run.prepared_model(model).stages.schedules._built
     grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for name, parameter in model.inner.named_parameters():
         torch.testing.assert_close(parameter.grad, grads[name], rtol=0, atol=1e-12)
@@ -308,7 +308,44 @@ def test_a_block_that_runs_elsewhere_is_placed_by_hand_or_by_time():
     torch.manual_seed(0)
     options = Options(num_microbatches=2, balance="time", example_inputs={"x": x}, split_points=None)
     run, model, _ = prepared(Chain().eval(), options)
-    assert len(set(everyones(run.prepared_model(model).stages.scheduled.runner.cut.bounds))) == 1
+    assert len(set(everyones(run.prepared_model(model).stages.schedules.runner.cut.bounds))) == 1
+
+
+class Recurrent(nn.Module):
+    """LSTMs also return states, whose batch is their second dimension and which nothing uses."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.blocks = nn.ModuleList(nn.LSTM(16, 16, batch_first=True) for _ in range(4))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)[0]
+        return self.head(x)
+
+
+class WithStates(Recurrent):
+    """Its head uses the states."""
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x, (state, _) = block(x)
+        return self.head(x + state[0][:, None])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("count", [2, 3])
+def test_tensors_without_a_batch_dimension(count):
+    """Also where micro-batches differ in size, and with them such tensors."""
+    PartialState(cpu=True)
+    check_run(Recurrent, Options(num_microbatches=count), steps=4, pp_size=2)
+    needed = "the blocks pass to the end of the model must have the batch as its first dimension"
+    refused(WithStates, Options(num_microbatches=count), needed, lambda model: model(TOKENS))
 
 
 @on_ranks(2)

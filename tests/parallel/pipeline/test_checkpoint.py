@@ -4,10 +4,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import ACCUMULATION, CLIP, GLOBAL_BATCH, accelerator, batches, compare, loss_of, tied
+from pipelines import ACCUMULATION, CLIP, GLOBAL_BATCH, accelerator, batches, compare, loss_of, own, tied
+from rank_pool import on_ranks
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.core.errors import CheckpointError
 from accelerate.state import PartialState
@@ -86,6 +88,32 @@ def go_on(folder):
                 for key, value in entry.items():
                     assert (found["state"][position][key] - value).abs().max() <= 1e-8, (position, key)
     run.wait_for_everyone()
+
+
+@on_ranks(2, thorough=[4])
+@pytest.mark.parametrize("tie", [False, True], ids=["plain", "tied"])
+def test_an_optimizer_made_after_the_model_was_prepared(tie):
+    """On each rank it has that rank's parameters alone; its state is that of the plain optimizer all the same."""
+    four = PartialState(cpu=True).num_processes == 4
+    plugin = Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP") if four else None
+    run = accelerator(Options(num_microbatches=2), plugin, pp_size=2, **({"dp_shard_size": 2} if four else {}))
+    model = run.prepare(own(0, tied=tie))
+    optimizer = run.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
+    plain = own(0, tied=tie)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for _ in range(2):
+        train(model, optimizer, run, run.strategy.data_shard)
+        train(plain, reference, None, (0, 1))
+        prepared = run.prepared_model(model)
+        found, wanted = prepared.optimizer_state_dict(optimizer.optimizer), reference.state_dict()
+        if dist.get_rank() == 0:
+            assert found["param_groups"][0]["params"] == wanted["param_groups"][0]["params"]
+            torch.testing.assert_close(found["state"], wanted["state"], rtol=0, atol=1e-8)
+        compare(prepared.state_dict(), plain.state_dict())
+        # What was saved comes back.
+        for entry in optimizer.optimizer.state.values():
+            entry["exp_avg"].zero_()
+        prepared.load_optimizer_state_dict(optimizer.optimizer, found)
 
 
 def test_optimizers_of_equal_models_keep_their_own_state(ranks):

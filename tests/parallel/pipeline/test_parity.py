@@ -25,13 +25,14 @@ from pipelines import (
 from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import Schedule1F1B, schedules
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.parallel import PipelineParallelConfig as Options
 from accelerate.core.imports import is_torch_version
+from accelerate.core.pipeline_schedules import PIPELINE_SCHEDULES
 from accelerate.parallel.fsdp.units import groups as groups_of
-from accelerate.parallel.pipeline.early import EarlyReceive1F1B
+from accelerate.parallel.pipeline.gloo_1f1b import EarlyReceive1F1B
 from accelerate.state import PartialState
 
 PRELOADED = ("transformers.models.llama.modeling_llama",)
@@ -69,10 +70,22 @@ def test_two_stages(what):
 def test_1f1b_in_the_order_of_other_backends():
     """What every backend but gloo runs."""
     PartialState(cpu=True)
-    with mock.patch("accelerate.parallel.pipeline.early.has_independent_directions", lambda *_: False):
+    with mock.patch("accelerate.parallel.pipeline.schedules._is_gloo", lambda *_: False):
         options = Options(schedule="1f1b", num_microbatches=4)
         run, model, *_ = check_run(own, options, inside=True, steps=4, pp_size=2)
         runs_in_schedule(run, model, Schedule1F1B)
+
+
+@pytest.mark.skipif(not SPLIT_BACKWARD, reason="torch before 2.13 computes wrong gradients")
+@on_ranks(2)
+def test_a_schedule_is_one_row():
+    """torch's DualPipeV, which the table does not have."""
+    PartialState(cpu=True)
+    row = dataclasses.replace(PIPELINE_SCHEDULES["zbv"], implementation=f"{schedules.__name__}:ScheduleDualPipeV")
+    with mock.patch.dict(PIPELINE_SCHEDULES, {"dual_pipe_v": row}):
+        options = Options(schedule="dual_pipe_v", num_microbatches=8)
+        run, model, *_ = check_run(own, options, inside=True, steps=4, pp_size=2)
+        runs_in_schedule(run, model, schedules.ScheduleDualPipeV)
 
 
 @pytest.mark.skipif(bool(SPLIT_BACKWARD), reason="this torch has them right")
@@ -98,6 +111,14 @@ FOUR = {
     ),
     "tp": (own, HALF, {"tp_size": 2}),
     "tp, 1f1b": (own, EARLY, {"tp_size": 2, "steps": 3, "inside": True}),
+    # Both ends of the model on one rank, in two stages.
+    **{
+        f"fsdp, {name}, tied": (
+            tied, Options(schedule=name, num_microbatches=4),
+            {"dp_shard_size": 2, "plugin": UNITS, "steps": 3, "inside": True},
+        )
+        for name in SPLIT_BACKWARD[1:]
+    },
     "dp, 1f1b, tied": (tied, EARLY, {"dp_replicate_size": 2, "steps": 3, "inside": True}),
 }  # fmt: skip
 

@@ -75,7 +75,7 @@ def test_a_model_is_cut_at_its_blocks() -> None:
 def test_what_cannot_be_cut_is_refused() -> None:
     for points, stages, named in (
         (["body.blocks.9"], 2, r"no module of Model: body\.blocks\.9"),
-        (["head.0"], 3, "make 2 stages; 3 are asked for"),
+        (["head.0"], 3, "make 2 stages; 3 are requested"),
         (["body"], 2, r"names body, where Model cannot be cut: its units are embed, body\.blocks\.0"),
         (["head.0", "body.blocks.2"], 3, "not in the order"),
         (["embed"], 2, "leave a stage empty"),

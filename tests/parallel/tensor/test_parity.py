@@ -221,7 +221,13 @@ def test_a_plan_that_does_not_fit_is_refused(plan, named):
         split(nn.Linear(2, 2))
 
 
+# As Glm: the layer that reads an MLP's outputs splits them itself.
+GATHERED = {f"layers.*.mlp.{key}_proj": "colwise_gather_output" for key in ("gate", "up")}
+GATHERED |= {f"layers.*.attention.{key}_proj": "colwise" for key in "qkv"} | {
+    "layers.*.attention.o_proj": "rowwise", "layers.*.mlp.down_proj": "rowwise_split_input"
+}  # fmt: skip
 TWO = {
+    "gathered outputs, sequence": (own, {"plan": GATHERED, "sequence_parallel": True}, None),
     "transformers' plan": (of_transformers, {"loss_parallel": True, "sequence_parallel": True}, None),
     "norms of heads": (of_qwen, {}, None),
     "norms of heads, sequence": (of_qwen, {"sequence_parallel": True}, None),

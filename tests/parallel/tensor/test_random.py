@@ -14,7 +14,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.training import TorchDynamoPlugin
 from accelerate.core.errors import PrepareError
-from accelerate.parallel.pipeline.absent import first_absent
+from accelerate.parallel.pipeline.remote_tensor import first_remote
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
@@ -253,7 +253,7 @@ def test_no_dropout(along):
         for module in model.modules()
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ]
-    assert not [hook for hook in hooks if hook.__module__.endswith("parallel.tensor_random")]
+    assert not [hook for hook in hooks if hook.__module__.endswith("parallel.tensor.random")]
     rows = next(iter(loader))[:, :-1]
     before = torch.get_rng_state()
     model(rows)
@@ -345,7 +345,7 @@ def composed(watch=None, plugin=None, **sizes):
 
     def note(name, output):
         # Before its own units a stage has no content, and draws nothing.
-        if first_absent([output]) is None:
+        if first_remote([output]) is None:
             watch.append((name, output == 0))
 
     for name, module in model.named_modules():

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from ...config import launch_file
-from ...config.launch import PRECISIONS
+from ...config.launch_settings import Settings
 from ...core.errors import ConfigurationError
-from ..parser import Parser
+from ...core.options import PRECISIONS, options
+from ..parser import Parser, table
 from . import config_args
 from .config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from .default import write_basic_config
 
 __all__ = ["ClusterConfig", "SageMakerConfig", "default_config_file", "load_config_from_file", "write_basic_config"]
 
+SECRET = ("aws_secret_access_key",)
 ACTIONS = ("default", "update", "explain")
-HELP = """usage: accelerate config [--config_file FILE]           ask and write a configuration
+HELP = """usage: accelerate config [--config_file FILE]           answer questions and write a configuration
        accelerate config default [--config_file FILE] [--mixed_precision no|fp16|bf16|fp8]
                                                         write one that fits this machine, without questions
        accelerate config update [--config_file FILE]    bring an older file up to date
@@ -56,7 +58,7 @@ def _run(action: str, arguments: list[str]) -> None:
         _explain(arguments)
         return
     if action not in (*ACTIONS, "ask"):
-        raise ConfigurationError(f"unknown action {action!r}: one of {', '.join(ACTIONS)}, or none to be asked")
+        raise ConfigurationError(f"unknown action {action!r}: one of {', '.join(ACTIONS)}, or none for questions")
     parser = Parser(prog=f"accelerate config {action}".removesuffix(" ask"), add_help=False)
     parser.add_argument("--config_file", "--config-file", default=None)
     if action == "default":
@@ -76,7 +78,7 @@ def _run(action: str, arguments: list[str]) -> None:
 
 
 def _update(named: str | None) -> None:
-    """Write a file again under today's keys; what an older spelling meant is said."""
+    """Write a file again with the current keys; print what each older spelling has become."""
     found = launch_file.read(named or launch_file.default_file())
     for note in found.notes:
         print(note)
@@ -88,12 +90,23 @@ def _update(named: str | None) -> None:
     print(f"accelerate configuration updated at {found.path}")
 
 
+def explain(settings: Settings, everything: bool = False) -> str:
+    """A table of name, value and origin. Without `everything` it leaves out what nobody set and what is off."""
+    rows = []
+    for option in options().values():
+        value = settings[option.name]
+        is_used = settings.applies(option) and value not in (None, False, "")
+        if everything or settings.chosen(option.name) or is_used:
+            shown = "(hidden)" if option.name in SECRET and value else str(value)
+            rows.append((option.name, shown, settings.origin(option.name)))
+    return table(rows)
+
+
 def _explain(arguments: list[str]) -> None:
     from ..launch import launch_command_parser, settings_of
-    from .explain import explain
 
     everything = "--all" in arguments
-    options = [item for item in arguments if item != "--all"]
-    settings = settings_of(launch_command_parser().parse_args([*options, "script.py"]))
+    flags = [item for item in arguments if item != "--all"]
+    settings = settings_of(launch_command_parser().parse_args([*flags, "script.py"]))
     print(explain(settings, everything))
     print(f"\nfile: {settings.file.path if settings.file else 'none'}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The API's configuration objects: what a configuration file says, as attributes."""
+"""The API's configuration objects: the content of a configuration file as attributes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ...config import launch_file
+from ...core import constants
 from ...core.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
-from ...core.errors import ConfigurationError
 
 
 @dataclass
@@ -26,17 +26,21 @@ class BaseConfig:
     def to_dict(self) -> dict[str, Any]:
         """The keys and plain values of a file; what is not set is left out."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
+        plain.update(plain.pop("own", {}))
         plain = {key: value.value if isinstance(value, Enum) else value for key, value in plain.items()}
         return {key: value for key, value in plain.items() if value is not None and value != {}}
 
     def to_yaml_file(self, yaml_file: str | Path) -> None:
+        """Write the configuration to a YAML file."""
         launch_file.write(Path(yaml_file), self.to_dict())
 
     def to_json_file(self, json_file: str | Path) -> None:
+        """Write the configuration to a JSON file."""
         launch_file.write(Path(json_file), self.to_dict())
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | Path | None = None) -> BaseConfig:
+        """Read a configuration file; None reads the default one."""
         return load_config_from_file(yaml_file)
 
     from_json_file = from_yaml_file
@@ -44,7 +48,7 @@ class BaseConfig:
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """Machines of one's own: how many processes, where, and how the model is laid out."""
+    """The user's own machines: how many processes, where, and how the model is distributed."""
 
     num_processes: int = -1
     machine_rank: int = 0
@@ -72,24 +76,8 @@ class ClusterConfig(BaseConfig):
     tpu_vm: list[str] | None = None
     tpu_env: list[str] | None = None
     dynamo_config: dict[str, Any] = field(default_factory=dict)
-    # Keys of our own: not in the API's files.
-    gradient_accumulation_steps: int | None = None
-    num_cpu_threads_per_process: int | None = None
-    oversubscribe: bool | None = None
-    rdzv_conf: str | None = None
-    rdzv_id: str | None = None
-    nnodes: str | None = None
-    engine: str | None = None
-    slurm_options: str | None = None
-    ray_address: str | None = None
-    image: str | None = None
-    max_restarts: int | None = None
-    monitor_interval: float | None = None
-    role: str | None = None
-    tee: str | None = None
-    log_dir: str | None = None
-    error_file: str | None = None
-    stop_timeout: float | None = None
+    # Keys of options that the API does not have.
+    own: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -104,9 +92,9 @@ class SageMakerConfig(BaseConfig):
     num_machines: int = 1
     gpu_ids: str = "all"
     base_job_name: str = "accelerate-sagemaker-1"
-    pytorch_version: str = "1.10.2"
-    transformers_version: str = "4.17.0"
-    py_version: str = "py38"
+    pytorch_version: str = constants.SAGEMAKER_PYTORCH_VERSION
+    transformers_version: str = constants.SAGEMAKER_TRANSFORMERS_VERSION
+    py_version: str = constants.SAGEMAKER_PYTHON_VERSION
     sagemaker_inputs_file: str | None = None
     sagemaker_metrics_file: str | None = None
     additional_args: dict[str, Any] = field(default_factory=dict)
@@ -120,24 +108,22 @@ def load_config_from_file(config_file: str | Path | None = None) -> ClusterConfi
     kind: type[ClusterConfig | SageMakerConfig] = SageMakerConfig if found.is_sagemaker else ClusterConfig
     kinds = SageMakerDistributedType if found.is_sagemaker else DistributedType
     data = {key: value for key, value in found.data.items() if value is not None}
-    words = {
+    words: dict[str, Any] = {
         "compute_environment": ComputeEnvironment(data.pop("compute_environment", "LOCAL_MACHINE")),
         "distributed_type": kinds(data.pop("distributed_type", "NO")),
         "mixed_precision": data.pop("mixed_precision", None),
         "use_cpu": data.pop("use_cpu", False),
         "debug": data.pop("debug", False),
     }
-    known = {item.name for item in fields(kind)}
-    unknown = sorted(set(data) - known)
-    if unknown:
-        raise ConfigurationError(f"{found.path}: {', '.join(unknown)} cannot be in a file of this kind")
+    if own := {key: data.pop(key) for key in set(data) - {item.name for item in fields(kind)}}:
+        words["own"] = own
     if not found.is_sagemaker and "num_processes" not in data and words["distributed_type"] == DistributedType.NO:
         data["num_processes"] = 1
     return kind(**words, **data)
 
 
 def __getattr__(name: str) -> Any:
-    # Asked at each use: the folder follows HF_HOME and XDG_CACHE_HOME.
+    # Computed at each use: the folder follows HF_HOME and XDG_CACHE_HOME.
     if name in ("default_config_file", "default_yaml_config_file"):
         return str(launch_file.default_file())
     if name == "default_json_config_file":

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ...config import launch_file
-from ...config.launch import PRECISIONS
 from ...core import system
 from ...core.device_kinds import DEVICES
 from ...core.errors import ConfigurationError
+from ...core.options import PRECISIONS
 
 
 def run_kind(device: str) -> str:

@@ -26,7 +26,7 @@ def choose(title: str, options: Sequence[tuple[Any, str]], default: Any) -> Any:
 
 
 def line(title: str, default: Any, check: Callable[[str], Any]) -> Any:
-    """The value that `check` makes of a typed line, asked again until it makes one; or BACK. Empty is the default."""
+    """The value that `check` makes of a typed line, repeated until it accepts one; or BACK. Empty is the default."""
     while True:
         shown = f" [{default}]" if default not in (None, "") else ""
         text = _input(f"{title}{shown}: ").strip()
@@ -48,7 +48,7 @@ def _input(prompt: str) -> str:
             # Ctrl-D, the same wish as Ctrl-C.
             raise KeyboardInterrupt from None
         raise ConfigurationError(
-            "the input ended before all questions were answered; `accelerate config default` asks none"
+            "the input ended before all questions were answered; `accelerate config default` has none"
         ) from None
 
 

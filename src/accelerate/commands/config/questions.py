@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The questions of `accelerate config`: a table, asked in order, each only where it matters, with a way back."""
+"""The questions of `accelerate config`: a table in order, each only where it matters, with a way back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ...config import launch_file
-from ...config.launch import options
 from ...config.launch_schema import cluster_keys
 from ...core import system
+from ...core.options import options
 from . import menu
 from .default import machine_defaults, run_kind
 
@@ -21,7 +21,7 @@ Answers = dict[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """One question. key: where the answer goes in the file (dotted), or a name of its own beginning with `_`."""
+    """One question. key: where the answer goes in the file (dotted); one that begins with `_` is not written."""
 
     key: str
     text: str
@@ -31,16 +31,18 @@ class Question:
     default_of: Callable[[Answers], Any] | None = None
 
     def options(self, answers: Answers) -> tuple[tuple[Any, str], ...]:
+        """Return the choices as (value, text) pairs, given the previous answers."""
         return self.choices(answers) if callable(self.choices) else self.choices
 
-    def settled(self, answers: Answers) -> bool:
+    def has_one_answer(self, answers: Answers) -> bool:
         """Whether the machine leaves one answer only."""
         return len(self.options(answers)) == 1
 
     def ask(self, answers: Answers) -> Any:
+        """Ask on the terminal, and return the answer. A question with one possible answer is not asked."""
         default = answers.get(self.key, self.default_of(answers) if self.default_of else self.default)
         choices = self.options(answers)
-        if self.settled(answers):
+        if self.has_one_answer(answers):
             return choices[0][0]
         if choices:
             return menu.choose(self.text, choices, default)
@@ -49,10 +51,6 @@ class Question:
 
 
 YES_NO = ((False, "no"), (True, "yes"))
-
-
-def _words(*values: str) -> tuple[tuple[str, str], ...]:
-    return tuple((value, value) for value in values)
 
 
 def _where(answers: Answers) -> tuple[tuple[str, str], ...]:
@@ -64,7 +62,7 @@ def _where(answers: Answers) -> tuple[tuple[str, str], ...]:
 
 
 def _strategies(answers: Answers) -> tuple[tuple[str, str], ...]:
-    found = [("NO", "a whole copy of the model on each process"), ("FSDP", "shard the model with FSDP")]
+    found = [("NO", "a replica of the model on each process"), ("FSDP", "shard the model with FSDP")]
     if answers["_device"] != "cpu":
         found += [("DEEPSPEED", "shard the model with DeepSpeed"), ("MEGATRON_LM", "Megatron-LM")]
     return tuple(found)
@@ -83,14 +81,9 @@ def _machines(answers: Answers) -> bool:
     return (answers.get("num_machines") or 1) > 1
 
 
-# What each size splits, in the order asked. The processes that are left over read different samples.
-SPLITS = {
-    "tp": "Split each matrix over how many processes?",
-    "cp": "Split the sequence over how many, keys and values exchanged?",
-    "sp": "Split the sequence over how many, heads exchanged?",
-    "pp": "Split the layers over how many?",
-    "dp_replicate": "How many copies of the sharded model?",
-}
+# The dimensions that a model can be split over, in the order of the questions. The processes that are left over read
+# different samples.
+SPLITS = ("tp", "cp", "sp", "pp", "dp_replicate")
 
 
 def _size_key(name: str) -> str:
@@ -98,13 +91,14 @@ def _size_key(name: str) -> str:
 
 
 def _left(answers: Answers, names: Sequence[str]) -> int:
-    """The processes that these sizes leave to each of their parts."""
-    return int(answers.get("num_processes") or 1) // math.prod(answers.get(_size_key(name), 1) for name in names)
+    """The number of processes that these sizes leave over."""
+    sizes = [int(answers.get(_size_key(name), 1)) for name in names]
+    return int(answers.get("num_processes") or 1) // math.prod(sizes)
 
 
 def _sizes(name: str) -> Callable[[Answers], tuple[tuple[int, str], ...]]:
-    """The sizes that the processes allow, beside those that were asked for before."""
-    before = list(SPLITS)[: list(SPLITS).index(name)]
+    """The sizes that the number of processes allows with the sizes chosen before."""
+    before = SPLITS[: SPLITS.index(name)]
     refused = {"sp": ("cp",), "pp": ("cp", "sp")}.get(name, ())
 
     def choices(answers: Answers) -> tuple[tuple[int, str], ...]:
@@ -129,8 +123,18 @@ def _splits(answers: Answers) -> bool:
     return bool(answers.get("_split"))
 
 
-def _copies(answers: Answers) -> bool:
+def _replicates(answers: Answers) -> bool:
     return _splits(answers) and answers.get("_strategy") == "FSDP"
+
+
+def _all_devices(answers: Answers) -> int:
+    """One process for each device on as many machines as take part."""
+    devices = system.accelerators().count if answers["_device"] != "cpu" else 1
+    return max(1, devices) * (answers["num_machines"] or 1)
+
+
+def _wraps(policy: str) -> Callable[[Answers], bool]:
+    return lambda answers: answers.get("fsdp_config.fsdp_auto_wrap_policy") == policy
 
 
 def _of(kind: str) -> Callable[[Answers], bool]:
@@ -143,84 +147,61 @@ def _fsdp(version: str | None = None) -> Callable[[Answers], bool]:
     )
 
 
-def _default(name: str) -> Any:
-    return options()[name].default
+def _row(
+    name: str,
+    default: Any = None,
+    choices: Sequence[Any] | Callable[[Answers], tuple[tuple[Any, str], ...]] = (),
+    when: Callable[[Answers], bool] = lambda answers: True,
+    default_of: Callable[[Answers], Any] | None = None,
+) -> Question:
+    """The question for an option, in the words of its row; default and choices are the row's where none are given."""
+    row = options()[name]
+    if not callable(choices):
+        choices = tuple(one if isinstance(one, tuple) else (one, str(one)) for one in choices or row.choices)
+    return Question(row.key, row.question, row.default if default is None else default, choices, when, default_of)
 
 
 QUESTIONS: tuple[Question, ...] = (
     Question("_device", "What will this machine train on?", choices=_where),
-    Question("num_machines", "How many machines take part?", 1),
-    Question("machine_rank", "Which of them is this one, from 0?", 0, when=_machines),
-    Question("main_process_ip", "Address of machine 0", when=_machines),
-    Question("main_process_port", "Port of machine 0", 29500, when=_machines),
+    _row("num_machines", 1),
+    _row("machine_rank", 0, when=_machines),
+    _row("main_process_ip", when=_machines),
+    _row("main_process_port", 29500, when=_machines),
+    _row("num_processes", default_of=_all_devices),
+    Question("_strategy", "How is the model distributed?", "NO", _strategies, _several),
+    _row("fsdp_version", "2", (("2", "2: fully_shard"), "1"), _fsdp()),
+    _row("fsdp_sharding_strategy", when=_fsdp("1")),
+    _row("fsdp_reshard_after_forward", True, YES_NO[::-1], _fsdp("2")),
+    _row("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", when=_fsdp()),
+    _row("fsdp_transformer_layer_cls_to_wrap", when=_wraps("TRANSFORMER_BASED_WRAP")),
+    _row("fsdp_min_num_params", when=_wraps("SIZE_BASED_WRAP")),
+    _row("fsdp_state_dict_type", "SHARDED_STATE_DICT", ("SHARDED_STATE_DICT", "FULL_STATE_DICT"), _fsdp()),
+    _row("fsdp_offload_params", False, YES_NO, _fsdp()),
+    _row("fsdp_cpu_ram_efficient_loading", True, YES_NO, _fsdp()),
+    _row("fsdp_activation_checkpointing", False, YES_NO, _fsdp()),
     Question(
-        "num_processes",
-        "How many processes in all, on all machines together?",
-        default_of=lambda answers: (
-            max(1, system.accelerators().count if answers["_device"] != "cpu" else 1) * (answers["num_machines"] or 1)
-        ),
-    ),
-    Question("_strategy", "How is the model laid out?", "NO", _strategies, when=_several),
-    Question("fsdp_config.fsdp_version", "Version of FSDP", "2", (("2", "2: fully_shard"), ("1", "1")), _fsdp()),
-    Question(
-        "fsdp_config.fsdp_sharding_strategy", "What is sharded?", "FULL_SHARD",
-        _words("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"), _fsdp("1"),
-    ),
-    Question(
-        "fsdp_config.fsdp_reshard_after_forward", "Free the gathered parameters after the forward pass?", True,
-        YES_NO[::-1], _fsdp("2"),
-    ),
-    Question(
-        "fsdp_config.fsdp_auto_wrap_policy", "Which layers are wrapped?", "TRANSFORMER_BASED_WRAP",
-        _words("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), _fsdp(),
-    ),
-    Question(
-        "fsdp_config.fsdp_transformer_layer_cls_to_wrap", "Class names of the layers (empty: the model's)",
-        when=lambda answers: answers.get("fsdp_config.fsdp_auto_wrap_policy") == "TRANSFORMER_BASED_WRAP",
-    ),
-    Question(
-        "fsdp_config.fsdp_min_num_params", "Smallest number of parameters wrapped", _default("fsdp_min_num_params"),
-        when=lambda answers: answers.get("fsdp_config.fsdp_auto_wrap_policy") == "SIZE_BASED_WRAP",
-    ),
-    Question(
-        "fsdp_config.fsdp_state_dict_type", "How are weights saved?", "SHARDED_STATE_DICT",
-        _words("SHARDED_STATE_DICT", "FULL_STATE_DICT"), _fsdp(),
-    ),
-    Question("fsdp_config.fsdp_offload_params", "Keep parameters in host memory?", False, YES_NO, _fsdp()),
-    Question("fsdp_config.fsdp_cpu_ram_efficient_loading", "Load weights on rank 0 only?", True, YES_NO, _fsdp()),
-    Question("fsdp_config.fsdp_activation_checkpointing", "Recompute activations?", False, YES_NO, _fsdp()),
-    Question(
-        "_split", "Split matrices, sequences or layers too, so that several processes share one copy of the model?",
+        "_split", "Split matrices, sequences or layers too, so that several processes share one replica of the model?",
         False, YES_NO, _may_split,
     ),
     *(
-        Question(_size_key(name), words, 1, _sizes(name), _splits if name != "dp_replicate" else _copies)
-        for name, words in SPLITS.items()
+        _row(f"parallelism_config_{name}_size", 1, _sizes(name), _splits if name != "dp_replicate" else _replicates)
+        for name in SPLITS
     ),
-    Question("deepspeed_config.deepspeed_config_file", "DeepSpeed JSON file (empty: none)", when=_of("DEEPSPEED")),
-    Question(
-        "deepspeed_config.zero_stage", "ZeRO stage", 2,
-        ((0, "0"), (1, "1: optimizer"), (2, "2: and gradients"), (3, "3: and parameters")),
+    _row("deepspeed_config_file", when=_of("DEEPSPEED")),
+    _row(
+        "zero_stage", 2, (0, (1, "1: optimizer"), (2, "2: and gradients"), (3, "3: and parameters")),
         lambda answers: _of("DEEPSPEED")(answers) and not answers.get("deepspeed_config.deepspeed_config_file"),
     ),
-    Question(
-        "deepspeed_config.offload_optimizer_device", "Where do optimizer states live?", "none",
-        _words("none", "cpu", "nvme"), _of("DEEPSPEED"),
+    _row("offload_optimizer_device", "none", when=_of("DEEPSPEED")),
+    _row(
+        "offload_param_device", "none", when=lambda answers: answers.get("deepspeed_config.zero_stage") == 3,
     ),
-    Question(
-        "deepspeed_config.offload_param_device", "Where do parameters live?", "none", _words("none", "cpu", "nvme"),
-        lambda answers: answers.get("deepspeed_config.zero_stage") == 3,
-    ),
-    Question("megatron_lm_config.megatron_lm_tp_degree", "Tensor parallel size", 1, when=_of("MEGATRON_LM")),
-    Question("megatron_lm_config.megatron_lm_pp_degree", "Pipeline parallel size", 1, when=_of("MEGATRON_LM")),
-    Question("mixed_precision", "Which numbers?", "no", _precisions),
-    Question(
-        "dynamo_config.dynamo_backend", "Compile the model with torch.compile?", "no",
-        (("no", "no"), ("inductor", "yes: inductor"), *_words("eager", "aot_eager", "cudagraphs")),
-    ),
-    Question(
-        "enable_cpu_affinity", "Bind processes to the cores near their device?", False, YES_NO,
-        lambda answers: answers["_device"] != "cpu" and _several(answers),
+    _row("megatron_lm_tp_degree", when=_of("MEGATRON_LM")),
+    _row("megatron_lm_pp_degree", when=_of("MEGATRON_LM")),
+    _row("mixed_precision", "no", _precisions),
+    _row("dynamo_backend", "no", ("no", ("inductor", "yes: inductor"), "eager", "aot_eager", "cudagraphs")),
+    _row(
+        "enable_cpu_affinity", None, YES_NO, lambda answers: answers["_device"] != "cpu" and _several(answers),
     ),
 )  # fmt: skip
 
@@ -228,7 +209,7 @@ QUESTIONS: tuple[Question, ...] = (
 def ask(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
     """Ask, show a summary, and write the file. `<` or the left arrow goes back a question."""
     answers: Answers = {}
-    asked: list[int] = []
+    visited: list[int] = []
     at = 0
     while True:
         if at < len(questions):
@@ -240,14 +221,14 @@ def ask(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
             answer = question.ask(answers)
             if answer is not menu.BACK:
                 answers[question.key] = answer
-                # What had one answer only was not asked; going back must not stop there.
-                if not question.settled(answers):
-                    asked.append(at)
+                # A question with one possible answer is skipped; going back must not stop there.
+                if not question.has_one_answer(answers):
+                    visited.append(at)
                 at += 1
                 continue
         elif _confirmed(path, answers):
             return launch_file.write(path, to_file(answers))
-        at = asked.pop() if asked else 0
+        at = visited.pop() if visited else 0
 
 
 def _confirmed(path: Path, answers: Answers) -> bool:
@@ -272,7 +253,7 @@ def to_file(answers: Answers) -> dict[str, Any]:
         else:
             data[key] = value
     if sizes := data.pop("parallelism_config", {}):
-        _share_out(data, sizes, _left(answers, list(SPLITS)), strategy == "FSDP")
+        _share_out(data, sizes, _left(answers, SPLITS), strategy == "FSDP")
     return data
 
 
@@ -285,6 +266,7 @@ def _share_out(data: dict[str, Any], sizes: dict[str, int], left: int, sharded: 
 
 
 def summary(data: dict[str, Any]) -> str:
+    """Format the content of a configuration file for the console."""
     lines = []
     for key, value in data.items():
         if isinstance(value, dict):

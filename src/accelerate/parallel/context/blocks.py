@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of some rows to some keys with its log-sum-exp, so that parts can be merged; and its gradient."""
+"""Attention of some rows to some keys with its log-sum-exp, so that partial results can be merged; its gradient."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-# What a kernel gives: the output of a block, and the log of its softmax's denominator, (batch, heads, rows).
+# The output of a block, and the log of its softmax's denominator, (batch, heads, rows).
 Partial = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -20,12 +20,13 @@ _BIAS_ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class Block:
-    """What stays the same for each pair of queries and keys: scale, and whether row i sees keys 0..i only.
+    """Options of a block of queries and keys.
 
-    A causal block is square. `keep` (batch, keys), where given, says which keys are seen at all; `mask`, which
-    broadcasts to (batch, heads, rows, keys), which keys each row sees (boolean), or what is added to the scores (in
-    the dtype of queries). `shift`, (batch, heads, rows, 1), is added to scores and taken off again: they keep what is
-    left of them beside such a number.
+    Fields:
+        scale: of the scores. causal: row i sees keys 0..i only; the block is square.
+        keep: (batch, keys), which keys are not padding; None for all.
+        mask: broadcasts to (batch, heads, rows, keys); boolean, or added to the scores in the dtype of the queries.
+        shift: (batch, heads, rows, 1), added to the scores and subtracted again, which rounds them.
     """
 
     scale: float
@@ -36,15 +37,15 @@ class Block:
 
     @property
     def selects(self) -> bool:
-        """Whether there may be rows that see none of the keys."""
+        """Whether some rows may see no key."""
         return self.keep is not None or self.mask is not None
 
 
 @dataclass(frozen=True)
 class Attended:
-    """An attention whose gradient is asked for: its inputs; output, log-sum-exp and the output's gradient.
+    """An attention for its backward: inputs, output, log-sum-exp and the output's gradient.
 
-    `out` and `lse` are those of the whole attention, also where `key` and `value` are a part of what was seen.
+    `out` and `lse` are those of the attention to all keys, also where `key` and `value` are some of them.
     """
 
     query: torch.Tensor
@@ -61,7 +62,7 @@ class Attended:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """In what partial results are added up: float64 stays, everything else is float32."""
+    """The dtype in which partial results are accumulated: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -79,7 +80,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: B
 
 
 def attend_backward(of: Attended, block: Block) -> Gradients:
-    """Gradients of one block's query, key and value, from the *whole* attention's output and log-sum-exp."""
+    """Gradients of a block's query, key and value, from output and log-sum-exp of the attention to *all* keys."""
     groups = of.query.shape[1] // of.key.shape[1]
     # A row that sees nothing anywhere has no weights: exp(-inf - 0), where exp(-inf - -inf) would be nan.
     lse = of.lse.masked_fill(of.lse == float("-inf"), 0.0) if block.selects else of.lse
@@ -89,7 +90,7 @@ def attend_backward(of: Attended, block: Block) -> Gradients:
 
 
 class Merger:
-    """Adds partial attentions of the same rows to different keys up to the attention to all of them."""
+    """Merges partial attentions of the same rows to different keys."""
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
         shape = query.shape[:-1]
@@ -98,6 +99,7 @@ class Merger:
         self.lse = query.new_full(shape, float("-inf"), dtype=accumulator(query.dtype))
 
     def add(self, rows: slice, partial: Partial) -> None:
+        """Merge the partial result of some rows."""
         out, lse = partial
         former = self.lse[:, :, rows]
         total = torch.logaddexp(former, lse)
@@ -105,11 +107,12 @@ class Merger:
         self.lse[:, :, rows] = total
 
     def result(self) -> Partial:
+        """Return the merged output and its log-sum-exp."""
         return self.out.to(self.dtype), self.lse
 
 
 def _share(part: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """The share of a part's denominator in the total; 0 of nothing."""
+    """The share of a denominator in the total; 0 where that is 0."""
     return torch.exp(part - total).masked_fill(total == float("-inf"), 0.0).unsqueeze(-1)
 
 
@@ -121,8 +124,9 @@ def _repeat(heads: torch.Tensor, groups: int) -> torch.Tensor:
 def _sum_groups(heads: torch.Tensor, groups: int) -> torch.Tensor:
     if groups == 1:
         return heads
-    # In the accumulator's precision: the kernel's own is that of the inputs.
-    return heads.unflatten(1, (-1, groups)).sum(2, dtype=accumulator(heads.dtype))
+    # In the accumulator's precision: the kernel returns that of its inputs.
+    total: torch.Tensor = heads.unflatten(1, (-1, groups)).sum(2, dtype=accumulator(heads.dtype))
+    return total
 
 
 def _sees_any(block: Block, rows: int) -> torch.Tensor:
@@ -142,11 +146,11 @@ def _seen(mask: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
 
 
 def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> type[_Math]:
-    """The leanest of torch's kernels that gives its log-sum-exp for these tensors, else plain torch."""
+    """The most memory-efficient of torch's kernels that returns a log-sum-exp for these tensors, else plain torch."""
     width = query.shape[-1]
     plain = query.dtype in _FLOATS and query.dtype == key.dtype == value.dtype and width == value.shape[-1]
-    # Of a row whose scores are rounded off torch's kernel for CPUs finds a wrong gradient (2.13): the weights are
-    # computed from a log-sum-exp that is rounded off too.
+    # For a row whose scores are rounded by a shift, torch's kernel for CPUs computes a wrong gradient (2.13): it
+    # computes the weights from a log-sum-exp that is rounded, too.
     if not plain or block.shift is not None:
         return _Math
     if query.device.type == "cpu":
@@ -161,7 +165,7 @@ def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: 
 
 
 def _bias(block: Block, query: torch.Tensor, keys: int) -> torch.Tensor | None:
-    """What is added to the scores, (batch, heads, rows, keys), in the memory of what differs: -inf for unseen keys."""
+    """What is added to the scores, -inf for hidden keys, expanded to (batch, heads, rows, keys) without copies."""
     if not block.selects:
         return None
     mask, keep = block.mask, block.keep
@@ -241,7 +245,7 @@ class _CpuFlash(_Math):
             of.key,
             of.value,
             of.out,
-            # The kernel reads its own layout, in which the heads of a row are neighbours.
+            # The kernel needs its own memory layout, in which the heads of a row are adjacent.
             of.lse.transpose(1, 2).contiguous().transpose(1, 2),
             0.0,
             block.causal,
@@ -299,7 +303,7 @@ class _CudaEfficient(_Math):
     @staticmethod
     def backward(of: Attended, block: Block) -> Gradients:
         missing = -of.lse.shape[-1] % _LSE_ALIGNMENT
-        # Rows that only fill up have infinite sums: their weights are 0.
+        # Padding rows have infinite sums: their weights are 0.
         lse = F.pad(of.lse, (0, missing), value=float("inf")).contiguous()
         state = torch.zeros((), dtype=torch.int64, device=of.query.device)
         d_query, d_key, d_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(

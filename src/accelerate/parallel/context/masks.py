@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention masks over a split sequence: what a rank's rows see of the whole, chunk by chunk."""
+"""Attention masks over a split sequence: what a rank's rows see of the full sequence, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ...collectives import transport
 from ...core.errors import ConfigurationError
 from .shard import SequenceLayout
 
-# What is added to a score to hide it: beside any other score nothing is left of it.
+# A score to which this is added vanishes next to any other.
 _HIDDEN = torch.finfo(torch.float16).min
 _MASKS = 4
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What this rank's rows see: keys up to themselves, what a mask shows, or (neither) everything.
+class Visibility:
+    """What this rank's rows see: keys up to themselves (`causal`), what `mask` shows, or else all keys.
 
-    `mask` broadcasts to (batch, heads, rows, length): boolean, or what is added to the scores. `chunks` says of each
-    half of the rows, and each chunk of the sequence: seen whole (True), in part (False), or not at all (None).
+    `mask` broadcasts to (batch, heads, rows, length): boolean, or added to the scores. `chunks`, for each half of the
+    rows and each chunk of the sequence: seen completely (True), partly (False), or not at all (None).
     """
 
     causal: bool = False
     mask: torch.Tensor | None = None
-    # (batch or 1, heads or 1, rows, 1): what is added to all scores of a row that hides everything by large numbers.
+    # (batch or 1, heads or 1, rows, 1): added to all scores of a row in which large negative numbers hide all keys.
     shift: torch.Tensor | None = None
     chunks: tuple[tuple[bool | None, ...], ...] = ()
 
-    def of(self, dtype: torch.dtype) -> Sight:
-        """The same, a bias in the precision of queries: kernels add no other."""
+    def of(self, dtype: torch.dtype) -> Visibility:
+        """The same, with a bias in the dtype of the queries, as kernels need it."""
         if self.mask is None or self.mask.dtype in (torch.bool, dtype):
             return self
         return replace(self, mask=self.mask.to(dtype))
@@ -49,45 +49,45 @@ class Sight:
         return torch.cat([rows.narrow(-1, chunk * size, size) for chunk in chunks], dim=-1)
 
 
-EVERYTHING = Sight()
+SEES_ALL = Visibility()
 
 
 class MaskReader:
-    """What the mask of a call says about the whole sequence.
+    """What the mask of a call shows of the full sequence.
 
-    Rows may be this rank's or all, columns are all; a mask over this rank's rows and columns alone says something
-    about the whole where everything is seen, or everything before. Layers share masks: the last few are remembered.
+    A mask has all columns, and this rank's rows or all rows. One with only this rank's rows and columns is accepted
+    where it is causal or shows everything. Layers share masks: the last few are cached.
     """
 
     def __init__(self, layout: SequenceLayout, group: dist.ProcessGroup) -> None:
         self.layout, self.group = layout, group
-        self._known: dict[tuple[int, int, bool], tuple[torch.Tensor, Sight]] = {}
+        self._cache: dict[tuple[int, int, bool], tuple[torch.Tensor, Visibility]] = {}
 
     def forget(self) -> None:
-        """Let go of the masks of a batch."""
-        self._known.clear()
+        """Free the masks of a batch."""
+        self._cache.clear()
 
-    def sight(self, mask: torch.Tensor, query: torch.Tensor, flat: bool) -> Sight:
+    def visibility(self, mask: torch.Tensor, query: torch.Tensor, flat: bool) -> Visibility:
         """What rows of `query` (batch, heads, rows, width) see; `flat`: it was (batch, rows, width)."""
-        return self._remembered(mask, query, flat, self._sight)
+        return self._cached(mask, query, flat, self._sight)
 
-    def whole(self, mask: torch.Tensor, query: torch.Tensor, flat: bool) -> Sight:
-        """As `sight`, of all rows of the sequence and without `chunks`; rows of other ranks are fetched."""
-        return self._remembered(mask, query, flat, self._whole)
+    def full(self, mask: torch.Tensor, query: torch.Tensor, flat: bool) -> Visibility:
+        """As `visibility`, for all rows of the sequence and without `chunks`; gathers the rows of other ranks."""
+        return self._cached(mask, query, flat, self._full)
 
-    def _remembered(
+    def _cached(
         self,
         mask: torch.Tensor,
         query: torch.Tensor,
         flat: bool,
-        read: Callable[[torch.Tensor, torch.Tensor], Sight],
-    ) -> Sight:
+        read: Callable[[torch.Tensor, torch.Tensor], Visibility],
+    ) -> Visibility:
         key = (id(mask), 0 if mask.is_inference() else mask._version, flat)
-        if key not in self._known:
-            if len(self._known) >= _MASKS:
-                del self._known[next(iter(self._known))]
-            self._known[key] = mask, read(self._shaped(mask, query, flat), query)
-        return self._known[key][1]
+        if key not in self._cache:
+            if len(self._cache) >= _MASKS:
+                del self._cache[next(iter(self._cache))]
+            self._cache[key] = mask, read(self._shaped(mask, query, flat), query)
+        return self._cache[key][1]
 
     def _shaped(self, mask: torch.Tensor, query: torch.Tensor, flat: bool) -> torch.Tensor:
         """The mask as (batch or 1, heads or 1, ...), with all columns or (own rows or 1, own columns)."""
@@ -108,7 +108,7 @@ class MaskReader:
             raise self._refuse(given, f"the sequence has {length} rows, {rows} of them here")
         return compact(mask)
 
-    def _sight(self, mask: torch.Tensor, query: torch.Tensor) -> Sight:
+    def _sight(self, mask: torch.Tensor, query: torch.Tensor) -> Visibility:
         rows, length = query.shape[2], query.shape[2] * self.layout.ranks
         if mask.shape[3] == rows:
             return self._local(mask, rows)
@@ -118,27 +118,27 @@ class MaskReader:
             mask = self.layout.take(mask, 2)
         mask, shift = _plain(mask.detach())
         mask = mask.expand(-1, -1, rows, -1)
-        whole = mask if mask.dtype == torch.bool else mask == 0
+        plain = mask if mask.dtype == torch.bool else mask == 0
         if shift is not None:
             shift = shift.expand(-1, -1, rows, -1)
-        elif bool(whole.all()):
-            return EVERYTHING
+        elif bool(plain.all()):
+            return SEES_ALL
         places = self.layout.rows(length, mask.device)
         if (
             shift is None
             and mask.dtype == torch.bool
             and bool((mask == (places[:, None] >= torch.arange(length).to(places))).all())
         ):
-            return Sight(causal=True)
+            return Visibility(causal=True)
         # (batch, heads, half of the rows, rows, chunk of the sequence, columns)
-        some, whole = (s.unflatten(3, (self.layout.multiple, -1)).unflatten(2, (2, -1)) for s in (_seen(mask), whole))
-        found = torch.stack([some.any(5).any(3).any(1).any(0), whole.all(5).all(3).all(1).all(0)], dim=-1)
+        some, plain = (s.unflatten(3, (self.layout.multiple, -1)).unflatten(2, (2, -1)) for s in (_seen(mask), plain))
+        found = torch.stack([some.any(5).any(3).any(1).any(0), plain.all(5).all(3).all(1).all(0)], dim=-1)
         views = {(False, False): None, (True, False): False, (True, True): True}
-        return Sight(
+        return Visibility(
             mask=mask, shift=shift, chunks=tuple(tuple(views[tuple(pair)] for pair in half) for half in found.tolist())
         )
 
-    def _whole(self, mask: torch.Tensor, query: torch.Tensor) -> Sight:
+    def _full(self, mask: torch.Tensor, query: torch.Tensor) -> Visibility:
         rows, heads, layout = query.shape[2], query.shape[1], self.layout
         if mask.shape[3] == rows:
             return self._local(mask, rows)
@@ -150,34 +150,33 @@ class MaskReader:
             mask = layout.join(list(parts), 2)
         if mask.shape[1] == heads > 1:
             mask = mask.unflatten(1, (layout.ranks, -1)).select(1, layout.rank)
-        return Sight(mask=mask)
+        return Visibility(mask=mask)
 
-    def _local(self, mask: torch.Tensor, rows: int) -> Sight:
-        """Of a mask over this rank's rows and columns: everything, or causal; nothing else can be known."""
+    def _local(self, mask: torch.Tensor, rows: int) -> Visibility:
+        """A mask over this rank's rows and columns, which must show everything or be causal."""
         shown, shift = _plain(mask.detach())
         if shift is not None:
-            raise self._refuse(mask, "it hides a whole row of this rank's part by large numbers")
+            raise self._refuse(mask, "it hides all keys of a row of this rank by large numbers")
         if shown.dtype != torch.bool:
-            raise self._refuse(mask, "it adds a bias to the scores of this rank's part alone")
+            raise self._refuse(mask, "it adds a bias to scores of this rank's columns only")
         if bool(shown.all()):
-            return EVERYTHING
+            return SEES_ALL
         lower = torch.ones(rows, rows, dtype=torch.bool, device=mask.device).tril()
         if shown.shape[2] == rows and bool((shown == lower).all()):
-            return Sight(causal=True)
-        raise self._refuse(mask, "it is neither causal nor all true, and shows this rank's part alone")
+            return Visibility(causal=True)
+        raise self._refuse(mask, "it is neither causal nor all true, and has this rank's columns only")
 
     def _refuse(self, mask: torch.Tensor, why: str) -> ConfigurationError:
         return ConfigurationError(
             f"attn_mask of shape {tuple(mask.shape)} under {self.layout.size}={self.layout.ranks}: {why}. Give one "
-            "that broadcasts to (batch, heads, rows, length), whose columns are the whole sequence and whose rows are "
-            "the whole sequence or this rank's part of it; or is_causal=True. A padding mask goes to a transformers "
-            "model as attention_mask, and is not needed at all where padding comes behind and has no labels, and "
-            "attention is causal."
+            "that broadcasts to (batch, heads, rows, length), with the columns of the full sequence and its rows or "
+            "this rank's; or is_causal=True. Give a padding mask to a transformers model as attention_mask; it is not "
+            "needed where padding comes after the tokens and has no labels, and attention is causal."
         )
 
 
 def compact(mask: torch.Tensor) -> torch.Tensor:
-    """A mask of four dimensions, without copies for batches and heads that share memory."""
+    """A mask of four dimensions, with size 1 where batches or heads share memory."""
     for dimension in (0, 1):
         if mask.stride(dimension) == 0:
             mask = mask.narrow(dimension, 0, 1)
@@ -185,10 +184,11 @@ def compact(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A mask that only hides as a boolean one; of any other, what hides as -inf. And the shift of each row.
+    """A mask that only hides keys as a boolean one; in others, -inf for hidden keys. And the shift of each row.
 
-    Where everything in a row is hidden by large numbers, as much is taken off all of them, and given back as a shift:
-    softmax does not change by it, but scores lose what such a number rounds off (often all: the mean of all values).
+    Where large negative numbers hide all keys of a row, the largest of them is subtracted from the row and returned as
+    a shift. Softmax is invariant under it, but the scores must lose what adding such a number rounds off (often all,
+    which gives the mean of all values).
     """
     if mask.dtype == torch.bool:
         return mask, None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The blocks in which sequences are split over ranks, and what they do to the models that are called in them."""
+"""Blocks in which sequences are split over ranks, and the hooks of models that are called in them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ...parallelism_config import ParallelismConfig
 from ..prepared import CommunicationVolume
 from . import transformers_masks, transformers_models, transformers_trainer
 from .attention import AttentionCall, ContextAttention, Sent, SequenceAttention, plain_attention
-from .random import PartRandom
-from .routing import Route, aliases
+from .patching import AttentionPatch, aliases
+from .random import ShardRandom
 from .shard import SequenceLayout, common_length, split_in_place
 
 if TYPE_CHECKING:
@@ -34,55 +34,58 @@ logger = get_logger(__name__)
 
 @dataclass
 class SequenceRegion:
-    """One batch whose sequences are split: how long they are, what was split, and what was computed on them."""
+    """One batch whose sequences are split: their length, the tensors that were split, and what was computed."""
 
     layout: SequenceLayout
     group: dist.ProcessGroup
     length: int
-    # Tensors that were split -> what they held before; of those that are still somewhere.
-    whole: WeakTensorKeyDictionary
-    # Whether inputs that are not split are a mistake: not where a loader split the batch, and others are whole.
+    # Tensors that were split -> what they held before, as long as they are alive.
+    full_tensors: WeakTensorKeyDictionary
+    # Whether inputs that are not split are an error. A loop over a split loader may also compute full sequences.
     strict: bool = True
     has_tables: bool = False
     calls: int = 0
     keep: torch.Tensor | None = None
     padded_behind: bool = False
-    # Whether what rows of padding give may be used: then they see what they see in a whole sequence.
+    # Whether the outputs of padding rows may be used: they then see what they see in a full sequence.
     padding_counts: bool = True
-    # Sequences that are packed in rows, (positions, number of the sequence) of all columns; False where there are
-    # none, None where nothing told. And whether the mask that is built next is one of packed sequences.
+    # Of sequences packed in rows: (positions, number of the sequence) of all columns; False without them, None where
+    # that is not known.
     packed: tuple[torch.Tensor, torch.Tensor] | Literal[False] | None = None
     # Whether a loader added positions that count every row.
     counted: bool = False
-    asks_packing: bool = False
+    # Whether the mask that is built next is one of packed sequences.
+    next_is_packed: bool = False
     passes: dict[int, int] = field(default_factory=dict)
     sent: Sent = field(default_factory=dict)
     _positions: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
-        """How many rows of each sequence this rank holds."""
+        """How many rows of each sequence this rank has."""
         return self.length // self.layout.ranks
 
-    def whole_of(self, part: torch.Tensor) -> torch.Tensor | None:
+    def full_of(self, shard: torch.Tensor) -> torch.Tensor | None:
         """What a tensor held before it was split; None for any other tensor."""
-        found: torch.Tensor | None = self.whole.get(part)
+        found: torch.Tensor | None = self.full_tensors.get(shard)
         return found
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """The places of this rank's rows in the whole sequence: (rows,)."""
+        """The positions of this rank's rows in the full sequence: (rows,)."""
         if self._positions is None or self._positions.device != device:
             self._positions = self.layout.rows(self.length, device)
         return self._positions
 
 
 class ContextParallel:
-    """A sequence over the ranks of a group.
+    """Splits sequences over the ranks of a group.
 
     Args:
-        group: the ranks that share each sequence. size: the field that asked for it, cp_size or sp_size.
-        strategy: how context-parallel ranks reach each other's keys: `allgather`, or `alltoall` (round a ring).
-        length: what every sequence has to have, where that was promised. device_type: where models compute.
+        group: the ranks that share each sequence.
+        size: the option that requested it, cp_size or sp_size.
+        strategy: how context-parallel ranks exchange keys: `allgather`, or `alltoall` (round a ring).
+        length: the length that every sequence must have; None for any.
+        device_type: where models compute.
     """
 
     def __init__(
@@ -97,43 +100,43 @@ class ContextParallel:
         self.length = length
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         self.layout = SequenceLayout(size, ranks, rank, balanced=size == "cp_size")
-        self.random = PartRandom(rank, device_type)
+        self.random = ShardRandom(rank, device_type)
         self.attention: ContextAttention | SequenceAttention
         if size == "cp_size":
             self.attention = ContextAttention(group, self.layout, rotate=strategy == "alltoall")
         else:
             self.attention = SequenceAttention(group, self.layout, self.random)
             transformers_trainer.count_whole_batches()
-        self.route = Route(self._attend)
-        self.route.others.update(transformers_masks.hooks(lambda: self.region))
+        self.patch = AttentionPatch(self._attend)
+        self.patch.others.update(transformers_masks.hooks(lambda: self.region))
         if not self.layout.balanced:
-            self.route.others.update(transformers_trainer.hooks())
+            self.patch.others.update(transformers_trainer.hooks())
         self._block: SequenceRegion | None = None
-        # Of batches that a loader split: that of the last or present forward, and all that are not used up.
+        # Batches that a loader split: that of the last or current forward, and all that are still alive.
         self._batch: SequenceRegion | None = None
-        self._pulled = WeakTensorKeyDictionary()
+        self._loader_batches = WeakTensorKeyDictionary()
         self._last: SequenceRegion | None = None
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # Of each forward that is going on: the model's id, and what closes its random streams.
-        self._drawing: list[tuple[int, contextlib.ExitStack]] = []
-        # Whether the last forward was on parts of sequences.
+        # For each running forward: the model's id, and what closes its random streams.
+        self._running: list[tuple[int, contextlib.ExitStack]] = []
+        # Whether the last forward was on split sequences.
         self.was_split = False
         self._sent: Sent = {}
-        self._said = False
+        self._has_warned = False
 
     @property
     def region(self) -> SequenceRegion | None:
-        """What is split now: by the user's block, else by a loader."""
+        """The batch that is split now, by the user's block or else by a loader."""
         return self._block or self._batch
 
     @property
     def splitting(self) -> bool:
-        """Whether a block is open, or batches of a loader are about."""
-        return self._block is not None or self._batch is not None or len(self._pulled) > 0
+        """Whether a block is open, or batches of a split loader are in use."""
+        return self._block is not None or self._batch is not None or len(self._loader_batches) > 0
 
     @classmethod
     def of_layout(cls, layout: ParallelismConfig, mesh: DeviceMesh | None) -> ContextParallel | None:
-        """What drives the sequence's dimension of a layout; None where it has none."""
+        """For the cp or sp dimension of a layout; None where it has none."""
         if mesh is None or not (layout.cp_enabled or layout.sp_enabled):
             return None
         if layout.cp_enabled:
@@ -163,60 +166,60 @@ class ContextParallel:
     def open(
         self, buffers: list[torch.Tensor], dimensions: list[int], no_restore: set[torch.Tensor]
     ) -> Iterator[None]:
-        """A block in which `buffers` hold this rank's rows, and attention of these rows is to the whole sequence."""
+        """A block in which `buffers` hold this rank's rows, and these attend to the full sequence."""
         if self._block is not None:
             raise ConfigurationError("maybe_context_parallel is open already: its blocks are not nested")
         length = common_length(self.layout, buffers, dimensions, no_restore)
         self._check_length(length, "buffer 0 of maybe_context_parallel")
         with contextlib.ExitStack() as stack:
-            whole = stack.enter_context(split_in_place(self.layout, buffers, dimensions, no_restore))
-            self.route.open()
-            stack.callback(self.route.close)
+            full_tensors = stack.enter_context(split_in_place(self.layout, buffers, dimensions, no_restore))
+            self.patch.open()
+            stack.callback(self.patch.close)
             stack.callback(self._end_block)
-            self._block = self._region(length, buffers, whole)
+            self._block = self._region(length, buffers, full_tensors)
             yield
 
     def _end_block(self) -> None:
         if self._block is not None:
-            self._last = replace(self._block, strict=False, whole=WeakTensorKeyDictionary())
+            self._last = replace(self._block, strict=False, full_tensors=WeakTensorKeyDictionary())
         self._block = None
         self.attention.masks.forget()
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Around a backward: what is computed again in it, outside of the block, attends as it did in the block."""
+        """Wrapper a backward: what is computed again in it, outside of the block, attends as it did in the block."""
         if self.region is not None or self._last is None:
             yield
             return
-        with self.feed():
+        with self.loader_block():
             self._batch = self._last
             yield
 
     def _region(
-        self, length: int, parts: Iterable[torch.Tensor], whole: Iterable[torch.Tensor], strict: bool = True
+        self, length: int, parts: Iterable[torch.Tensor], full_tensors: Iterable[torch.Tensor], strict: bool = True
     ) -> SequenceRegion:
         parts = list(parts)
-        # Whole tensors other than numbers of tokens are not needed again: they would only take memory.
+        # Only integer tensors (token ids, labels, positions) are needed again in full.
         known = WeakTensorKeyDictionary()
-        for part, full in zip(parts, whole, strict=True):
+        for part, full in zip(parts, full_tensors, strict=True):
             if not full.is_floating_point() and not full.is_complex():
                 known[part] = full
         return SequenceRegion(self.layout, self.group, length, known, strict, has_tables=len(known) < len(parts))
 
     @contextlib.contextmanager
-    def feed(self) -> Iterator[None]:
-        """A block in which batches that `split_batch` gave are computed on."""
-        self.route.open()
+    def loader_block(self) -> Iterator[None]:
+        """A block for computing on batches that `split_batch` returned."""
+        self.patch.open()
         try:
             yield
         finally:
             self._batch = None
-            self._pulled.clear()
+            self._loader_batches.clear()
             self.attention.masks.forget()
-            self.route.close()
+            self.patch.close()
 
     def split_batch(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of a batch of whole sequences: every (batch, length) tensor split, positions added.
+        """This rank's rows of a batch: every (batch, length) tensor split, positions added.
 
         `labels` become `shift_labels`: row i has the label of the next row, which may be another rank's.
         """
@@ -234,20 +237,21 @@ class ContextParallel:
         self._batch = self._region(length, parts.values(), split.values(), strict=False)
         self._batch.counted = counted
         for part in parts.values():
-            self._pulled[part] = self._batch
+            self._loader_batches[part] = self._batch
         return {**found, **parts}
 
     def of_inputs(self, given: Mapping[str, Any], training: bool) -> SequenceRegion | None:
-        """What is split of a forward's inputs. A loop may have taken several batches from its loader, or others.
+        """The split batch that a forward's inputs belong to. A loop may have taken several batches from its loader.
 
-        Inputs that are copies of a batch's are known by their length, in training: an evaluation's may be whole.
+        In training, inputs that are copies of a batch's are recognized by their length. In evaluation they may be full
+        sequences.
         """
-        if self._block is None and self._pulled and not self._drawing:
+        if self._block is None and self._loader_batches and not self._running:
             tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
-            found = [self._pulled[tensor] for tensor in tensors if tensor in self._pulled]
+            found = [self._loader_batches[tensor] for tensor in tensors if tensor in self._loader_batches]
             if not found and training:
                 sizes = {value.shape[1] for value in tensors if value.dim() > 1}
-                found = [region for region in self._pulled.values() if region.rows in sizes]
+                found = [region for region in self._loader_batches.values() if region.rows in sizes]
             self._batch = found[0] if found else None
             self.attention.masks.forget()
         return self.region
@@ -255,17 +259,17 @@ class ContextParallel:
     # -- models
 
     def check(self, model: nn.Module) -> None:
-        """Raises PrepareError for a transformers model whose layers do not attend to the whole sequence."""
+        """Raises PrepareError for a transformers model whose layers would not attend to the full sequence."""
         for found in _outermost(model):
             transformers_models.check_supported(found, f"{self.layout.size}={self.layout.ranks}")
 
     def watch(self, model: nn.Module) -> None:
-        """Have a prepared model's forward give what a rank cannot know from its rows alone; it has to attend."""
+        """Add hooks to a prepared model that complete its inputs and check that it attends to the full sequence."""
         if model in self._watched:
             return
         self._watched.add(model)
         plain = getattr(model, "_orig_mod", model)
-        self.route.places |= aliases(plain)
+        self.patch.places |= aliases(plain)
         inner = _outermost(plain)
         for target in [model] + [found for found in inner if found is not plain]:
             known = plain if target is model else target
@@ -277,22 +281,22 @@ class ContextParallel:
 
     def _sync_rng_state(self, model: nn.Module, args: Any, output: Any) -> None:
         # A hook before `_enter` may have failed.
-        if self._drawing and self._drawing[-1][0] == id(model):
-            self._drawing.pop()[1].close()
+        if self._running and self._running[-1][0] == id(model):
+            self._running.pop()[1].close()
 
     def _enter(self, model: nn.Module, args: Any) -> None:
         region = self.region
         streams = contextlib.ExitStack()
-        self._drawing.append((id(model), streams))
+        self._running.append((id(model), streams))
         if region is not None:
-            streams.enter_context(self.random.own())
+            streams.enter_context(self.random.seeded())
         if region is not None:
             region.passes[id(model)] = region.calls
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
         region = self.region
         if region is not None and region.sent:
-            # Taken here: what is computed again in the backward is another matter.
+            # Before the backward, which may recompute the forward.
             self._sent, region.sent = region.sent, {}
         before = None if region is None else region.passes.pop(id(model), None)
         self.was_split = region is not None and before is not None and region.calls > before
@@ -306,10 +310,11 @@ class ContextParallel:
             "attention outside of the block."
         )
 
-    def say_positions_missing(self, model: nn.Module, region: SequenceRegion) -> None:
-        if self._said or region.has_tables:
+    def warn_of_missing_positions(self, model: nn.Module, region: SequenceRegion) -> None:
+        """Log a warning, once, for a model that takes no position_ids in a block without tables of positions."""
+        if self._has_warned or region.has_tables:
             return
-        self._said = True
+        self._has_warned = True
         logger.warning(
             f"{type(model).__name__}.forward takes no position_ids: if the model counts positions by itself, every "
             "rank counts from 0. Have it take position_ids, or give its table of positions as one of the buffers."
@@ -328,7 +333,7 @@ class ContextParallel:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """In the place of torch's function, with its arguments."""
+        """Replaces torch's function; takes its arguments."""
         region = self.region
         if region is None or (not region.strict and query.shape[-2] != region.rows):
             return plain_attention(
@@ -343,7 +348,7 @@ class ContextParallel:
         call = AttentionCall(attn_mask, dropout_p, is_causal, scale, region.keep, unseen, flat)
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
-            # As torch's own function under autocast: rotated queries may be float32 beside values of low precision.
+            # As torch's function under autocast: rotated queries may be float32 with values of low precision.
             dtype = torch.get_autocast_dtype(kind)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if flat:
@@ -359,7 +364,7 @@ class ContextParallel:
         return self.attention(query, key, value, call)
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
-        """What attention sends in a step of so many backwards, as in the last batch; nothing before the first."""
+        """What attention sends in a step of so many backwards, as in the last batch; empty before the first."""
         return [
             CommunicationVolume(what, backwards * number, backwards * sent)
             for what, (number, sent) in self._sent.items()
@@ -367,7 +372,7 @@ class ContextParallel:
 
 
 class _Inputs:
-    """A forward pre-hook: what has to be known of the whole sequence is added to a model's arguments."""
+    """A forward pre-hook that adds to a model's arguments what depends on the full sequence."""
 
     def __init__(self, parallel: ContextParallel, signature: inspect.Signature, special: nn.Module | None) -> None:
         self.parallel, self.signature, self.special = parallel, signature, special
@@ -381,7 +386,7 @@ class _Inputs:
         try:
             bound = self.signature.bind_partial(*args, **kwargs)
         except TypeError:
-            return None  # the forward itself says what is wrong with its arguments
+            return None  # the forward itself raises for its arguments
         given = {**bound.arguments, **bound.arguments.get(self.rest, {})}
         region = self.parallel.of_inputs(given, model.training)
         if region is None:
@@ -393,7 +398,7 @@ class _Inputs:
         if self.takes_positions and (given.get("position_ids") is None or region.counted):
             if split is None:
                 raise ConfigurationError(
-                    f"no input of {type(model).__name__} is (batch, {region.rows}, ...), as each rank holds "
+                    f"no input of {type(model).__name__} is (batch, {region.rows}, ...), as each rank has "
                     f"{region.rows} of the {region.length} rows of a sequence: are all inputs among the buffers of "
                     "maybe_context_parallel? Where the sequence is another dimension, give position_ids too."
                 )
@@ -406,7 +411,7 @@ class _Inputs:
                 "without, or give its table of positions as one of the buffers of maybe_context_parallel."
             )
         elif not self.takes_positions and not self.rest:
-            self.parallel.say_positions_missing(model, region)
+            self.parallel.warn_of_missing_positions(model, region)
         if self.special is not None:
             changed.update(transformers_models.adapt_inputs(self.special, given, region))
         if not changed:
@@ -458,11 +463,11 @@ def _check_shapes(
     if query.shape[-2] != key.shape[-2] or key.shape[-2] != value.shape[-2]:
         raise ConfigurationError(
             f"attention of {query.shape[-2]} queries to {key.shape[-2]} keys under {size}: only self-attention over "
-            "the split sequence is driven, no cross-attention and no cache of former keys (use_cache=False)"
+            "the split sequence is supported, no cross-attention and no cache of keys (use_cache=False)"
         )
     if query.shape[-2] != region.rows:
         raise ConfigurationError(
-            f"attention over {query.shape[-2]} rows under {size}, where each rank holds {region.rows} of the "
+            f"attention over {query.shape[-2]} rows under {size}, where each rank has {region.rows} of the "
             f"{region.length} rows of a sequence: are all of the model's inputs among the buffers of "
             "maybe_context_parallel?"
         )
@@ -470,6 +475,6 @@ def _check_shapes(
         raise ConfigurationError(f"attention under {size}: batches and heads of keys and values differ")
     if query.dim() == 4 and query.shape[1] != key.shape[1] and (not enable_gqa or query.shape[1] % key.shape[1]):
         raise ConfigurationError(
-            f"attention with {query.shape[1]} query heads and {key.shape[1]} key heads: heads are shared with "
-            "enable_gqa=True, where the second number divides the first"
+            f"attention with {query.shape[1]} query heads and {key.shape[1]} key heads: pass enable_gqa=True, and a "
+            "number of query heads that is divisible by that of key heads"
         )

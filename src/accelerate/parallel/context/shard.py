@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a sequence a rank holds, and tensors that hold this rank's rows for the length of a block."""
+"""Which rows of a sequence a rank has, and tensors that hold this rank's rows inside of a block."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from ...core.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How `ranks` ranks share a sequence, and which of them this is.
+    """How a sequence is split over `ranks` ranks, and which of them this is.
 
-    Balanced (context parallel): the sequence is cut into 2 x ranks chunks, and a rank holds chunk `rank` and, counted
-    from the end, chunk `rank` again. Under a causal mask late rows see much and early rows little: so each rank
-    computes the same. Not balanced (all-to-all): rank r holds the r-th part in one piece.
+    Balanced (context parallel): the sequence is cut into 2 x ranks chunks, and a rank has chunk `rank` from the front
+    and chunk `rank` from the end. Under a causal mask late rows see many keys and early rows few, so all ranks compute
+    the same amount. Not balanced (all-to-all): rank r has the r-th chunk of `ranks`.
     """
 
-    size: str  # the field that asked for it: cp_size or sp_size
+    size: str  # the option that requested it: cp_size or sp_size
     ranks: int
     rank: int
     balanced: bool
 
     @property
     def multiple(self) -> int:
-        """What a sequence's length has to be a multiple of."""
+        """The length of a sequence must be a multiple of this."""
         return self.ranks * (2 if self.balanced else 1)
 
     def chunks(self, rank: int) -> tuple[int, ...]:
-        """The chunks of a rank, in the order in which it holds them: their rows are in the sequence's order."""
+        """The chunks of a rank, in the order of the sequence."""
         return (rank, 2 * self.ranks - 1 - rank) if self.balanced else (rank,)
 
     def check(self, length: int, what: str) -> None:
-        """Raises ConfigurationError for a length that cannot be shared."""
+        """Raises ConfigurationError for a length that cannot be split."""
         if length % self.multiple or length == 0:
             padded = (length // self.multiple + 1) * self.multiple
             factor = f"2 x {self.size}" if self.balanced else self.size
@@ -46,31 +46,32 @@ class SequenceLayout:
             )
 
     def rows(self, length: int, device: torch.device | None = None) -> torch.Tensor:
-        """The places in the whole sequence of the rows that this rank holds, in its order: (length / ranks,)."""
+        """The positions in the full sequence of this rank's rows: (length / ranks,)."""
         chunk = length // self.multiple
         pieces = [torch.arange(i * chunk, (i + 1) * chunk, device=device) for i in self.chunks(self.rank)]
         return torch.cat(pieces)
 
-    def take(self, whole: torch.Tensor, dimension: int) -> torch.Tensor:
+    def take(self, full: torch.Tensor, dimension: int) -> torch.Tensor:
         """This rank's rows of a tensor, in new memory."""
-        chunk = whole.shape[dimension] // self.multiple
-        pieces = [whole.narrow(dimension, i * chunk, chunk) for i in self.chunks(self.rank)]
+        chunk = full.shape[dimension] // self.multiple
+        pieces = [full.narrow(dimension, i * chunk, chunk) for i in self.chunks(self.rank)]
         return torch.cat(pieces, dim=dimension)
 
-    def join(self, parts: Sequence[torch.Tensor], dimension: int) -> torch.Tensor:
-        """The whole tensor from the parts of all ranks, in rank order."""
+    def join(self, shards: Sequence[torch.Tensor], dimension: int) -> torch.Tensor:
+        """The full tensor from the shards of all ranks, in rank order."""
         if not self.balanced:
-            return torch.cat(list(parts), dim=dimension)
-        halves = [part.chunk(2, dim=dimension) for part in parts]
+            return torch.cat(list(shards), dim=dimension)
+        halves = [shard.chunk(2, dim=dimension) for shard in shards]
         return torch.cat([head for head, _ in halves] + [tail for _, tail in reversed(halves)], dim=dimension)
 
 
 def common_length(
     layout: SequenceLayout, buffers: Sequence[torch.Tensor], dimensions: Sequence[int], no_restore: set[torch.Tensor]
 ) -> int:
-    """The length of the sequence that buffers share along their `dimensions`.
+    """The length of the sequence that buffers have along their `dimensions`.
 
-    Raises ConfigurationError, naming the buffer by its place in the list, for buffers that cannot be split together.
+    Raises:
+        ConfigurationError: naming the index of a buffer, for buffers that cannot be split together.
     """
     if len(buffers) != len(dimensions):
         raise ConfigurationError(
@@ -111,27 +112,27 @@ def common_length(
 def split_in_place(
     layout: SequenceLayout, buffers: Sequence[torch.Tensor], dimensions: Sequence[int], no_restore: set[torch.Tensor]
 ) -> Iterator[list[torch.Tensor]]:
-    """In the block, `buffers` hold this rank's rows; after it they are whole, but for those of `no_restore`.
+    """A block in which `buffers` hold this rank's rows. After it they are restored, except those in `no_restore`.
 
-    Gives what each buffer held before. Nothing is copied back: the tensor shows other memory, and then its own again.
-    A gradient that was saved for the shape of one side and is taken on the other raises torch's error of a changed
-    tensor.
+    Yields what each buffer held before. Nothing is copied back: the tensor's `data` is replaced and restored. A
+    backward that saved a buffer inside of the block and runs outside of it (or the reverse) raises torch's error about
+    a tensor that was modified in place.
     """
     kept = {id(buffer) for buffer in no_restore}
-    # One tensor may stand in the list twice (labels that are the token ids); it is split once.
+    # One tensor may be in the list twice (labels that are the token ids); it is split once.
     once = {id(buffer): (buffer, dimension) for buffer, dimension in zip(buffers, dimensions, strict=True)}
-    whole = {key: buffer.data for key, (buffer, _) in once.items()}
+    full = {key: buffer.data for key, (buffer, _) in once.items()}
     for buffer, dimension in once.values():
-        _show(buffer, layout.take(buffer.data, dimension))
+        _set_data(buffer, layout.take(buffer.data, dimension))
     try:
-        yield [whole[id(buffer)] for buffer in buffers]
+        yield [full[id(buffer)] for buffer in buffers]
     finally:
         for key, (buffer, _) in once.items():
             if key not in kept:
-                _show(buffer, whole[key])
+                _set_data(buffer, full[key])
 
 
-def _show(buffer: torch.Tensor, data: torch.Tensor) -> None:
+def _set_data(buffer: torch.Tensor, data: torch.Tensor) -> None:
     buffer.data = data
     if not buffer.is_inference():
         torch.autograd.graph.increment_version(buffer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a transformers model computes from the whole sequence by itself: padding, packing, shifted labels."""
+"""What a transformers model computes from the full sequence by itself: padding, packing, shifted labels."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from .transformers_masks import builds_masks
 if TYPE_CHECKING:
     from .region import SequenceRegion
 
-# Kinds of layers whose masks are functions of places in the sequence.
+# Kinds of layers whose masks are functions of positions in the sequence.
 _FULL, _CHUNKED = "full_attention", "chunked_attention"
 _KINDS = {_FULL, "sliding_attention", _CHUNKED}
 _IGNORED = -100
-# Makes positions of token ids, in RoBERTa and its kin.
+# Computes positions from token ids, in RoBERTa and similar models.
 _FROM_IDS = "create_position_ids_from_input_ids"
 
 
 def is_transformers_model(module: nn.Module) -> bool:
+    """Whether `module` is a model of transformers. Does not import that package."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 
 def check_supported(model: nn.Module, size: str) -> None:
-    """Raises PrepareError for a model with layers that do not attend to the sequence through torch's attention."""
+    """Raises PrepareError for a model with layers that do not use torch's attention."""
     name = type(model).__name__
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind not in (None, "sdpa"):
@@ -42,20 +43,20 @@ def check_supported(model: nn.Module, size: str) -> None:
         if not getattr(model, "_supports_sdpa", True):
             remedy = "This model has no such implementation."
         raise PrepareError(
-            f"{name} attends through {kind!r}: {size} takes torch's scaled_dot_product_attention. {remedy}"
+            f"{name} attends through {kind!r}: {size} needs torch's scaled_dot_product_attention. {remedy}"
         )
     layers = _layers(model)
     others = sorted(layers - _KINDS)
     if others or not getattr(model, "_supports_context_parallel", True):
         raise PrepareError(
             f"{name} has layers ({', '.join(others) or 'attention with sinks'}) that carry a state along the sequence "
-            f"or attend in their own way: under {size} they would see something else. Train it without."
+            f"or do not use torch's attention: under {size} they would compute something else. Train it without."
         )
     sources = {source.__module__ for part in model.modules() for source in type(part).__mro__}
     if layers > {_FULL} and not any(builds_masks(source) for source in sources):
         raise PrepareError(
             f"{name} has layers ({', '.join(sorted(layers - {_FULL}))}) whose masks it builds by itself: under {size} "
-            "they would show a rank's part of the sequence alone. Train it without them (config.sliding_window=None)."
+            "they would cover a rank's rows only. Train it without them (config.sliding_window=None)."
         )
 
 
@@ -71,7 +72,7 @@ def _layers(model: nn.Module) -> set[str]:
 
 
 def adapt_inputs(model: nn.Module, given: dict[str, Any], region: SequenceRegion) -> dict[str, Any]:
-    """Arguments to add or replace, from those that are given: the padding mask is taken over, labels are shifted."""
+    """Arguments to add or replace: the padding mask is moved to the region, labels are shifted."""
     changed: dict[str, Any] = {}
     region.keep, region.padded_behind, region.packed = None, False, None
     region.padding_counts = True
@@ -79,13 +80,13 @@ def adapt_inputs(model: nn.Module, given: dict[str, Any], region: SequenceRegion
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] in (region.rows, region.length):
         if mask.shape[1] == region.length:
             mask = region.layout.take(mask, 1)
-        share_padding(
+        gather_padding(
             mask, [given[name] for name in ("labels", "shift_labels") if given.get(name) is not None], region
         )
         if region.keep is not None and not region.padded_behind and _CHUNKED in _layers(model):
             raise ConfigurationError(
-                f"{type(model).__name__} counts its chunks from behind the padding, which under {region.layout.size}="
-                f"{region.layout.ranks} has to come behind the tokens (padding_side='right')"
+                f"{type(model).__name__} counts its chunks from the end of the padding, which under "
+                f"{region.layout.size}={region.layout.ranks} must come after the tokens (padding_side='right')"
             )
         changed["attention_mask"] = None
         region.packed = False  # as in transformers, which looks for packed sequences where no mask is given
@@ -99,10 +100,10 @@ def adapt_inputs(model: nn.Module, given: dict[str, Any], region: SequenceRegion
 
 
 def own_positions(model: nn.Module, given: dict[str, Any], region: SequenceRegion) -> torch.Tensor | None:
-    """This rank's part of the positions that a model makes from its token ids or its padding mask; None of others.
+    """This rank's shard of the positions that a model computes from its token ids or its padding mask; else None.
 
-    RoBERTa and its kin count the tokens that are no padding, from `padding_idx` + 1; OPT and BioGPT those that the
-    mask shows, from 0.
+    RoBERTa and similar models count the tokens that are not padding, from `padding_idx` + 1; OPT and BioGPT those that
+    the mask shows, from 0.
     """
     for part in model.modules():
         source = sys.modules[type(part).__module__]
@@ -114,13 +115,13 @@ def own_positions(model: nn.Module, given: dict[str, Any], region: SequenceRegio
             if ids is None:
                 embedded = given["inputs_embeds"]
                 return (region.positions(embedded.device) + padding + 1).expand(embedded.shape[0], -1)
-            seen = _whole(ids, region).ne(padding).long()
+            seen = _full(ids, region).ne(padding).long()
             return region.layout.take(seen.cumsum(1) * seen + padding, 1)
         if isinstance(part, nn.Embedding) and {"attention_mask", "position_ids"} <= _parameters(type(part).forward):
             mask = given.get("attention_mask")
             if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
                 return None
-            shown = _whole(mask, region).long()
+            shown = _full(mask, region).long()
             return region.layout.take(shown.cumsum(1) * shown - 1, 1)
     return None
 
@@ -130,21 +131,21 @@ def _parameters(forward: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(forward).parameters)
 
 
-def _whole(part: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
-    """A (batch, rows) tensor over the whole sequence; fetched where it is none of the buffers that were split."""
-    if part.shape[1] == region.length:
-        return part
-    whole = region.whole_of(part)
-    if whole is None:
-        parts = transport.all_gather(part.flatten(), region.group).view(region.layout.ranks, *part.shape)
-        whole = region.layout.join(list(parts), 1)
-    return whole
+def _full(shard: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
+    """A (batch, rows) tensor over the full sequence; gathered where it is not one of the buffers that were split."""
+    if shard.shape[1] == region.length:
+        return shard
+    full = region.full_of(shard)
+    if full is None:
+        shards = transport.all_gather(shard.flatten(), region.group).view(region.layout.ranks, *shard.shape)
+        full = region.layout.join(list(shards), 1)
+    return full
 
 
-def share_padding(mask: torch.Tensor, labels: list[Any], region: SequenceRegion) -> None:
+def gather_padding(mask: torch.Tensor, labels: list[Any], region: SequenceRegion) -> None:
     """Set the region's `keep`, `padded_behind` and `padding_counts` from all ranks' masks and labels.
 
-    One message. Every rank comes to the same answer. Padding counts where a row of it has a label, or may have one
+    One message. All ranks come to the same result. Padding counts where a row of it has a label, or may have one
     because the loss is computed elsewhere.
     """
     layout = region.layout
@@ -155,13 +156,13 @@ def share_padding(mask: torch.Tensor, labels: list[Any], region: SequenceRegion)
     keep = (codes & 1).bool()
     if bool(keep.all()):
         return
-    whole = layout.join(list(keep), 1).to(torch.int8)
-    region.keep, region.padded_behind = keep, not bool((whole.diff(dim=1) > 0).any())
+    full = layout.join(list(keep), 1).to(torch.int8)
+    region.keep, region.padded_behind = keep, not bool((full.diff(dim=1) > 0).any())
     region.padding_counts = bool((codes & 2).any())
 
 
 def _has_labels(labels: Any, mask: torch.Tensor) -> bool:
-    """Whether some row of padding has a label; True where it cannot be known."""
+    """Whether a row of padding has a label; True where that is not known."""
     if not isinstance(labels, torch.Tensor) or labels.shape != mask.shape:
         return True
     return bool(((labels != _IGNORED) & (mask == 0)).any())
@@ -170,13 +171,13 @@ def _has_labels(labels: Any, mask: torch.Tensor) -> bool:
 def packed_sequences(
     positions: torch.Tensor, region: SequenceRegion
 ) -> tuple[torch.Tensor, torch.Tensor] | Literal[False]:
-    """(positions, number of the sequence) of all rows, where positions start anew within a row; else False.
+    """(positions, number of the sequence) of all rows, where positions restart within a row; else False.
 
     One message, none where the positions are one of the buffers that were split.
     """
-    whole = _whole(positions, region)
-    number = (whole.diff(dim=1, prepend=whole[:, :1] - 1) != 1).cumsum(1)
-    return (whole, number) if bool(number[:, -1].any()) else False
+    full = _full(positions, region)
+    number = (full.diff(dim=1, prepend=full[:, :1] - 1) != 1).cumsum(1)
+    return (full, number) if bool(number[:, -1].any()) else False
 
 
 def _shifts_labels(model: nn.Module) -> bool:
@@ -187,12 +188,12 @@ def _shifts_labels(model: nn.Module) -> bool:
 
 
 def shifted(labels: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
-    """This rank's part of the labels, each moved to the row before it: the next row may be another rank's."""
-    whole = region.whole_of(labels)
-    if whole is None:
+    """This rank's shard of the labels, each moved to the row before it: the next row may be another rank's."""
+    full = region.full_of(labels)
+    if full is None:
         raise ConfigurationError(
-            "labels are given to a model that shifts them, and are none of the buffers that were split: the label "
-            "after a rank's last row is another rank's. Put `labels` in the buffers and hand in the same tensor, or "
+            "labels are given to a model that shifts them, and are not one of the buffers that were split: the label "
+            "after a rank's last row is another rank's. Add `labels` to the buffers and pass the same tensor, or "
             "shift them first and give shift_labels."
         )
-    return region.layout.take(F.pad(whole[..., 1:], (0, 1), value=_IGNORED), -1)
+    return region.layout.take(F.pad(full[..., 1:], (0, 1), value=_IGNORED), -1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers.Trainer under sp_size, which asks DeepSpeed for what this library has itself."""
+"""transformers.Trainer under sp_size: it would use DeepSpeed for what this library does itself."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from .routing import Around
+from .patching import Wrapper
 
 _TRAINER = "transformers.trainer"
 
 
-def hooks() -> dict[tuple[str, str], Around]:
-    """What gives way while batches come split from a loader."""
+def hooks() -> dict[tuple[str, str], Wrapper]:
+    """Functions that are replaced while a loader splits batches: (module, name) -> wrapper."""
     return {(_TRAINER, "deepspeed_sp_compute_loss"): _on_the_mesh}
 
 
 def _on_the_mesh(former: Any) -> Any:
-    """The loss over a sequence's ranks, by the group of the mesh: for that, the backend must not be DeepSpeed's."""
+    """Has the loss over a sequence's ranks use the group of the mesh, as for backends other than DeepSpeed."""
 
     def compute_loss(accelerator: Any, model: Any, inputs: Any, return_outputs: bool, layout: Any) -> Any:
         layout = SimpleNamespace(sp_backend="torch", sp_size=layout.sp_size)
@@ -28,10 +28,11 @@ def _on_the_mesh(former: Any) -> Any:
 
 
 def count_whole_batches() -> None:
-    """Have Trainer count its batches as they are. Once for a process; Trainers of other layouts are as they were.
+    """Have Trainer count the batches of a split loader once. It is patched once in a process.
 
-    It takes a split loader for sp_size times as long as the prepared one: with DeepSpeed the ranks of a sequence read
-    different batches and compute on each in turn. Here they read the same ones, as they do under cp_size.
+    It assumes that a split loader has sp_size times as many batches as the prepared one: with DeepSpeed the ranks of a
+    sequence read different batches and compute on each in turn. Here they read the same ones, as under cp_size.
+    Trainers of other layouts behave as before.
     """
     trainer = getattr(sys.modules.get(_TRAINER), "Trainer", None)
     former = getattr(trainer, "get_sp_size", None), getattr(trainer, "get_cp_size", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-to-all attention: each rank gets the whole sequence of some heads, and ordinary attention computes them."""
+"""All-to-all attention: each rank gets the full sequence of some heads, which torch's attention computes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...core.errors import ConfigurationError
 
 
 class _Exchange(torch.autograd.Function):
-    """`all_to_all_single` of equal parts along dimension 0; its gradient goes the same way back."""
+    """`all_to_all_single` of equal shards along dimension 0; its gradient is exchanged in reverse."""
 
     @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Any, shards: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _all_to_all(parts, group)
+        return _all_to_all(shards, group)
 
     @staticmethod
     @once_differentiable
@@ -28,29 +28,29 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(gradient, ctx.group), None
 
 
-def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    parts = parts.contiguous()
-    received = torch.empty_like(parts)
-    transport.exchange(received, parts, group)
+def _all_to_all(shards: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    shards = shards.contiguous()
+    received = torch.empty_like(shards)
+    transport.exchange(received, shards, group)
     return received
 
 
 def split_heads(heads: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """(batch, heads, rows of this rank, width) -> (batch, heads / ranks, all rows, width)."""
-    parts = heads.unflatten(1, (ranks, -1)).movedim(1, 0)
-    received: torch.Tensor = _Exchange.apply(parts, group)
+    shards = heads.unflatten(1, (ranks, -1)).movedim(1, 0)
+    received: torch.Tensor = _Exchange.apply(shards, group)
     return received.movedim(0, 2).flatten(2, 3)
 
 
 def split_rows(heads: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
     """The way back: (batch, heads / ranks, all rows, width) -> (batch, heads, rows of this rank, width)."""
-    parts = heads.unflatten(2, (ranks, -1)).movedim(2, 0)
-    received: torch.Tensor = _Exchange.apply(parts, group)
+    shards = heads.unflatten(2, (ranks, -1)).movedim(2, 0)
+    received: torch.Tensor = _Exchange.apply(shards, group)
     return received.movedim(0, 1).flatten(1, 2)
 
 
 def copies_of_heads(shared: int, ranks: int) -> int:
-    """How often a key head is sent, so that every rank has those that its queries need."""
+    """To how many ranks a key head is sent, so that every rank has those that its queries need."""
     return math.lcm(shared, ranks) // shared
 
 
@@ -66,7 +66,7 @@ def spread_inputs(
     if heads % ranks:
         raise ConfigurationError(
             f"sp_size={ranks} does not divide the {heads} attention heads of a layer: each rank takes some of them. "
-            "Choose a divisor, or split with cp_size, which leaves heads whole."
+            "Choose a divisor, or split with cp_size, which does not split heads."
         )
     copies = copies_of_heads(shared, ranks)
     if copies > 1:

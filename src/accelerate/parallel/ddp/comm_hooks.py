@@ -58,6 +58,7 @@ def _cast_wrapper(hook: Any, dtype: torch.dtype) -> Any:
             original.copy_(value[0] if isinstance(value, list) else value)
             return original
 
-        return hook(state, bucket).then(restore)
+        restored: torch.futures.Future[torch.Tensor] = hook(state, bucket).then(restore)
+        return restored
 
     return wrapped

@@ -22,9 +22,9 @@ from ..report import memory
 
 
 class ReplicatedModel(PreparedModel):
-    """A model that each process holds completely, inside torch's DDP where it has something to train.
+    """A model of which each process has all parameters, inside torch's DDP if any of them trains.
 
-    `element_size`: the bytes of a gradient's element as a communication hook sends it; None where no hook changes it.
+    `element_size` is the size in bytes of a gradient's element that a communication hook sends; None without a hook.
     """
 
     def __init__(self, module: torch.nn.Module, precision: Precision, element_size: int | None = None) -> None:
@@ -33,14 +33,17 @@ class ReplicatedModel(PreparedModel):
 
     @property
     def inner(self) -> torch.nn.Module:
+        """The module inside of DDP."""
         replica = replica_of(self.module)
         return self.module if replica is None else replica.module
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        """DDP's own `no_sync`."""
         replica = replica_of(self.module)
         return contextlib.nullcontext() if replica is None else replica.no_sync()
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
+        """The gradients, in about as many messages as DDP has buckets."""
         replica = replica_of(self.module)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if replica is None or not trained:
@@ -50,6 +53,7 @@ class ReplicatedModel(PreparedModel):
         return [CommunicationVolume("all-reduce of gradients", buckets, sent, about=True)]
 
     def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
+        """As the base class, with the buckets unless gradients are views of them."""
         found = super().memory_usage(windows, seen)
         replica = replica_of(self.module)
         if replica is not None and not replica.gradient_as_bucket_view:
@@ -58,7 +62,7 @@ class ReplicatedModel(PreparedModel):
 
 
 class DataParallel(Strategy):
-    """Each process holds the whole model and reads its shard of the data; gradients are averaged in the backward."""
+    """Each process has a replica of the model and reads its shard of the data; the backward averages gradients."""
 
     name = "DistributedDataParallel"
 
@@ -73,25 +77,28 @@ class DataParallel(Strategy):
 
     @property
     def data_shard(self) -> tuple[int, int]:
+        """One shard for each process."""
         return dist.get_rank(), dist.get_world_size()
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model inside of DDP, with the communication hook and equal master weights."""
         self.precision.cast_parameters(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            # DDP refuses a model without anything to train; there is nothing to average either.
+            # DDP raises an error for a model without anything to train.
             return model
         wrapped = DistributedDataParallel(model, **self.arguments())
         self.options.register_comm_hook(wrapped)
         for master in self.precision.master_weights(model):
-            # DDP gives every rank the first one's parameters, and knows nothing of these.
+            # DDP broadcasts the parameters of rank 0, but not these.
             dist.broadcast(master.data, src=0)
         return wrapped
 
     def as_prepared(self, module: torch.nn.Module) -> ReplicatedModel:
+        """A prepared model with the element size of the communication hook."""
         return ReplicatedModel(module, self.precision, _sent_as(self.options.comm_hook))
 
     def arguments(self) -> dict[str, Any]:
-        """What DDP is made with, beside the model."""
+        """The arguments of DDP besides the model."""
         arguments: dict[str, Any] = self.options.to_kwargs()
         if self.device.type not in ("cpu", "mps", "hpu"):
             arguments.update(device_ids=[self.device.index], output_device=self.device.index)
@@ -99,6 +106,7 @@ class DataParallel(Strategy):
 
     @contextlib.contextmanager
     def join(self, joinables: list[Any], loaders: list[Any], even_batches: bool | None) -> Iterator[None]:
+        """The `Join` of torch around the models, with `even_batches` set on the loaders for its time."""
         with contextlib.ExitStack() as stack:
             if even_batches is not None:
                 for sampler in _map_style_samplers(loaders):
@@ -106,9 +114,6 @@ class DataParallel(Strategy):
                     sampler.even_batches = even_batches
             stack.enter_context(Join([replica_of(item) or item for item in joinables]))
             yield
-
-    def reduce_items(self, count: torch.Tensor) -> Any:
-        return dist.all_reduce(count, async_op=True)
 
 
 def replica_of(model: torch.nn.Module) -> DistributedDataParallel | None:
@@ -118,7 +123,7 @@ def replica_of(model: torch.nn.Module) -> DistributedDataParallel | None:
 
 
 def _sent_as(hook: DDPCommunicationHookType) -> int | None:
-    """Bytes of an element on its way, where a hook changes it."""
+    """Bytes of an element that a hook has compressed; None if it does not."""
     halves = (DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
     return 2 if hook in halves else None
 
@@ -132,7 +137,7 @@ def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
         return
     before = replica.require_backward_grad_sync, replica.require_forward_param_sync
     replica.require_backward_grad_sync = replica.require_forward_param_sync = True
-    # What the forward would have done outside `no_sync`: make the reducer expect this backward's gradients.
+    # The forward does this outside `no_sync`: it makes the reducer expect this backward's gradients.
     replica.reducer.prepare_for_backward([])
     try:
         yield
@@ -141,7 +146,7 @@ def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _map_style_samplers(loaders: list[Any]) -> list[Any]:
-    """The batch samplers that can be even or not; loaders of iterable data cannot, which is said once."""
+    """The batch samplers with `even_batches`; warns about loaders of iterable data, which have none."""
     found = []
     for loader in loaders:
         sampler = getattr(loader, "batch_sampler", None)
@@ -149,6 +154,6 @@ def _map_style_samplers(loaders: list[Any]) -> list[Any]:
             found.append(sampler)
         else:
             warnings.warn(
-                "Overriding even_batches is only supported for map-style datasets; it is left as it is there."
+                "Overriding even_batches is only supported for map-style datasets; other loaders are left as they are."
             )
     return found

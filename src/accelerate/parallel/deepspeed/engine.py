@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed engines behind the API's names: placeholders for what its file decides, wrappers, an engine's birth."""
+"""DeepSpeed engines behind the API's names: placeholders for what a config decides, wrappers, starting an engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DummyScheduler:
 
 
 class DeepSpeedEngineWrapper:
-    """Drives an engine: its backward, and its step where the gradients of a window are complete."""
+    """Calls an engine's backward, and its step at the end of a window."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -70,8 +70,11 @@ class DeepSpeedEngineWrapper:
             self.engine.step()
 
     def backward_items(self, loss: torch.Tensor, factor: Callable[[], torch.Tensor] | None, **kwargs: Any) -> None:
-        """One backward of a loss that is not divided by the steps; where a window ends, the engine steps with its
-        gradients times `factor()`. Raises ConfigurationError for an engine whose gradients cannot be multiplied."""
+        """One backward of a loss that is not divided by the steps of its window.
+
+        At the end of a window (`factor` is given) the engine steps with its gradients times `factor()`.
+        Raises ConfigurationError for an engine whose gradients cannot be multiplied.
+        """
         check_multiplies(self.engine)
         self.engine.set_gradient_accumulation_boundary(is_boundary=factor is not None)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
@@ -225,7 +228,8 @@ def _defaults(model: nn.Module, optimizer: Any, scheduler: Any) -> dict[str, Any
         lr = getattr(scheduler.optimizer, "lr", None) or getattr(scheduler.optimizer, "defaults", {}).get("lr")
         if lr is not None:
             known["scheduler.params.warmup_max_lr"] = lr
-        known["scheduler.params.warmup_num_steps"] = scheduler.warmup_num_steps
+        # DeepSpeed from 0.19.6 on refuses a warm-up of 0 steps; one of 1 step starts at the full rate as well.
+        known["scheduler.params.warmup_num_steps"] = max(1, scheduler.warmup_num_steps)
         if scheduler.total_num_steps is not None:
             known["scheduler.params.total_num_steps"] = scheduler.total_num_steps
     return known

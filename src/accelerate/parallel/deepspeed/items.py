@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A number that an engine's gradients are multiplied by in its step, whatever holds them in its ZeRO stage."""
+"""A factor for an engine's gradients in its step, in every ZeRO stage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..gradients import gradients_of, multiply
 
 
 def check_multiplies(engine: Any) -> None:
-    """Raises ConfigurationError for an engine that has used gradients before its step."""
+    """Raise ConfigurationError for an engine that uses gradients before its step."""
     for option, is_on in (("zenflow", getattr(engine, "zenflow", False)), ("super_offload", _super_offload(engine))):
         if is_on:
             raise ConfigurationError(
@@ -25,14 +25,13 @@ def check_multiplies(engine: Any) -> None:
 
 
 def _super_offload(engine: Any) -> bool:
-    asked = getattr(engine, "super_offload", None)
-    return bool(asked()) if callable(asked) else False
+    uses = getattr(engine, "super_offload", None)
+    return bool(uses()) if callable(uses) else False
 
 
 @contextlib.contextmanager
 def multiplied(engine: Any, factor: torch.Tensor) -> Iterator[None]:
-    """A block around `engine.step()` in which the reduced gradients, their norm and its limit are those of
-    gradients times `factor`."""
+    """A block around `engine.step()` which uses the gradients times `factor`, for their norm and its limit too."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_groups_gradients_flat"):
         # bf16 weights whose gradients are summed in fp32.

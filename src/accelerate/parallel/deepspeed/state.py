@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole state of a DeepSpeed engine, of any ZeRO stage, as a plain run has it: any other layout can load it."""
+"""The full state of a DeepSpeed engine of any ZeRO stage, as in a plain run: any other layout can load it."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ class EngineState:
     # -- weights
 
     def model_state(self) -> dict[str, Any]:
-        """The whole state, with the fp32 weights that the optimizer trains; on the host of rank 0, empty elsewhere."""
+        """The full state, with the optimizer's fp32 weights: on the host of rank 0, empty on the others."""
         kept: dict[str, Any] = {}
         is_main, taken = dist.get_rank() == 0, {}
         for name, value in self.module.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor) and id(value) not in taken:
-                # Every rank helps to put a tensor together, once for all of its names; one keeps it.
-                whole = self._whole(value)
-                taken[id(value)] = whole.detach().to("cpu", copy=True) if is_main else None
+                # Every rank takes part in gathering a tensor, once for all of its names; rank 0 keeps it.
+                full = self._full_value(value)
+                taken[id(value)] = full.detach().to("cpu", copy=True) if is_main else None
             if is_main:
                 kept[canonical_name(name)] = taken[id(value)] if isinstance(value, torch.Tensor) else value
         return kept
 
     @staticmethod
-    def _whole(value: torch.Tensor) -> torch.Tensor:
+    def _full_value(value: torch.Tensor) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        found = safe_get_full_fp32_param(value) if _has_master(value) else None
+        found: torch.Tensor | None = safe_get_full_fp32_param(value) if _has_master(value) else None
         if found is not None:
             return found.view(getattr(value, "ds_shape", value.shape))
         with _gathered(value):
@@ -62,14 +62,14 @@ class EngineState:
 
     @torch.no_grad()
     def load_model_state(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Take a whole state, which every rank holds. Raises CheckpointError for names that one of the two lacks."""
-        whole = complete(state, self.light)
-        if strict and (differing := sorted(set(state) - set(self.light) | set(self.light) - set(whole))):
+        """Load a full state, which every rank has. Raises CheckpointError for names that one of the two lacks."""
+        full = complete(state, self.light)
+        if strict and (differing := sorted(set(state) - set(self.light) | set(self.light) - set(full))):
             raise CheckpointError(
                 f"the state and the model differ in {len(differing)} names: {', '.join(differing[:5])}"
             )
         for name, target in self.module.state_dict(keep_vars=True).items():
-            value = whole.get(canonical_name(name))
+            value = full.get(canonical_name(name))
             if not isinstance(target, torch.Tensor) or value is None:
                 continue
             with _gathered(target, modifier_rank=0):
@@ -86,7 +86,7 @@ class EngineState:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the optimizer has whole parameters: no ZeRO, no master weights."""
+        """Whether the optimizer steps the model's own parameters: no ZeRO, no master weights."""
         return not any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in self._flat())
 
     def _flat(self) -> Iterator[nn.Parameter]:
@@ -110,27 +110,28 @@ class EngineState:
         scalars = {k: v for k, v in first.items() if k not in keys}
         found: dict[int, dict[str, Any]] = {}
         for position, parameter in enumerate(self._flat()):
-            whole = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
-            if dist.get_rank() == 0 and all(value is not None for value in whole.values()) and keys:
+            full = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
+            if dist.get_rank() == 0 and all(value is not None for value in full.values()) and keys:
                 shape = getattr(parameter, "ds_shape", parameter.shape)
                 found[position] = {
                     **{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in scalars.items()},
-                    **{key: value.view(shape).to("cpu", copy=True) for key, value in whole.items()},
+                    **{key: value.view(shape).to("cpu", copy=True) for key, value in full.items()},
                 }
         return {"state": found, "param_groups": self._options()} if dist.get_rank() == 0 else {}
 
     def _options(self) -> list[dict[str, Any]]:
         """The options of each group, with its parameters by number."""
-        held, first = [], 0
+        options: list[dict[str, Any]] = []
+        first = 0
         for group, members in zip(self.engine.optimizer.param_groups, self.parameters, strict=False):
-            options = {key: value for key, value in group.items() if key != "params" and _is_plain_value(value)}
-            held.append({**options, "params": list(range(first, first + len(members)))})
+            kept = {key: value for key, value in group.items() if key != "params" and _is_plain_value(value)}
+            options.append({**kept, "params": list(range(first, first + len(members)))})
             first += len(members)
-        return held
+        return options
 
     @torch.no_grad()
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """Take the state of a plain run's optimizer, which every rank holds."""
+        """Load the state of a plain run's optimizer, which every rank has."""
         if self.is_plain:
             self.engine.optimizer.load_state_dict(state)
             return
@@ -144,7 +145,7 @@ class EngineState:
             group.update({key: value for key, value in saved.items() if key in group and key != "params"})
 
     def _fill_in(self, saved: Mapping[str, Any]) -> None:
-        """Give the inner optimizer the entries of a saved state, zero; counters have the saved value."""
+        """Create the inner optimizer's entries of a saved state: tensors are zero, counters have the saved value."""
         zero = self.engine.optimizer
         names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
         for flat in next((getattr(zero, name) for name in names if hasattr(zero, name)), []):
@@ -152,7 +153,7 @@ class EngineState:
             for key, value in saved.items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     entry.setdefault(key, torch.zeros_like(flat))
-                elif isinstance(entry.get(key), int):  # DeepSpeed's own optimizers count in whole numbers
+                elif isinstance(entry.get(key), int):  # DeepSpeed's own optimizers count in integers
                     entry[key] = int(value)
                 else:
                     entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -160,22 +161,22 @@ class EngineState:
             zero._lazy_init_hp_params_optimizer_state()
 
     def _set(self, parameter: Any, value: torch.Tensor, key: str | None) -> None:
-        """Fill this rank's part of a parameter's fp32 weights, or of an entry of its state."""
+        """Fill this rank's partition of a parameter's fp32 weights, or of an entry of its state."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
         from deepspeed.utils.tensor_fragment import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         value = value.detach().to(device=self.engine.device, dtype=torch.float32)
         if hasattr(parameter, "ds_id"):
-            # The last rank's part is padded, which DeepSpeed's own functions for whole values leave out.
+            # The last rank's partition is padded, which DeepSpeed's functions for full values do not handle.
             size = parameter.ds_tensor.ds_numel
             start = size * dist.get_rank()
-            part = value.new_zeros(size)
+            partition = value.new_zeros(size)
             own = value.flatten()[start : start + size]
-            part[: own.numel()] = own
+            partition[: own.numel()] = own
             if key is None:
-                safe_set_local_fp32_param(parameter, part)
+                safe_set_local_fp32_param(parameter, partition)
             else:
-                safe_set_local_optimizer_state(parameter, part, key)
+                safe_set_local_optimizer_state(parameter, partition, key)
         elif hasattr(parameter, "_hp_mapping"):
             if key is None:
                 safe_set_full_fp32_param(parameter, value)
@@ -184,9 +185,9 @@ class EngineState:
 
 
 def computing_weights(model: Any, plugin: DeepSpeedPlugin) -> dict[str, Any]:
-    """The weights that an engine computes with: whole on every rank below stage 3, on rank 0 with stage 3.
+    """The weights that an engine computes with: on every rank below stage 3, on rank 0 with stage 3.
 
-    Raises ConfigurationError (a ValueError) where stage 3 is not to gather them.
+    Raises ConfigurationError (a ValueError) if stage 3 is not configured to gather them.
     """
     if model.zero_optimization_partition_weights():
         if not model.zero_gather_16bit_weights_on_model_save():
@@ -203,7 +204,7 @@ def computing_weights(model: Any, plugin: DeepSpeedPlugin) -> dict[str, Any]:
 
 
 def _gathered(parameter: torch.Tensor, modifier_rank: int | None = None) -> AbstractContextManager[Any]:
-    """A block in which a parameter is whole; with `modifier_rank` the ranks take that one's values at its end."""
+    """A block in which a parameter is unsharded; with `modifier_rank` all ranks get that one's values at its end."""
     if not hasattr(parameter, "ds_id"):
         return nullcontext()
     import deepspeed
@@ -213,7 +214,7 @@ def _gathered(parameter: torch.Tensor, modifier_rank: int | None = None) -> Abst
 
 
 def _has_master(value: torch.Tensor) -> bool:
-    """Whether an engine trains a parameter. Stage 3 also holds models that only answer, without an optimizer."""
+    """Whether an engine trains a parameter. Stage 3 also shards models for inference, without an optimizer."""
     return value.requires_grad and (hasattr(value, "_z3_optimizer") or not hasattr(value, "ds_id"))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's ZeRO: an engine holds the model, its optimizer and the steps of a window."""
+"""DeepSpeed's ZeRO: an engine owns the model, its optimizer and the accumulation window."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from ...runtime import group
 from ...state import AcceleratorState, GradientState, PartialState
 from ..base import Bundle, Strategy
 from ..compile import Compile, compile_regions_deepspeed
-from ..optimizer_scope import refuse_parts
+from ..optimizer_scope import refuse_flat_shards
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..report.communication import dtype_name
-from .communication import engine_volume
 from .engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DummyOptim, DummyScheduler, start_engine
-from .memory import engine_bytes, engine_masters
+from .report import engine_bytes, engine_master_weights, engine_volume
 from .state import EngineState, computing_weights
 
 
@@ -43,14 +42,16 @@ class EngineModel(PreparedModel):
 
     @property
     def inner(self) -> nn.Module:
+        """The module inside of the engine."""
         return self.module.module  # type: ignore[return-value]
 
     @property
     def template(self) -> nn.Module:
+        """The user's names and shapes, which ZeRO's parameters do not have."""
         return self.state.skeleton
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights that compute, as the API gives them. Raises ValueError where stage 3 is not to gather them."""
+        """The weights that the engine computes with. Raises ValueError if stage 3 is not configured to gather them."""
         return computing_weights(self.module, self.plugin)
 
     def checkpoint_state_dict(self) -> dict[str, Any]:
@@ -58,7 +59,7 @@ class EngineModel(PreparedModel):
         return self.state.model_state()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take a full state, which every rank has."""
+        """Load a full state, which every rank has."""
         self.state.load_model_state(state, strict)
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -70,22 +71,27 @@ class EngineModel(PreparedModel):
         return self.state.optimizer_state()
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Take the optimizer state of a single process, which every rank has."""
+        """Load the optimizer state of a single process, which every rank has."""
         self.state.load_optimizer_state(state)
 
     def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
+        """Names and shapes in each group, as the optimizer had them before ZeRO."""
         return self.state.groups()
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume] | None:
+        """The bytes that the engine sends."""
         return engine_volume(self.module, backwards)
 
     def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
+        """The engine's partitions, gradients, fp32 weights and buckets."""
         return dict(engine_bytes(self.module))
 
     def master_weights(self) -> Iterable[torch.Tensor]:
-        return engine_masters(self.module)
+        """The fp32 weights in the engine's optimizer."""
+        return engine_master_weights(self.module)
 
     def dtypes(self) -> tuple[str, str]:
+        """The parameters' dtype and the engine's communication dtype."""
         computes = next((parameter.dtype for parameter in self.module.parameters()), torch.float32)
         return dtype_name(computes), dtype_name(self.module.communication_data_type)  # type: ignore[arg-type]
 
@@ -95,17 +101,18 @@ class EngineModel(PreparedModel):
 
 
 class UntrainedModel(PreparedModel):
-    """A model beside an engine that does not train: each process holds it completely, and sends nothing for it."""
+    """A model that does not train, next to an engine: each process has all of it, and sends nothing for it."""
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
+        """Nothing."""
         return []
 
 
 class DeepSpeedZero(Strategy):
-    """One engine drives one model: it reduces, clips, steps and moves its scheduler in the backward of a window's end.
+    """One engine for one model: it reduces, clips, steps and moves its scheduler in the last backward of a window.
 
-    The plugin in force (`AcceleratorState().select_deepspeed_plugin`) is that of the model prepared next; each model
-    that trains has an Accelerator of its own.
+    The selected plugin (`AcceleratorState().select_deepspeed_plugin`) is that of the model prepared next; each model
+    that trains needs its own Accelerator.
     """
 
     name = "DeepSpeed"
@@ -119,12 +126,12 @@ class DeepSpeedZero(Strategy):
                 "accelerate[deepspeed]); on a machine without a GPU with DS_BUILD_OPS=0 and --no-build-isolation"
             )
         if device.type == "cpu" and env.get("DS_ACCELERATOR") is None:
-            # DeepSpeed looks for a device of its own; it asks once, when it is imported.
+            # DeepSpeed chooses its device once, when it is imported.
             env.publish({"DS_ACCELERATOR": "cpu"})
         if not dist.is_initialized():
             group.start_alone(kind_of(device).backend)
         if env.get("LOCAL_RANK") is None:
-            # An engine reads its place from there; a process that nobody launched is the first.
+            # An engine reads its device index from there.
             env.publish({"LOCAL_RANK": PartialState().local_process_index})
         import deepspeed
 
@@ -139,10 +146,12 @@ class DeepSpeedZero(Strategy):
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
+        """The selected plugin."""
         return get_active_deepspeed_plugin(AcceleratorState())
 
     @property
     def data_shard(self) -> tuple[int, int]:
+        """One shard for each process."""
         return dist.get_rank(), dist.get_world_size()
 
     def prepare_together(self, objects: list[Any], split_batches: bool = False) -> list[Any]:
@@ -178,10 +187,10 @@ class DeepSpeedZero(Strategy):
             )
         flattens = _stage(plugin) > 0 or plugin.get_value("bf16.enabled", False)
         if flattens and isinstance(optimizer, torch.optim.Optimizer):
-            refuse_parts(
+            refuse_flat_shards(
                 optimizer,
                 f"DeepSpeed (ZeRO stage {_stage(plugin)})",
-                "give an fsdp_plugin with fsdp_version=2 in the place of the deepspeed_plugin",
+                "give an fsdp_plugin with fsdp_version=2 instead of the deepspeed_plugin",
             )
         engine, wrapped, moved = self._start(plugin, model, optimizer, scheduler, micro, steps)
         result = list(objects)
@@ -213,7 +222,7 @@ class DeepSpeedZero(Strategy):
         if wrapped is not None or self.engine is None:
             if self.engine is not None:
                 warnings.warn(
-                    "this Accelerator drives a DeepSpeed engine already; accelerator.backward stays with the first "
+                    "this Accelerator has a DeepSpeed engine already; accelerator.backward uses the first "
                     "one. Make an Accelerator for each model that trains."
                 )
             else:
@@ -221,7 +230,7 @@ class DeepSpeedZero(Strategy):
         return engine, wrapped, moved
 
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
-        """Engines are ready; a model that comes alone (`prepare_model`) is placed, and does not train."""
+        """Return the engines that are started; a model without one (`prepare_model`) is placed, and does not train."""
         found: list[PreparedModel] = []
         for model, place in zip(bundle.models, bundle.place, strict=True):
             started = next((one for one in self._started if one.module is model), None)
@@ -230,20 +239,22 @@ class DeepSpeedZero(Strategy):
                 found.append(started)
             else:
                 found.append(self.as_prepared(model.to(self.device) if place and not _is_engine(model) else model))
-        self.remember(found)
+        self._remember(found)
         return found
 
     def as_prepared(self, module: nn.Module) -> PreparedModel:
+        """A prepared model of an engine, or of a model that does not train."""
         if not _is_engine(module):
             return UntrainedModel(module, self.precision)
         groups = _parameter_groups(module.module, None)  # type: ignore[arg-type]
         return EngineModel(module, self.precision, self.plugin, EngineState(module, groups))
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """The engine's backward, and its step where the window ends."""
         synchronise = GradientState().sync_gradients
         self._driven().backward(loss, sync_gradients=synchronise, **kwargs)
         if self._watches and synchronise:
-            self._tell_unreached()
+            self._warn_unreached()
 
     def backward_items(
         self,
@@ -252,12 +263,13 @@ class DeepSpeedZero(Strategy):
         models: Iterable[nn.Module] = (),
         **kwargs: Any,
     ) -> None:
+        """The engine's backward; its step multiplies the gradients."""
         self._driven().backward_items(loss, factor, **kwargs)
         if self._watches and factor is not None:
-            self._tell_unreached()
+            self._warn_unreached()
 
     def _watch(self, model: nn.Module) -> None:
-        """Note which parameters the first window reaches: ZeRO's flat partitions give the others zero gradients."""
+        """Record which parameters get gradients in the first window: ZeRO gives the others zero gradients."""
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._unreached[id(parameter)] = name
@@ -267,7 +279,7 @@ class DeepSpeedZero(Strategy):
     def _reach(self, key: int, gradient: torch.Tensor) -> None:
         self._unreached.pop(key, None)
 
-    def _tell_unreached(self) -> None:
+    def _warn_unreached(self) -> None:
         for watch in self._watches:
             watch.remove()
         if self._unreached:
@@ -275,7 +287,7 @@ class DeepSpeedZero(Strategy):
             warnings.warn(
                 f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''} received no gradient on rank "
                 f"{dist.get_rank()}. DeepSpeed gives such parameters a gradient of zero: the optimizer decays them "
-                "and counts the step, which a single process does not. Freeze what is never used "
+                "and counts the step, unlike a single process. Freeze parameters that are never used "
                 "(requires_grad_(False)), or shard with an fsdp_plugin of version 2"
             )
         self._watches, self._unreached = [], {}
@@ -284,9 +296,6 @@ class DeepSpeedZero(Strategy):
         if self.engine is None:
             raise PrepareError("backward() before prepare(): DeepSpeed has no engine yet")
         return self.engine
-
-    def reduce_items(self, count: torch.Tensor) -> Any:
-        return dist.all_reduce(count, async_op=True)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
@@ -299,16 +308,18 @@ class DeepSpeedZero(Strategy):
             self._warned = True
             warnings.warn(
                 f"clip_grad_norm_(max_norm={max_norm}): the engine clips by gradient_clipping={limit} of its "
-                "configuration, before this call. Set that value to the one that you want."
+                "configuration, before this call. Change that value instead."
             )
         return self.engine.get_global_grad_norm()  # type: ignore[return-value]
 
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Raise ConfigurationError: the engine has stepped already."""
         raise ConfigurationError(
             "DeepSpeed does not support `clip_grad_value_`: its engine has stepped by now. Use gradient_clipping."
         )
 
     def release(self) -> None:
+        """Destroy the engines."""
         super().release()
         self.engine = None
         self._started.clear()
@@ -335,11 +346,11 @@ def _is_engines_scheduler(obj: Any) -> bool:
 
 
 def _parameter_groups(model: nn.Module, optimizer: Any) -> list[list[nn.Parameter]]:
-    """The parameters of each group; ZeRO leaves the objects, but not the optimizer's lists of them."""
+    """The parameters of each group; ZeRO keeps the objects, but replaces them in the optimizer's groups."""
     if optimizer is None:
         return [[parameter for parameter in model.parameters() if parameter.requires_grad]]
     if isinstance(optimizer, DummyOptim):
-        # Often a generator, which is read once.
+        # Often a generator, which can be read only once.
         optimizer.params = listed = list(optimizer.params)
         return [list(group["params"]) for group in listed] if listed and isinstance(listed[0], dict) else [listed]
     return [list(group["params"]) for group in optimizer.param_groups]
@@ -350,9 +361,9 @@ def _stage(plugin: DeepSpeedPlugin) -> int:
 
 
 def _micro_batch_size(plugin: DeepSpeedPlugin, objects: list[Any], split_batches: bool) -> int:
-    """Samples of one process and backward: what the config says, else the loaders. They must not contradict."""
+    """Samples of one process and backward, from the config or else the loaders, which must not contradict it."""
     key = "train_micro_batch_size_per_gpu"
-    asked = plugin.get_value(key, "auto")
+    configured = plugin.get_value(key, "auto")
     sizes = []
     for obj in objects:
         if isinstance(obj, torch.utils.data.DataLoader):
@@ -360,13 +371,13 @@ def _micro_batch_size(plugin: DeepSpeedPlugin, objects: list[Any], split_batches
             size = getattr(obj.batch_sampler, "batch_size", None) if size is None else size
             if isinstance(size, int):
                 sizes.append(max(1, size // dist.get_world_size()) if split_batches else size)
-    if asked != "auto":
-        if sizes and asked not in sizes:
+    if configured != "auto":
+        if sizes and configured not in sizes:
             raise ConfigurationError(
-                f"the DeepSpeed config has {key}={asked}, the loaders have batches of {', '.join(map(str, sizes))} a "
-                "process: make them equal, or set it to auto"
+                f"the DeepSpeed config has {key}={configured}, the loaders have batches of "
+                f"{', '.join(map(str, sizes))} a process: make them equal, or set it to auto"
             )
-        return int(asked)
+        return int(configured)
     if not sizes:
         raise PrepareError(
             "When using DeepSpeed, `accelerate.prepare()` requires you to pass at least one of training or evaluation "
@@ -378,18 +389,18 @@ def _micro_batch_size(plugin: DeepSpeedPlugin, objects: list[Any], split_batches
 
 
 def _accumulation_steps(plugin: DeepSpeedPlugin) -> int:
-    """Backwards of a window: the config's and the Accelerator's, where one of them says something."""
-    state, asked = GradientState(), plugin.get_value("gradient_accumulation_steps", "auto")
-    if asked == "auto" or (plugin.accumulation_by_default and state.num_steps != 1):
+    """Backwards of a window, from the config or the Accelerator."""
+    state, configured = GradientState(), plugin.get_value("gradient_accumulation_steps", "auto")
+    if configured == "auto" or (plugin.accumulation_by_default and state.num_steps != 1):
         plugin.deepspeed_config["gradient_accumulation_steps"] = state.num_steps
         return state.num_steps
-    if state.num_steps not in (1, asked):
+    if state.num_steps not in (1, configured):
         raise ConfigurationError(
-            f"the DeepSpeed config has gradient_accumulation_steps={asked}, the Accelerator {state.num_steps}: make "
-            "them equal, or set it to auto"
+            f"the DeepSpeed config has gradient_accumulation_steps={configured}, the Accelerator {state.num_steps}: "
+            "make them equal, or set it to auto"
         )
-    state.plugin_kwargs["num_steps"] = int(asked)
-    return int(asked)
+    state.plugin_kwargs["num_steps"] = int(configured)
+    return int(configured)
 
 
 def _compile(engine: Any, transform: Compile) -> None:

@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both versions of fully sharded data parallelism share: the plugin's mixed precision, unsharded parameters."""
+"""What both versions of FSDP share: the mixed-precision policy, checks, and parameters that FSDP does not shard."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.errors import ConfigurationError, PrepareError
 from ...precision.base import Precision
 from ..base import Strategy
+from ..prepared import CommunicationVolume
 from .units import find_modules
-from .unsharded import UnshardedParameters
 
 
 def fill_policy(plugin: FullyShardedDataParallelPlugin, version: int, precision: Precision) -> bool:
-    """Give a plugin without a mixed-precision policy that of the run; whether the model's output is to be fp32.
+    """Set the run's mixed-precision policy on a plugin without one; returns whether outputs are converted to fp32.
 
-    The output is fp32 as under the other strategies, unless the user gave a policy that says otherwise. Raises
-    ConfigurationError for a plugin of the other version.
+    They are, as under the other strategies, unless the user gave a policy.
+    Raises ConfigurationError for a plugin of the other version.
     """
     if plugin.fsdp_version != version:
         raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP{version}")
@@ -50,18 +53,51 @@ def refuse_unshardable(model: torch.nn.Module, layout: str, ignored: Any) -> Non
             )
 
 
+class UnshardedParameters:
+    """A model's trainable parameters that FSDP does not shard: averages their gradients over `group` (None: all)."""
+
+    def __init__(self, group: dist.ProcessGroup | None, parameters: Iterable[nn.Parameter] = ()) -> None:
+        self.group = group
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._is_deferred = False
+
+    def communication_volume(self) -> list[CommunicationVolume]:
+        """What averaging sends in an optimizer step: a message a parameter."""
+        if not self.parameters:
+            return []
+        sent = sum(parameter.nbytes for parameter in self.parameters)
+        return [CommunicationVolume("all-reduce of gradients of unsharded parameters", len(self.parameters), sent)]
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """A block whose backwards leave the gradients of these parameters as they are."""
+        before, self._is_deferred = self._is_deferred, True
+        try:
+            yield
+        finally:
+            self._is_deferred = before
+
+    def average(self) -> None:
+        """Average the gradients over the group, unless they are deferred."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self._is_deferred or not gradients:
+            return
+        ranks = dist.get_world_size(self.group)
+        if ranks == 1:
+            return
+        pending = [dist.all_reduce(gradient, group=self.group, async_op=True) for gradient in gradients]
+        for work in pending:
+            work.wait()
+        torch._foreach_div_(gradients, float(ranks))
+
+
 class AveragesUnsharded(Strategy):
     """Averages the gradients of parameters that FSDP leaves unsharded (`PreparedModel.unsharded`) after a backward."""
 
-    # The ranks that average gradients with each other; None for all.
-    replica_group: dist.ProcessGroup | None = None
-
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """The backward, and then the average of gradients that FSDP does not reduce."""
         super().backward(loss, **kwargs)
         for prepared in self.prepared:
             unsharded: UnshardedParameters | None = getattr(prepared, "unsharded", None)
             if unsharded is not None:
                 unsharded.average()
-
-    def reduce_items(self, count: torch.Tensor) -> Any:
-        return dist.all_reduce(count, group=self.replica_group, async_op=True)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fully sharded data parallelism as it was before `fully_shard`: torch's FullyShardedDataParallel (FSDP1).
+"""Fully sharded data parallelism through torch's older FullyShardedDataParallel (FSDP1).
 
-FSDP2 is the main road; this one runs configurations that ask for version 1, while torch has it.
+For configurations with `fsdp_version=1`, as long as torch has it; FSDP2 is the default.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from ...runtime.topology import Topology
 from .. import materialize, norms
 from ..activation import checkpoint_activations
 from ..base import Bundle
-from ..optimizer_scope import refuse_parts
+from ..optimizer_scope import refuse_flat_shards
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
-from ..pretrained import ask_for_state
+from ..pretrained import require_state_dict
 from ..report import memory
 from ..report.communication import dtype_name
 from . import fsdp1_communication, fsdp1_state
-from .common import AveragesUnsharded, fill_policy, refuse_unshardable
+from .common import AveragesUnsharded, UnshardedParameters, fill_policy, refuse_unshardable
 from .fsdp1_state import PlainModel
 from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused
 from .fsdp2 import upcast
 from .units import find_modules, owning_units, select_units
-from .unsharded import UnshardedParameters
 
 try:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -60,7 +59,8 @@ class Fsdp1Model(PreparedModel):
         plain: what the model was before.
         unsharded: trainable parameters that FSDP leaves on each rank.
         usage: which parameters have received a gradient.
-        device: that of the run. saves_shards: whether a checkpoint stores shards (`state_dict_type`).
+        device: that of the run.
+        saves_shards: whether a checkpoint stores shards (`state_dict_type`).
     """
 
     is_partial = True
@@ -82,10 +82,12 @@ class Fsdp1Model(PreparedModel):
 
     @property
     def saves_shards(self) -> bool:
+        """Depends on the plugin's `state_dict_type`."""
         return self._saves_shards
 
     @property
     def plain(self) -> PlainModel:
+        """The names and shapes before flattening. Raises CheckpointError for a model not prepared for training."""
         if self._plain is None:
             raise CheckpointError(
                 f"{type(self.inner).__name__} was not prepared for training with FSDP1: its state cannot be loaded"
@@ -94,16 +96,19 @@ class Fsdp1Model(PreparedModel):
 
     @property
     def inner(self) -> nn.Module:
+        """The FSDP1 module."""
         return self.uncompiled
 
     @property
     def template(self) -> nn.Module | None:
+        """The user's names and shapes."""
         return None if self._plain is None else self._plain.skeleton
 
     # -- the step
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
+        """The `no_sync` of torch; unsharded parameters and unused ones wait as well."""
         sharded = self.inner
         if not isinstance(sharded, FullyShardedDataParallel):
             yield
@@ -122,10 +127,11 @@ class Fsdp1Model(PreparedModel):
         return fsdp1_state.full_model_state(self.inner)
 
     def checkpoint_state_dict(self) -> dict[str, Any]:
+        """The same as `state_dict`."""
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Take a full state, which rank 0 alone needs to hold; every rank calls it."""
+        """Load a full state, which only rank 0 needs to have; every rank calls it."""
         fsdp1_state.load_full_model_state(self.inner, self.plain, state, self.device, strict)
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -133,21 +139,24 @@ class Fsdp1Model(PreparedModel):
         return fsdp1_state.full_optimizer_state(self.inner, optimizer, self.plain)
 
     def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Take the optimizer state of a single process, which rank 0 alone needs to hold; every rank calls it."""
+        """Load the optimizer state of a single process, which only rank 0 needs to have; every rank calls it."""
         fsdp1_state.load_full_optimizer_state(self.inner, optimizer, self.plain, state)
 
     def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
+        """Names and shapes in each group, before flattening."""
         plain = self.plain
         return [{name: plain.shapes[name] for name in names} for names in plain.groups(optimizer)]
 
     # -- the report
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
-        beside = [kept for kept in (self.unsharded, self.usage) if kept is not None]
-        rest = [volume for kept in beside for volume in kept.communication_volume()]
+        """All-gathers and reduce-scatters of the units, and what this library adds."""
+        extra = [kept for kept in (self.unsharded, self.usage) if kept is not None]
+        rest = [volume for kept in extra for volume in kept.communication_volume()]
         return [*fsdp1_communication.flat_volume(self.inner, backwards), *rest]
 
     def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
+        """As the base class, with the unsharded gradients of a window."""
         found = super().memory_usage(windows, seen)
         if windows:
             # Until the window's last backward every rank keeps unsharded gradients.
@@ -155,12 +164,13 @@ class Fsdp1Model(PreparedModel):
         return found
 
     def dtypes(self) -> tuple[str, str]:
+        """The dtypes of the flat parameters."""
         found = fsdp1_communication.flat_dtypes(self.inner)
         return super().dtypes() if found is None else (dtype_name(found[0]), dtype_name(found[1]))
 
 
 class FullyShardedDataParallel1(AveragesUnsharded):
-    """Each rank keeps a slice of units' flattened parameters, and gathers a unit when it computes."""
+    """Each rank keeps a shard of each unit's flattened parameters; a unit is gathered to compute."""
 
     name = "FSDP1"
 
@@ -187,29 +197,30 @@ class FullyShardedDataParallel1(AveragesUnsharded):
 
     @property
     def data_shard(self) -> tuple[int, int]:
+        """One shard for each process."""
         return dist.get_rank(), dist.get_world_size()
 
     def as_prepared(self, module: nn.Module, plain: PlainModel | None = None) -> Fsdp1Model:
+        """A prepared model with the plugin's kind of checkpoint."""
         # LOCAL_STATE_DICT's are stored as shards too, so that any layout can load them.
         saves_shards = self.plugin.state_dict_type.name != "FULL_STATE_DICT"  # type: ignore[union-attr]
         return Fsdp1Model(module, self.precision, self.device, saves_shards, plain)
 
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
-        """Shard each model; optimizers that were made before go on with what became of their parameters."""
+        """Shard each model, and re-point optimizers that were made before."""
         if bundle.evaluation:
             return super().prepare(bundle)
         if self.sharding is not ShardingStrategy.NO_SHARD or not self.plugin.use_orig_params:
             for optimizer in bundle.optimizers:
-                # While it holds the parameters in their shapes.
-                refuse_parts(optimizer, "FSDP1", "set fsdp_version=2 (FSDP_VERSION=2)")
+                # Its parameters still have their shapes.
+                refuse_flat_shards(optimizer, "FSDP1", "set fsdp_version=2 (FSDP_VERSION=2)")
         found: list[PreparedModel] = []
         for model in bundle.models:
-            prepared = self.lay_out(self.transformed(self.precision.wrap_forward(model), before=True))
-            prepared.module = self.transformed(prepared.module)
+            prepared = self.compose(model)
             if self.sharding is not ShardingStrategy.NO_SHARD:
-                ask_for_state(prepared.module)
+                require_state_dict(prepared.module)
             found.append(prepared)
-        self.remember(found)
+        self._remember(found)
         for optimizer in bundle.optimizers:
             fsdp1_state.repoint(optimizer, self._plain_models())
             if not self.plugin.use_orig_params:
@@ -223,10 +234,12 @@ class FullyShardedDataParallel1(AveragesUnsharded):
         return [p.usage for p in self.prepared if isinstance(p, Fsdp1Model) and p.usage is not None]
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """The backward; gradients of parameters that no rank has used then become None."""
         super().backward(loss, **kwargs)
         self._agreement.drop_unused(self._usages())
 
     def lay_out(self, model: nn.Module) -> Fsdp1Model:
+        """Shard one model, and record its names, shapes and usage."""
         if isinstance(model, FullyShardedDataParallel):
             plain = PlainModel(model)
             plain.attach(model)
@@ -249,17 +262,18 @@ class FullyShardedDataParallel1(AveragesUnsharded):
         prepared = self.as_prepared(sharded, plain)
         prepared.usage = ParameterUsage(sharded, compiled=bool(self.transforms))
         prepared.unsharded = UnshardedParameters(
-            self.replica_group, {parameter for module in ignored for parameter in module.parameters()}
+            self.gradient_group, {parameter for module in ignored for parameter in module.parameters()}
         )
         return prepared
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
+        """Clip shards and replicated parameters together (torch's method clips one complete model only)."""
         # torch's own method clips one complete model only, and not in double precision.
         listed = list(parameters)
         split = {id(parameter) for plain in self._plain_models() for parameter in plain.split_parameters()}
-        return norms.clip_parts_grad_norm(
+        return norms.clip_sharded_grad_norm(
             [parameter for parameter in listed if id(parameter) in split],
             [parameter for parameter in listed if id(parameter) not in split],
             max_norm,
@@ -267,9 +281,6 @@ class FullyShardedDataParallel1(AveragesUnsharded):
             self.shards.get_group(self.shards.ndim - 1),
             self.device,
         )
-
-    def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        norms.clip_grad_value(parameters, clip_value)
 
 
 def _shard_mesh(sharding: Any, layout: ParallelismConfig | None, device: torch.device) -> DeviceMesh:
@@ -311,15 +322,15 @@ def _shard(
         materialize.allocate(module, device)
         module.to(device)
         materialize.make_equal((tensor for _, tensor in materialize.named_tensors(module)), device, None)
-    # Giving storage alone leaves what was in it: where rank 0 has no weights, modules fill themselves.
+    # `give_storage` only allocates: if rank 0 has no weights, the modules initialize themselves.
     filled = init if init is not give_storage else None
     empty = sync and materialize.gather_flags(materialize.where_meta(model) is not None, device, None)[0]
     if sync and (device.type == "cpu" or (empty and filled is None)):
-        # torch refuses to make parameters equal that are in host memory.
+        # torch does not synchronize parameters in host memory.
         _make_equal(model, device, filled, empty)
         sync, init = False, None
     with warnings.catch_warnings():
-        # Known to who asks for them: NO_SHARD is deprecated, and so is the version.
+        # torch deprecates this version and NO_SHARD, which the user has chosen.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
         return FullyShardedDataParallel(
             model,
@@ -346,14 +357,10 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: l
     """
     options = copy.copy(plugin)
     options.set_auto_wrap_policy(model)
-    policy: Any = options.auto_wrap_policy
-    if policy is not None and not callable(policy):
-        # One of torch's that chooses modules in a way of its own.
-        return policy
-    whole = {parameter for module in ignored for parameter in module.parameters()}
-    units = select_units(model, policy, whole)
+    skipped = {parameter for module in ignored for parameter in module.parameters()}
+    units = select_units(model, options.auto_wrap_policy, skipped)  # type: ignore[arg-type]
     if not plugin.use_orig_params:
-        _check_frozen(model, units, whole)
+        _check_frozen(model, units, skipped)
     chosen = {id(unit) for unit in units}
     return CustomPolicy(lambda module: id(module) in chosen)
 
@@ -376,7 +383,7 @@ def _check_frozen(model: nn.Module, units: list[nn.Module], ignored: set[nn.Para
 
 
 def _make_equal(model: nn.Module, device: torch.device, init: Callable[[nn.Module], Any] | None, empty: bool) -> None:
-    """Give every rank the weights of rank 0, which the others may have built without storage; `empty`: so has it."""
+    """Give every rank the weights of rank 0; if that has none (`empty`), initialize them."""
     materialize.allocate(model, device)
     if empty:
         materialize.initialise(model, device, None, init)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FSDP1 sends in an optimizer step, told from how its units' flat parameters lie."""
+"""What FSDP1 sends in an optimizer step, computed from the layout of its flat parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..prepared import CommunicationVolume
 
 
 def flat_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
-    """Messages of a window of so many backwards. Bytes are those of whole units, as they are gathered."""
+    """Messages of a window of so many backwards. Bytes are those of unsharded units."""
     gathers, gathered, scatters, scattered, sums, summed = 0, 0, 0, 0, 0, 0
     for unit, handle in flat_handles(model):
         flat, kind = handle.flat_param, handle._sharding_strategy.name
@@ -23,32 +23,32 @@ def flat_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
             if trained:
                 sums, summed = sums + 1, summed + flat.numel() * handle._reduce_dtype.itemsize
             continue
-        whole = flat._sharded_size.numel() * handle.world_size
+        numel = flat._sharded_size.numel() * handle.world_size
         # Resharded: for each forward, and for the backward but of the root. Else kept from the first forward of a
         # window to its last backward.
         times = backwards * (1 if unit is model else 2) if kind in ("FULL_SHARD", "HYBRID_SHARD") else 1
-        gathers, gathered = gathers + times, gathered + times * whole * handle._fwd_bwd_param_dtype.itemsize
+        gathers, gathered = gathers + times, gathered + times * numel * handle._fwd_bwd_param_dtype.itemsize
         if not trained:
             continue
-        size = whole * handle._reduce_dtype.itemsize
+        size = numel * handle._reduce_dtype.itemsize
         scatters, scattered = scatters + 1, scattered + size
         if "HYBRID" in kind:
             sums, summed = sums + 1, summed + size // handle.world_size
     found = [CommunicationVolume("all-gather of parameters", gathers, gathered)]
     found.append(CommunicationVolume("reduce-scatter of gradients", scatters, scattered))
-    found.append(CommunicationVolume("all-reduce of gradients between copies", sums, summed))
+    found.append(CommunicationVolume("all-reduce of gradients between replicas", sums, summed))
     return [one for one in found if one.messages]
 
 
 def unsharded_gradients(model: nn.Module) -> int:
-    """Bytes by which whole gradients are larger than this rank's parts of them."""
+    """Bytes by which unsharded gradients are larger than this rank's shards of them."""
     larger = 0
     for _, handle in flat_handles(model):
         flat = handle.flat_param
         if flat.requires_grad and handle.uses_sharded_strategy:
             dtype = handle._fwd_bwd_param_dtype if handle._keep_low_precision_grads else flat.dtype
-            whole = flat._unpadded_unsharded_size.numel() * dtype.itemsize
-            larger += whole - flat._sharded_size.numel() * flat.dtype.itemsize
+            numel = flat._unpadded_unsharded_size.numel() * dtype.itemsize
+            larger += numel - flat._sharded_size.numel() * flat.dtype.itemsize
     return larger
 
 
@@ -58,7 +58,7 @@ def flat_dtypes(model: nn.Module) -> tuple[torch.dtype, torch.dtype] | None:
 
 
 def flat_handles(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """(unit, what holds its flat parameter) of each unit that has parameters of its own."""
+    """(unit, handle of its flat parameter) of each unit with parameters."""
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         handle: Any = unit._handle
         if handle is not None:

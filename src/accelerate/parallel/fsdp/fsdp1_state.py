@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an FSDP1 model was before it was flattened: names, shapes, parameter groups; and its whole state."""
+"""The names, shapes and parameter groups that an FSDP1 model had before it was flattened, and its full state."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class PlainModel:
         self.skeleton = skeleton(type(inner).__qualname__, self.state)
         named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         self.shapes = {name: list(parameter.shape) for name, parameter in named.items()}
-        # Held weakly: what is flattened lives on only in an optimizer that was made before.
+        # Weak references: only an optimizer that was made before still needs a flattened parameter.
         self._originals = {name: weakref.ref(parameter) for name, parameter in named.items()}
         self._names: dict[int, list[str]] = {}
         self._flat: list[tuple[nn.Parameter, list[str]]] = []
         self._split: list[nn.Parameter] = []
-        # Of each flattened unit: it, its handle, and the plain names of its members.
+        # (flat parameter, its handle, plain names of its members) of each unit.
         self._units: list[tuple[nn.Parameter, Any, list[str]]] = []
 
     def attach(self, sharded: nn.Module) -> None:
-        """Learn which parameter of the sharded model stands for which of the plain one's."""
+        """Record which parameter of the sharded model contains which of the plain model."""
         self._names = {id(parameter): [canonical_name(name)] for name, parameter in sharded.named_parameters()}
         for prefix, module in sharded.named_modules():
             handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
@@ -62,7 +62,7 @@ class PlainModel:
                 self._flat.append((flat, self._names[id(flat)]))
 
     def split_parameters(self) -> list[nn.Parameter]:
-        """The parameters of which each rank holds its own part."""
+        """The parameters of which each rank has a shard."""
         return self._split
 
     def groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
@@ -74,8 +74,8 @@ class PlainModel:
             for parameter in group["params"]:
                 if id(parameter) not in self._names:
                     raise CheckpointError(
-                        f"{type(optimizer).__name__} holds a parameter that its sharded model has not: its state can "
-                        "only be taken with the one model that it trains"
+                        f"{type(optimizer).__name__} has a parameter that its sharded model lacks: its state can "
+                        "only be saved with the one model that it trains"
                     )
                 names += self._names[id(parameter)]
             flattened = any(len(self._names[id(parameter)]) > 1 for parameter in group["params"])
@@ -83,14 +83,14 @@ class PlainModel:
         return found
 
     def flattened(self) -> Iterable[tuple[nn.Parameter, list[nn.Parameter | None]]]:
-        """(flat parameter, those that went into it, None for one that nobody has), with use_orig_params=False."""
+        """(flat parameter, its original ones, None for one that was freed), with use_orig_params=False."""
         for flat, names in self._flat:
             yield flat, [self._originals[name]() for name in names]
 
     def lay_out_states(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """Cut the state that an optimizer had of whole parameters to this rank's parts of them.
+        """Shard the state that an optimizer had of unsharded parameters.
 
-        Returns the ids of the former parameters whose state went into that of a flattened one.
+        Returns the ids of the former parameters whose state was merged into that of a flattened one.
         """
         merged: set[int] = set()
         for flat, handle, names in self._units:
@@ -117,6 +117,7 @@ class PlainModel:
         return merged
 
     def holds(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter belongs to the sharded model."""
         return id(parameter) in self._names
 
 
@@ -137,7 +138,7 @@ def _merged(
     for key, example in first.items():
         values = [entry[key] for entry in entries]
         if isinstance(example, torch.Tensor) and list(example.shape) == shapes[0]:
-            # A tensor of one element may be a counter: what has another's shape is not a part of the parameter.
+            # A tensor of one element may be a counter: a value of another shape does not belong to the elements.
             if any(list(value.shape) != shape for value, shape in zip(values, shapes, strict=True)):
                 return {}
             found[key] = torch.zeros_like(flat, dtype=example.dtype)
@@ -154,10 +155,10 @@ def _merged(
 
 
 def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> None:
-    """Have an optimizer that was made before the models were flattened train the flat parameters.
+    """Make an optimizer that was made before the models were flattened train the flat parameters.
 
-    Where the original parameters are kept (`use_orig_params`) it holds the right ones already. Raises PrepareError for
-    an optimizer whose groups a flat parameter would mix, that has stepped, or that would train nothing.
+    With `use_orig_params` it has the right ones already. Raises PrepareError for an optimizer whose groups a flat
+    parameter would mix, that has stepped, or that would train nothing.
     """
     where = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     fresh: dict[int, list[nn.Parameter]] = {}
@@ -186,16 +187,16 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
         )
     for number, group in enumerate(optimizer.param_groups):
         group["params"] = [p for p in group["params"] if id(p) not in replaced] + fresh.get(number, [])
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if models and held and not any(model.holds(parameter) for model in models for parameter in held):
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if models and stepped and not any(model.holds(parameter) for model in models for parameter in stepped):
         raise PrepareError(
-            f"none of the {len(held)} parameters of {type(optimizer).__name__} belongs to a prepared model: "
+            f"none of the {len(stepped)} parameters of {type(optimizer).__name__} belongs to a prepared model: "
             "it would train nothing. Make the optimizer from the model that prepare returns."
         )
 
 
 def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole state under plain names, on the host of rank 0; empty on the others. Every rank calls it."""
+    """The full state under plain names, on the host of rank 0; empty on the others. Every rank calls it."""
     state = get_model_state_dict(model, options=fsdp_state.full_options(model))
     return fsdp_state.detached(state) if dist.get_rank() == 0 else {}
 
@@ -207,39 +208,41 @@ def load_full_model_state(
     device: torch.device,
     strict: bool = True,
 ) -> None:
-    """Take a whole state, which rank 0 alone needs to hold. Every rank calls it, and has the whole for a moment.
+    """Load a full state, which only rank 0 needs to have. Every rank calls it, and has all of it for a moment.
 
-    Raises CheckpointError for names that the model or the state has alone, unless `strict` is False.
+    Raises CheckpointError for names that only the model or only the state has, unless `strict` is False.
     """
     # What is missing keeps its value.
-    whole = {} if strict else full_model_state(model)
-    told: list[Any] = [[], {}]
+    known = {} if strict else full_model_state(model)
+    message: list[Any] = [[], {}]
     if dist.get_rank() == 0:
-        whole.update(complete(state, plain.state))
+        known.update(complete(state, plain.state))
         if strict:
-            told[0] = sorted(set(state) - set(plain.state) | set(plain.state) - set(whole))
-        told[1] = {name: value for name, value in whole.items() if not isinstance(value, torch.Tensor)}
-    dist.broadcast_object_list(told, src=0, device=device)
-    if told[0]:
-        raise CheckpointError(f"the state and the model differ in {len(told[0])} names: {', '.join(told[0][:5])}")
+            message[0] = sorted(set(state) - set(plain.state) | set(plain.state) - set(known))
+        message[1] = {name: value for name, value in known.items() if not isinstance(value, torch.Tensor)}
+    dist.broadcast_object_list(message, src=0, device=device)
+    if message[0]:
+        raise CheckpointError(
+            f"the state and the model differ in {len(message[0])} names: {', '.join(message[0][:5])}"
+        )
     targets = {
         id(meta): (name, torch.empty(meta.shape, dtype=meta.dtype, device=device))
         for name, meta in reversed(plain.state.items())
         if isinstance(meta, torch.Tensor)
     }
-    tensors = {name: value for name, value in whole.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
     materialize.spread(tensors, targets.values(), device)
     full = {name: targets[id(meta)][1] for name, meta in plain.state.items() if id(meta) in targets}
-    # torch's own way of spreading a state (broadcast_from_rank0) loses the second name of a tied tensor here.
+    # torch's broadcast_from_rank0 loses the second name of a tied tensor here.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
-            model.load_state_dict({**full, **told[1]})
+            model.load_state_dict({**full, **message[1]})
 
 
 @contextlib.contextmanager
 def only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A block in which torch takes an optimizer's state although parameters have none, that have not been used yet.
+    """A block in which torch saves the state of an optimizer of which some parameters have none yet.
 
     Every rank enters it. torch 2.13 expects a state of each parameter of a unit that is not frozen.
     """
@@ -261,7 +264,7 @@ def only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
 
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, plain: PlainModel) -> dict[str, Any]:
-    """The whole state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0."""
+    """The full state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     with only_with_state(model, optimizer):
         return fsdp_state.full_optimizer_state(model, optimizer, plain.groups(optimizer))
@@ -270,5 +273,5 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, pla
 def load_full_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, plain: PlainModel, state: Mapping[str, Any]
 ) -> None:
-    """Take the state of a plain run's optimizer, which rank 0 alone needs to hold. Every rank calls it."""
+    """Load the state of a plain run's optimizer, which only rank 0 needs to have. Every rank calls it."""
     fsdp_state.load_full_optimizer_state(model, optimizer, state, plain.groups(optimizer))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP1's parameters that take no part in a step: their gradient is None, as a plain loop leaves it, and not zero.
+"""FSDP1's unused parameters: their gradient is None, as in a plain loop, and not zero.
 
-FSDP1 gives gradients to whole flattened units. An optimizer would decay what no forward has used, and count a step.
+FSDP1 has gradients of entire flattened units. An optimizer would decay parameters that no forward has used, and count
+a step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ...core.errors import PrepareError
 from ..materialize import canonical_name
 from ..prepared import CommunicationVolume
 
-# What says of one parameter whether a rank has used it.
+# The dtype of the flag for one parameter, whether a rank has used it.
 FLAG = torch.int32
 
 
@@ -33,19 +34,19 @@ class _Unit:
         self.names = [canonical_name(f"{prefix}.{name}" if prefix else name) for name in self.flat._fqns]
         self.keeps_originals: bool = handle._use_orig_params
         count = len(self.flat._param_infos)
-        # By any backward since the last synchronisation; by the gradients that are still there; ever, in this process.
+        # Whether a parameter received a gradient: since the last synchronization; that is still there; ever.
         self.fresh = [False] * count
         self.present = [False] * count
         self.ever = [False] * count
         self.trains = [True] * count
         if self.keeps_originals:
             self.trains = [parameter.requires_grad for parameter in self.flat._params]
-        # What the next step has to leave alone, where there are no parameters of its own.
+        # The parameters that the next step must not change, with use_orig_params=False.
         self.skipped: list[int] = []
         self._untouched: set[int] = set()
 
     def watch(self) -> None:
-        """A forward begins: look at what enters it."""
+        """A forward begins: register hooks on the parameters that have no gradient yet."""
         self._forget_cleared()
         for number, (name, module, _) in enumerate(self.flat._param_infos):
             if not self.fresh[number]:
@@ -57,7 +58,7 @@ class _Unit:
         self.fresh[number] = True
 
     def _forget_cleared(self) -> None:
-        """Gradients that `zero_grad` has taken away are there no longer."""
+        """Forget gradients that `zero_grad` has removed."""
         if not self.keeps_originals:
             if self.flat.grad is None:
                 self.present = [False] * len(self.present)
@@ -72,7 +73,7 @@ class _Unit:
         return [a or b or not c for a, b, c in zip(self.fresh, self.present, self.trains, strict=True)]
 
     def apply(self, received: list[bool]) -> None:
-        """`received` says of each parameter whether it has a gradient on any rank."""
+        """Drop the gradients of parameters that have one on no rank, according to `received`."""
         self.fresh, self.present = [False] * len(received), list(received)
         absent = [number for number, there in enumerate(received) if not there]
         self.ever = [a or b for a, b in zip(self.ever, received, strict=True)]
@@ -87,7 +88,7 @@ class _Unit:
                     shared.grad = None
             return
         if self.flat.grad is None or len(absent) == len(received):
-            # The whole unit took no part: it has no gradient, or one from before.
+            # The unit was not used at all: it has no gradient, or one from before.
             absent = []
         if changed := [number for number in absent if self.ever[number]]:
             raise self._refusal(changed)
@@ -96,13 +97,14 @@ class _Unit:
     def _refusal(self, numbers: list[int]) -> PrepareError:
         names = ", ".join(self.names[number] for number in numbers[:5])
         return PrepareError(
-            f"FSDP1: {names} received gradients before, and none in this step. With use_orig_params=False these are "
-            "parts of a flattened parameter, which the optimizer steps as one: state and weight decay would go on for "
-            "them, as in no single process. Set use_orig_params=True (FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
+            f"FSDP1: {names} received gradients before, and none in this step. With use_orig_params=False they "
+            "belong to a flattened parameter, which the optimizer steps as one: state and weight decay would still be "
+            "applied to them, unlike in a single process. Set use_orig_params=True "
+            "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
         )
 
     def slices(self, state: dict[str, Any]) -> list[torch.Tensor]:
-        """This rank's parts of what the next step leaves alone. Raises PrepareError where they were trained before."""
+        """This rank's shards of the parameters to skip. Raises PrepareError if one was trained before."""
         found = []
         for number in self.skipped:
             info = self.flat._shard_param_infos[number]
@@ -110,11 +112,11 @@ class _Unit:
                 continue
             place = slice(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard)
             if number not in self._untouched:
-                # A state that was loaded: what never had a gradient is the same everywhere.
+                # In a loaded state the values of a parameter without any gradient so far are all equal.
                 for value in state.values():
                     if isinstance(value, torch.Tensor) and value.shape == self.flat.shape:
-                        part = value[place]
-                        if bool((part != part[0]).any()):
+                        piece = value[place]
+                        if bool((piece != piece[0]).any()):
                             raise self._refusal([number])
                 self._untouched.add(number)
             found.append(self.flat.data[place])
@@ -139,7 +141,7 @@ class ParameterUsage:
             _watch_views(handle, unit, compiled)
 
     def communication_volume(self) -> list[CommunicationVolume]:
-        """What finding unused parameters sends in an optimizer step, in one message for all models."""
+        """The flags sent in an optimizer step, in one message for all models."""
         flags = sum(len(unit.fresh) for unit in self.units)
         if not flags or not dist.is_initialized() or dist.get_world_size() == 1:
             return []
@@ -170,7 +172,7 @@ class UsageAgreement:
         received = [unit.received() for unit in units]
         flat = [flag for flags in received for flag in flags]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            # Always sent, and waited for only where this rank has something to learn from it.
+            # Always sent; a rank that has used all parameters need not wait for the result.
             everyone = torch.tensor(flat, dtype=FLAG).to(self.device, non_blocking=True)
             if self._pending is not None:
                 self._pending[0].wait()
@@ -186,7 +188,7 @@ class UsageAgreement:
 
 
 def keep_unused(optimizer: torch.optim.Optimizer, models: Sequence[ParameterUsage]) -> None:
-    """Have the steps of an optimizer leave unused slices of flattened parameters as they are."""
+    """Make an optimizer leave the unused slices of flattened parameters unchanged."""
     saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def before(own: torch.optim.Optimizer, *_: Any) -> None:
@@ -194,11 +196,11 @@ def keep_unused(optimizer: torch.optim.Optimizer, models: Sequence[ParameterUsag
         saved.clear()
         for unit in (unit for model in models for unit in model.units):
             if unit.skipped and id(unit.flat) in stepped:
-                saved.extend((part, part.clone()) for part in unit.slices(own.state.get(unit.flat, {})))
+                saved.extend((piece, piece.clone()) for piece in unit.slices(own.state.get(unit.flat, {})))
 
     def after(*_: Any) -> None:
-        for part, value in saved:
-            part.copy_(value)
+        for piece, value in saved:
+            piece.copy_(value)
         saved.clear()
 
     optimizer.register_step_pre_hook(before)
@@ -206,7 +208,7 @@ def keep_unused(optimizer: torch.optim.Optimizer, models: Sequence[ParameterUsag
 
 
 def _watch_views(handle: Any, unit: _Unit, compiled: bool) -> None:
-    """Have a unit look at the views that stand for its parameters in a forward, whenever they are made."""
+    """Call `unit.watch` whenever FSDP1 makes the views that replace the unit's parameters in a forward."""
     show = handle._use_unsharded_views
 
     def shown(as_params: bool) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,9 +30,8 @@ from ..report.communication import shard_gradients
 from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
-from .common import AveragesUnsharded, fill_policy, refuse_unshardable
+from .common import AveragesUnsharded, UnshardedParameters, fill_policy, refuse_unshardable
 from .units import find_modules, select_units
-from .unsharded import UnshardedParameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,7 +42,7 @@ class Fsdp2Model(ShardedModel):
 
     Fields:
         saves_shards: whether a checkpoint stores shards (the plugin's `state_dict_type`).
-        unsharded: trainable parameters that FSDP leaves on each rank.
+        unsharded: trainable parameters that FSDP does not shard.
     """
 
     def __init__(
@@ -52,29 +51,36 @@ class Fsdp2Model(ShardedModel):
         super().__init__(*arguments)
         self._saves_shards = saves_shards
         self.unsharded = unsharded
+        self._syncs = True  # whether a backward reduces gradients
 
     @property
     def saves_shards(self) -> bool:
+        """Depends on the plugin's `state_dict_type`."""
         return self._saves_shards
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Backwards in this context do not reduce gradients; blocks may be nested."""
         sharded = self.inner
         if not isinstance(sharded, FSDPModule):
             yield
             return
+        before, self._syncs = self._syncs, False
         sharded.set_requires_gradient_sync(False)
         try:
             with contextlib.nullcontext() if self.unsharded is None else self.unsharded.deferred():
                 yield
         finally:
-            sharded.set_requires_gradient_sync(True)
+            self._syncs = before
+            sharded.set_requires_gradient_sync(before)
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
+        """As the base class, with the parameters that FSDP does not shard."""
         rest = [] if self.unsharded is None else self.unsharded.communication_volume()
         return [*(super().communication_volume(backwards) or []), *rest]
 
     def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
+        """As the base class, with the unsharded gradients of a window."""
         found = super().memory_usage(windows, seen)
         if windows:
             # Until the window's last backward every rank keeps unsharded gradients.
@@ -98,15 +104,17 @@ class FullyShardedDataParallel(AveragesUnsharded, ShardedStrategy):
         super().__init__(device, precision, parallelism)
         self.plugin = plugin
         self.shards = mesh.fsdp_mesh(self.layout, self.mesh, device)
-        self.replica_group = mesh.group_of(self.mesh, "dp_cp")
+        self.gradient_group = mesh.group_of(self.mesh, "dp_cp")
 
     def as_prepared(self, module: nn.Module) -> Fsdp2Model:
+        """A prepared model with the plugin's kind of checkpoint."""
         return Fsdp2Model(
             module, self.precision, self.device, self.sequence,
             saves_shards=self.plugin.state_dict_type.name == "SHARDED_STATE_DICT",  # type: ignore[union-attr]
         )  # fmt: skip
 
     def lay_out(self, model: nn.Module) -> Fsdp2Model:
+        """Shard one model in place; one that is sharded already is only cast."""
         prepared = self.as_prepared(model)
         if isinstance(model, FSDPModule):
             self.cast_parameters(model)
@@ -118,7 +126,7 @@ class FullyShardedDataParallel(AveragesUnsharded, ShardedStrategy):
         shard_model(model, self.plugin, self.shards, self.device, split=split, full_outputs=self.full_outputs)
         self.cast_parameters(model)
         rest = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-        prepared.unsharded = UnshardedParameters(self.replica_group, rest)
+        prepared.unsharded = UnshardedParameters(self.gradient_group, rest)
         return prepared
 
 
@@ -130,19 +138,30 @@ def shard_model(
     ranks: dist.ProcessGroup | None = None,
     split: Callable[[nn.Module], Any] | None = None,
     full_outputs: bool = False,
+    unsharded: Iterable[nn.Parameter] = (),
 ) -> nn.Module:
     """Shard a model in place over `shards`: one dimension, or (copies, shards).
 
-    `ranks` are those that hold the same model before this (None: all): they get the weights of the first of them.
-    Where only that one has them (`cpu_ram_efficient_loading`, or the others built the model without storage) they are
-    spread one tensor at a time; where no rank has them, each module is initialised alone. `split` is applied first
-    (tensor parallelism). With `full_outputs` what the model returns is fp32, whatever it computed in.
+    The order is: tensor parallelism (`split`), activation checkpointing, sharding.
+
+    Args:
+        model: changed in place.
+        plugin: the units, mixed precision, offload.
+        shards: the mesh of the shards.
+        device: that of the run.
+        ranks: those with the same model before this (None: all). They get the weights of the first of them: if only
+            that one has any (`cpu_ram_efficient_loading`, or the others built the model without storage) one tensor
+            at a time; if none has, each module is initialized alone.
+        split: applied first.
+        full_outputs: convert what the model returns to fp32.
+        unsharded: parameters that stay unsharded, in addition to those of `plugin.ignored_modules`.
     """
     options = copy.copy(plugin)
     options.set_auto_wrap_policy(model)
-    ignored = {parameter for part in find_modules(model, plugin.ignored_modules) for parameter in part.parameters()}
+    ignored = {p for module in find_modules(model, plugin.ignored_modules) for p in module.parameters()}
+    ignored.update(unsharded)
     units = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
-    whole = _Names(model, ignored)
+    ignored_parameters = _Names(model, ignored)
     upcast(model, plugin)
     home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else device
 
@@ -150,7 +169,7 @@ def shard_model(
         modules = units
         if split is not None:
             if equal:
-                # What is split is cut from equal weights, so these come first, and whole.
+                # Tensor parallelism slices the weights, which must be equal before.
                 materialize.make_equal(_not_sharded_yet(model), device, ranks)
             split(model)
         if plugin.activation_checkpointing:
@@ -158,7 +177,7 @@ def shard_model(
         for unit in [*modules, model]:
             if equal and split is None:
                 materialize.make_equal(_not_sharded_yet(unit), device, ranks)
-            _shard_unit(unit, unit is model, plugin, shards, whole.find(model), full_outputs)
+            _shard_unit(unit, unit is model, plugin, shards, ignored_parameters.find(model), full_outputs)
 
     from_first = bool(plugin.cpu_ram_efficient_loading)
     materialize.lay_out(model, device, shard, ranks, home, from_first, plugin.param_init_fn)
@@ -166,7 +185,7 @@ def shard_model(
 
 
 class _Names:
-    """Parameters remembered by name, while the objects are replaced."""
+    """Parameters by name, to find them again when the objects are replaced."""
 
     def __init__(self, model: nn.Module, parameters: set[nn.Parameter]) -> None:
         chosen = {id(parameter) for parameter in parameters}
@@ -180,7 +199,7 @@ class _Names:
 
 
 def _not_sharded_yet(unit: nn.Module) -> list[torch.Tensor]:
-    """The tensors that `fully_shard(unit)` will take, after it took those of the units inside."""
+    """The tensors that `fully_shard(unit)` will shard: those of no unit inside."""
     inner = {
         id(tensor)
         for module in unit.modules()
@@ -195,7 +214,7 @@ def _shard_unit(
     is_root: bool,
     plugin: FullyShardedDataParallelPlugin,
     shards: DeviceMesh,
-    whole: set[nn.Parameter],
+    ignored_parameters: set[nn.Parameter],
     full_outputs: bool,
 ) -> None:
     policy: Any = plugin.mixed_precision_policy or MixedPrecisionPolicy()
@@ -203,7 +222,7 @@ def _shard_unit(
         policy = dataclasses.replace(policy, output_dtype=torch.float32)
     reshard: Any = plugin.reshard_after_forward
     if is_root and reshard:
-        # What the root gathers is the first that the backward needs: torch keeps it by default.
+        # The backward needs the root's parameters first: torch keeps them by default.
         reshard = None
     fully_shard(
         unit,
@@ -211,12 +230,12 @@ def _shard_unit(
         reshard_after_forward=reshard,
         mp_policy=policy,
         offload_policy=plugin.cpu_offload,  # type: ignore[arg-type]
-        ignored_params=whole,
+        ignored_params=ignored_parameters,
     )
 
 
 def upcast(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Under mixed precision the shards, which the optimizer trains, are fp32; what computes is cast from them."""
+    """Under mixed precision convert parameters to fp32: FSDP casts them for the computation."""
     policy = plugin.mixed_precision_policy
     if policy is None or getattr(policy, "param_dtype", None) in (None, torch.float32):
         return
@@ -232,11 +251,11 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     """Shard a model in place as `accelerator.prepare` would; optimizers are not touched."""
     if isinstance(model, FSDPModule):
         return model
-    layout, whole_mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
-    if layout is None or whole_mesh is None:
+    layout, device_mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
+    if layout is None or device_mesh is None:
         layout = mesh.all_sharded(dist.get_world_size())
-        whole_mesh = mesh.build_mesh(layout, dist.get_world_size(), accelerator.device.type)
-    shards = mesh.fsdp_mesh(layout, whole_mesh, accelerator.device)
+        device_mesh = mesh.build_mesh(layout, dist.get_world_size(), accelerator.device.type)
+    shards = mesh.fsdp_mesh(layout, device_mesh, accelerator.device)
     return shard_model(model, accelerator.state.fsdp_plugin, shards, accelerator.device)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded parameters made whole for a block of code, where DeepSpeed's ZeRO stage 3 has sharded them."""
+"""Parameters that DeepSpeed's ZeRO stage 3 has sharded, gathered for a block of code."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Inside the block, parameters that ZeRO-3 shards are whole on every rank; any others are as they are.
+    """A block in which parameters that ZeRO-3 shards are unsharded on every rank. Others are left as they are.
 
-    What rank `modifier_rank` writes into them reaches all ranks at the end of the block; None: nobody writes.
-    `fwd_module` is the module whose forward uses them, if that is not the one that owns them.
+    Args:
+        params: one parameter or several.
+        modifier_rank: the rank whose changes all ranks get at the end of the block; None if none writes.
+        fwd_module: the module whose forward uses the parameters, if it is not their owner.
+        enabled: whether to gather at all.
     """
     listed = [params] if isinstance(params, torch.Tensor) else list(params)
     # DeepSpeed marks each parameter that it shards.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole state of sharded models and optimizers: taken to rank 0, and spread from there."""
+"""The full state of sharded models and optimizers: gathered to rank 0, and scattered from there."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from ..unsharded_step import steps_unsharded
 
 
 def full_options(model: nn.Module) -> StateDictOptions:
-    """How a whole state is taken: to the host of rank 0. FSDP1 on the CPU gives every rank a copy."""
+    """How a full state is gathered: to the host of rank 0. FSDP1 on the CPU gives every rank a copy."""
     # torch 2.13: FSDP1 that copies to the host what is there already reads freed memory.
     on_host = next((parameter.device.type == "cpu" for parameter in model.parameters()), False)
     return StateDictOptions(full_state_dict=True, cpu_offload=not (on_host and is_fsdp1(model)))
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Whether some part of a model is wrapped in torch's older FullyShardedDataParallel."""
+    """Whether a module of the model is wrapped in torch's older FullyShardedDataParallel."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
 
 
 def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole state under plain names, copied to the host of rank 0; empty on the others. Every rank calls it."""
+    """The full state under plain names, copied to the host of rank 0; empty on the others. Every rank calls it."""
     return detached(get_model_state_dict(model, options=full_options(model)))
 
 
 def load_full_model_state(
     model: nn.Module, state: Mapping[str, torch.Tensor], device: torch.device, strict: bool = True
 ) -> None:
-    """Take a whole state, which rank 0 alone needs to hold, one tensor at a time. Every rank calls it.
+    """Load a full state, which only rank 0 needs to have, one tensor at a time. Every rank calls it.
 
     Raises PrepareError for a tensor of the model that the state lacks (with `strict`) or has in another shape, and
     CheckpointError for one that the model lacks.
@@ -78,25 +78,25 @@ def _state_tensors(model: nn.Module) -> list[tuple[list[str], torch.Tensor]]:
 def full_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]] | None = None
 ) -> dict[str, Any]:
-    """The whole state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0.
+    """The full state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0.
 
-    Copied to host memory. Every rank calls it. `groups` are the plain names in each of the optimizer's groups; None
-    reads them off the model.
+    Copied to host memory. Every rank calls it. `groups` are the plain names in each of the optimizer's groups; None to
+    read them from the model.
     """
     options = full_options(model)
     optimizer = _plain(optimizer)
     if steps_unsharded(optimizer):
         return _unsharded_state(optimizer)
-    # What torch gives aliases the optimizer's counters, which its next step would change under the reader.
+    # torch's result aliases the optimizer's counters, which its next step would change.
     named: Any = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     if dist.get_rank() != 0:
         return {}
     names = [name for group in groups or _groups(model, optimizer) for name in group]
     positions = {name: position for position, name in enumerate(names)}
     listed_groups = []
-    for saved, held in zip(_groups_in_order(named, positions), optimizer.param_groups, strict=True):
+    for saved, expected in zip(_groups_in_order(named, positions), optimizer.param_groups, strict=True):
         listed = [positions[name] for name in saved["params"]]
-        listed_groups.append({**{key: saved[key] for key in held if key in saved}, "params": sorted(listed)})
+        listed_groups.append({**{key: saved[key] for key in expected if key in saved}, "params": sorted(listed)})
     return {"state": {positions[name]: state for name, state in named["state"].items()}, "param_groups": listed_groups}
 
 
@@ -106,7 +106,7 @@ def load_full_optimizer_state(
     state: Mapping[str, Any],
     groups: Sequence[Sequence[str]] | None = None,
 ) -> None:
-    """Take the state of a plain run's optimizer, which rank 0 alone needs to hold. Every rank calls it."""
+    """Load the state of a plain run's optimizer, which only rank 0 needs to have. Every rank calls it."""
     optimizer = _plain(optimizer)
     if steps_unsharded(optimizer):
         _load_unsharded_state(optimizer, state)
@@ -115,10 +115,10 @@ def load_full_optimizer_state(
     groups = groups or _groups(model, optimizer)
     if dist.get_rank() == 0:
         names = [name for group in groups for name in group]
-        held = [len(group) for group in groups]
+        expected = [len(group) for group in groups]
         saved = [len(group["params"]) for group in state["param_groups"]]
-        if held != saved:
-            raise CheckpointError(f"the optimizer's groups have {held} parameters, those of the state {saved}")
+        if expected != saved:
+            raise CheckpointError(f"the optimizer's groups have {expected} parameters, those of the state {saved}")
         named["state"] = {names[position]: copy.deepcopy(value) for position, value in state["state"].items()}
         named["param_groups"] = [
             {**copy.deepcopy(group), "params": [names[position] for position in group["params"]]}
@@ -140,8 +140,10 @@ def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, without: Col
 
 
 def _unsharded_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As `full_optimizer_state`, of an optimizer whose state may be of any form: torch's functions expect one that is
-    made of the parameter's shape, by a step without a closure."""
+    """As `full_optimizer_state`, for an optimizer whose state may have any form.
+
+    torch's functions expect tensors of the parameter's shape, and a step without a closure.
+    """
 
     def on_host(value: torch.Tensor) -> torch.Tensor:
         full = value.full_tensor() if isinstance(value, DTensor) else value
@@ -161,13 +163,13 @@ def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     dist.broadcast_object_list(offered, src=0, device=device)
     rest, positions = offered[0]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    held = [len(group["params"]) for group in optimizer.param_groups]
+    expected = [len(group["params"]) for group in optimizer.param_groups]
     saved = [len(group["params"]) for group in rest["param_groups"]]
-    if held != saved:
-        raise CheckpointError(f"the optimizer's groups have {held} parameters, those of the state {saved}")
+    if expected != saved:
+        raise CheckpointError(f"the optimizer's groups have {expected} parameters, those of the state {saved}")
     laid_out: dict[int, Any] = {}
     for position in positions:
-        # One parameter's state at a time is whole on every rank.
+        # The state of one parameter at a time is unsharded on every rank.
         entry: list[Any] = [state["state"][position] if is_source else None]
         dist.broadcast_object_list(entry, src=0, device=device)
         laid_out[position] = lay_out_state(entry[0], parameters[position], parameters[position])
@@ -181,8 +183,8 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str
         return [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     except KeyError:
         raise CheckpointError(
-            f"{type(optimizer).__name__} holds parameters that are not in {type(model).__name__}: its state can "
-            "only be taken with the one model that it trains"
+            f"{type(optimizer).__name__} has parameters that are not in {type(model).__name__}: its state can "
+            "only be saved with the one model that it trains"
         ) from None
 
 
@@ -221,4 +223,5 @@ def detached(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside a prepared one."""
-    return getattr(optimizer, "optimizer", optimizer)
+    plain: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return plain

@@ -18,8 +18,8 @@ Policy = Callable[..., bool]
 def select_units(model: nn.Module, policy: Policy | None, ignored: set[nn.Parameter]) -> list[nn.Module]:
     """The modules that are units of their own, children before parents, without the model itself.
 
-    `policy(module=, recurse=, nonwrapped_numel=)` is asked as torch's `auto_wrap_policy` is. A unit whose parameter is
-    tied to one outside it is given up: both ends of a tie must be gathered together.
+    `policy(module=, recurse=, nonwrapped_numel=)` is called as torch's `auto_wrap_policy`. A unit with a parameter
+    that is tied to one outside is dropped: both ends of a tie must be gathered together.
     """
     if policy is None:
         return []
@@ -49,7 +49,7 @@ def _descend(
 
 
 def _keep_ties_together(model: nn.Module, units: list[nn.Module], ignored: set[int]) -> list[nn.Module]:
-    """Units without those that would gather only one end of a tied parameter."""
+    """The units, except those that would gather only one end of a tied parameter."""
     while True:
         owners = owning_units(model, units)
         split = next(
@@ -80,7 +80,7 @@ def owning_units(model: nn.Module, units: list[nn.Module]) -> dict[int, set[int]
 
 
 def find_modules(model: nn.Module, modules: Iterable[nn.Module] | str | None) -> list[nn.Module]:
-    """Modules given as such, or by a regular expression that matches their whole names.
+    """Modules given directly, or by a regular expression that matches their full names.
 
     Raises PrepareError where the expression matches none, or a given module is not in the model.
     """
@@ -118,5 +118,5 @@ def groups(state: Any) -> list[Any]:
     """The groups of parameters that a unit of FSDP2 gathers and reduces at once, from what torch keeps of the unit."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    # Before torch 2.12: one group, or None where the unit has no parameters of its own.
+    # Before torch 2.12: one group, or None if the unit has no parameters.
     return [state._fsdp_param_group] if state._fsdp_param_group else []

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a pipelined model on its way: the stages it goes through, what passes between them, what is kept."""
+"""The state of one call of a pipelined model: its inputs, what passes between stages, and the autograd graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ...core import trees
-from .inputs import Inputs
-from .stage import Spec, is_spec
+from .microbatch import MicroBatches
+from .p2p import specs_in
+
+OutputGradients = list[torch.Tensor | None]
 
 
 class Stage(nn.Module):
-    """The units of one stage, as one module: what a layout shards as a whole."""
+    """The units of one stage as one module, which FSDP2 can shard."""
 
     def __init__(self, number: int, units: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -24,75 +25,101 @@ class Stage(nn.Module):
         self.units = nn.ModuleList(units)
 
     def forward(self, *received: torch.Tensor, job: Callable[[int, Sequence[torch.Tensor]], Any]) -> Any:
+        """Call `job` with the number of this stage and the received tensors."""
         return job(self.number, received)
 
 
 @dataclass
 class Boundary:
-    """What passes from one stage to the next (described), what the units before gave, and a digest of the inputs."""
+    """What passes from one stage to the next.
+
+    Fields:
+        output: the described output. unit_outputs: those of all units before, by unit, call by call.
+        digest: of the inputs, so that the next stage can compare its own.
+    """
 
     output: Any
-    seen: dict[int, list[Any]]
+    unit_outputs: dict[int, list[Any]]
     digest: str = ""
 
     def __post_init__(self) -> None:
-        self.specs: list[Spec] = list(trees.leaves(self.output, is_spec))
+        self.specs = specs_in(self.output)
+
+
+class BatchKey(NamedTuple):
+    """Equal for batches that are computed alike: the structure of the inputs, and the modes."""
+
+    structure: Hashable
+    training: bool
+    grad: bool
 
 
 @dataclass(frozen=True)
 class StageFailure:
-    """What a stage could not do, told to the others."""
+    """The error of a stage, sent to the others."""
 
     stage: int
     text: str
 
 
 @dataclass
-class Known:
-    """What was learned from the first batch of its shapes: boundaries by (stage, rows), the output described."""
+class BatchShapes:
+    """What the first batch of its shapes has shown.
 
-    inlets: dict[tuple[int, int], Boundary] = field(default_factory=dict)
-    outlets: dict[tuple[int, int], Boundary] = field(default_factory=dict)
-    # What all units before the tail give to a micro-batch of so many rows.
+    Fields:
+        stage_inputs, stage_outputs: boundaries by (stage, samples of a micro-batch).
+        tail: (samples, described outputs of all units before the tail) of a micro-batch.
+        output: the described output of the model. loss_index: which of its tensors is the loss.
+        loss_rules: names of the rules by which losses of micro-batches make that of the batch (`losses`).
+    """
+
+    stage_inputs: dict[tuple[int, int], Boundary] = field(default_factory=dict)
+    stage_outputs: dict[tuple[int, int], Boundary] = field(default_factory=dict)
     tail: tuple[int, dict[int, list[Any]]] | None = None
     output: Any = None
-    notes: Any = None
-    # Which of the output's tensors is the loss.
-    place_of_loss: int | None = None
+    loss_rules: list[str] | None = None
+    loss_index: int | None = None
 
 
 @dataclass
-class Saved:
-    """The graph of one micro-batch in one stage: what came in, what went out."""
+class SavedGraph:
+    """The autograd graph of one micro-batch in one stage: its inputs and outputs."""
 
-    leaves: list[torch.Tensor]
+    inputs: list[torch.Tensor]
     outputs: list[torch.Tensor]
 
 
 @dataclass
 class Batch:
-    """One call of the model: its inputs, and the graphs that its backward goes through."""
+    """One call of the model.
 
-    inputs: Inputs
-    known: Known
-    key: Any
+    Fields:
+        key: equal for batches of equal shapes. is_new: the first of its shapes, whose boundaries are sent along.
+        splits_tail: whether the tail runs on each micro-batch; None where that is not known yet.
+        graphs: by stage, one for each micro-batch.
+        local: what stages of one rank pass to each other, by (receiving stage, micro-batch).
+        last_outputs: of the last stage, one for each micro-batch. tail: its graph over the complete batch;
+            batched: which of the tail's inputs have a batch dimension.
+        failure, error: of a stage that failed, and the exception where it was this one.
+        loss_weights: of the micro-batches, where a schedule runs the batch.
+        loss_rules, tail_matches: what the last stage learned from a new batch, sent with the output.
+    """
+
+    inputs: MicroBatches
+    shapes: BatchShapes
+    key: BatchKey
     grad: bool
-    new: bool
-    by_parts: bool | None
-    saved: dict[int, list[Saved]] = field(default_factory=dict)
-    # What stages of one rank hand to each other: (to which stage, micro-batch) -> boundary and tensors, or gradients.
+    is_new: bool
+    splits_tail: bool | None
+    graphs: dict[int, list[SavedGraph]] = field(default_factory=dict)
     local: dict[tuple[int, int], Any] = field(default_factory=dict)
-    # Of the last stage: what each micro-batch gave; the tail's graph over the whole batch; the output.
-    given: list[Any] = field(default_factory=list)
-    tail: Saved | None = None
-    divided: list[bool] = field(default_factory=list)
+    last_outputs: list[Any] = field(default_factory=list)
+    tail: SavedGraph | None = None
+    batched: list[bool] = field(default_factory=list)
     output: Any = None
     failure: StageFailure | None = None
     error: Exception | None = None
-    # Of its micro-batches in the loss, where a schedule runs it.
-    weights: list[float] = field(default_factory=list)
-    # What the last stage found out beside, told to all with the output of a new batch.
-    notes: Any = None
-    # Whether it was learned from this batch that outputs of its structure may be computed by parts.
-    parts_agreed: bool = False
-    backward: Callable[[Batch, list[torch.Tensor | None]], None] | None = None
+    loss_weights: list[float] = field(default_factory=list)
+    loss_rules: list[str] | None = None
+    tail_matches: bool = False
+    backward: Callable[[Batch, OutputGradients], None] | None = None

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of gradients after a pipeline's backward: shards reduced, copies averaged, tied parameters summed."""
+"""Gradients after a pipeline's backward: FSDP2 shards reduced, replicas averaged, tied parameters summed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..fsdp import units
@@ -17,13 +17,13 @@ from ..fsdp import units
 _BUCKET = 25 * 1024 * 1024
 
 
-def local(tensor: Any) -> torch.Tensor:
-    """This rank's part of a tensor (the same memory)."""
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor (the same memory)."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def average(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average gradients over copies of a stage, in messages of some 25 MB."""
+    """Average gradients over replicas of a stage, in messages of about 25 MB."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     ranks = dist.get_world_size(group)
     flat, pending = [], []
@@ -55,55 +55,62 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     return found
 
 
-class Ties:
-    """Parameters that several stages hold: each gradient is the sum of theirs. The first of the ranks counts it."""
+@dataclass(frozen=True)
+class _TiedParameter:
+    """A parameter at `owner.name` on several ranks. `maybe_unused`: then it gets no gradient, as in a plain model."""
+
+    owner: nn.Module
+    name: str
+    ranks: tuple[int, ...]
+    maybe_unused: bool
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        found = self.owner._parameters[self.name]
+        assert found is not None
+        return found
+
+
+class TiedParameters:
+    """Parameters on stages of several ranks, each gradient the sum over them. The first rank counts it in norms."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
-        self._held: list[tuple[nn.Module, str, tuple[int, ...]]] = []
-        # Of those that perhaps no stage uses: owner and name.
-        self._unsure: set[tuple[int, str]] = set()
-        self._summed: dict[tuple[int, str], torch.Tensor] = {}
+        self._tied: list[_TiedParameter] = []
+        self._summed: list[torch.Tensor | None] = []
 
-    def add(self, owner: nn.Module, name: str, ranks: Iterable[int], unsure: bool = False) -> None:
-        """The parameter that stands at `owner.name`, now or later, is held by these ranks of the group.
+    def add(self, owner: nn.Module, name: str, ranks: Iterable[int], maybe_unused: bool = False) -> None:
+        """The parameter at `owner.name`, now or later, is on these ranks of the group."""
+        self._tied.append(_TiedParameter(owner, name, tuple(sorted(ranks)), maybe_unused))
+        self._summed.append(None)
 
-        `unsure`: perhaps no stage uses it. Then it gets no gradient, as in a whole model.
-        """
-        if unsure:
-            self._unsure.add((id(owner), name))
-        self._held.append((owner, name, tuple(sorted(ranks))))
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the tied parameters of this rank."""
+        return [tied.parameter for tied in self._tied]
 
-    def __len__(self) -> int:
-        return len(self._held)
+    def counted_elsewhere(self) -> set[int]:
+        """Return the ids of the parameters that another rank counts."""
+        return {id(tied.parameter) for tied in self._tied if tied.ranks[0] != self.rank}
 
-    def parameters(self) -> list[torch.Tensor]:
-        return [owner._parameters[name] for owner, name, _ in self._held]  # type: ignore[misc]
-
-    def twins(self) -> set[int]:
-        """ids of the parameters that another rank counts."""
-        return {id(owner._parameters[name]) for owner, name, ranks in self._held if ranks[0] != self.rank}
-
-    def before(self) -> None:
-        """A sum is carried on by the first of the ranks alone: the others begin anew."""
-        for owner, name, ranks in self._held:
-            gradient = owner._parameters[name].grad  # type: ignore[union-attr]
-            if gradient is not None and gradient is self._summed.get((id(owner), name)) and ranks[0] != self.rank:
+    def before_backward(self) -> None:
+        """Only the first rank keeps a sum to accumulate on; the others start from zero."""
+        for number, tied in enumerate(self._tied):
+            gradient = tied.parameter.grad
+            if gradient is not None and gradient is self._summed[number] and tied.ranks[0] != self.rank:
                 local(gradient).zero_()
-        self._summed.clear()
+            self._summed[number] = None
 
     def sum(self) -> None:
-        for owner, name, ranks in self._held:
-            parameter: Any = owner._parameters[name]
-            if not parameter.requires_grad:
-                continue
-            if (id(owner), name) in self._unsure and not self._any_used(parameter, ranks):
+        """Sum the gradients of each tied parameter over its ranks."""
+        for number, tied in enumerate(self._tied):
+            parameter = tied.parameter
+            if not parameter.requires_grad or (tied.maybe_unused and not self._any_used(parameter, tied.ranks)):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self._sum(local(parameter.grad), ranks)
-            self._summed[id(owner), name] = parameter.grad
+            self._sum(local(parameter.grad), tied.ranks)
+            self._summed[number] = parameter.grad
 
     def _any_used(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> bool:
         """Whether the parameter has a gradient on one of the ranks."""
@@ -128,8 +135,8 @@ class Ties:
             dist.send(total, group=self.group, group_dst=other)
 
 
-def hold_shards(stages: Iterable[nn.Module]) -> None:
-    """Have sharded stages keep parameters whole, and gradients to themselves, from one part to the next."""
+def defer_reduction(stages: Iterable[nn.Module]) -> None:
+    """Have FSDP2 keep parameters and gradients of the stages unsharded from one micro-batch to the next."""
     for stage in stages:
         if isinstance(stage, FSDPModule):
             stage.set_is_last_backward(False)
@@ -138,9 +145,9 @@ def hold_shards(stages: Iterable[nn.Module]) -> None:
 
 
 def reduce_shards(stages: Iterable[nn.Module]) -> None:
-    """Reduce what sharded stages have accumulated, and give back the memory of their whole parameters.
+    """Reduce-scatter the accumulated gradients of stages that FSDP2 shards, and reshard their parameters.
 
-    As torch's own pipeline schedules do at the end of a step (torch 2.13, `perform_reduce_grad`).
+    As torch's pipeline schedules do at the end of a step (torch 2.13, `perform_reduce_grad`).
     """
     for stage in stages:
         if not isinstance(stage, FSDPModule):
@@ -148,7 +155,7 @@ def reduce_shards(stages: Iterable[nn.Module]) -> None:
         stage.set_is_last_backward(True)
         stage.set_reshard_after_backward(True)
         stage.set_requires_gradient_sync(True)
-        root: Any = fully_shard.state(stage)  # type: ignore[attr-defined]
+        root = stage._get_fsdp_state()
         for state in root._state_ctx.all_states:
             for group in units.groups(state):
                 group.post_backward()

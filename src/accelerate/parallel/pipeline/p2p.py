@@ -1,26 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors and small objects between the ranks of a pipeline. Nothing waits for a send before the end of a batch."""
+"""Point-to-point messages between the ranks of a pipeline: tensors, small objects, and the specs of nested tensors."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from .stage import Spec
+from ...core import trees
+from ...core.errors import PrepareError
 
-# What every backend sends as it is; the rest travels as bytes.
+# Dtypes that every backend sends; other tensors are sent as bytes.
 _SENT = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8})
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, dtype and `requires_grad` of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Return an uninitialized tensor of this shape and dtype."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def is_spec(value: object) -> bool:
+    """Whether `value` is a `TensorSpec`."""
+    return isinstance(value, TensorSpec)
+
+
+def specs_in(description: object) -> list[TensorSpec]:
+    """The specs in what `describe` returned."""
+    return list(trees.leaves(description, is_spec))
+
+
+def describe(value: Any, where: str) -> Any:
+    """Nested data with a TensorSpec in place of each tensor.
+
+    Raises:
+        PrepareError: for data that cannot be sent between ranks; `where` names it.
+    """
+
+    def spec(tensor: torch.Tensor) -> TensorSpec:
+        if isinstance(tensor, DTensor):
+            raise PrepareError(
+                f"{where} is sharded over tensor-parallel ranks, and a stage must return complete tensors: use a plan "
+                "in which the last layer of a block gathers its output (rowwise)"
+            )
+        return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    found = trees.map_leaves(spec, value)
+    _check_plain(found, where)
+    return found
+
+
+def _check_plain(value: object, where: str) -> None:
+    if isinstance(value, (TensorSpec, *_PLAIN)):
+        return
+    if isinstance(value, (list, tuple)):
+        for entry in value:
+            _check_plain(entry, where)
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            _check_plain(entry, f"{where}[{key!r}]")
+    elif trees.is_dataclass_instance(value):
+        for name, entry in vars(value).items():
+            _check_plain(entry, f"{where}.{name}")
+    else:
+        raise PrepareError(
+            f"{where} contains a {type(value).__name__}, which pipeline stages cannot send. Return only tensors from "
+            "the model (use_cache=False for a transformers model)."
+        )
+
+
+def fill(description: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """What was described, with these tensors."""
+    return trees.replace_leaves(description, tensors, is_spec)
 
 
 class P2PChannel:
     """Sends and receives within one pipeline group. Peers are ranks of the group.
 
     Messages between two ranks arrive in the order in which they were sent, so both sides only have to agree on that
-    order; nobody waits for a peer to take a message, so two ranks that send to each other cannot block each other.
+    order. A send does not wait for the peer, so two ranks that send to each other cannot deadlock.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -28,35 +104,38 @@ class P2PChannel:
         self.device = device
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._pending: list[tuple[Any, torch.Tensor]] = []
+        # A tensor must stay alive until it was sent.
+        self._pending: list[tuple[dist.Work | None, torch.Tensor]] = []
 
-    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+    def send(self, tensors: Iterable[torch.Tensor], to: int) -> None:
+        """Start to send tensors to a rank."""
         for tensor in tensors:
             self._send(_as_sent(tensor.detach().contiguous()), to)
 
     def _send(self, tensor: torch.Tensor, to: int) -> None:
-        # The tensor is held until it has left.
         self._pending.append((dist.isend(tensor, group=self.group, group_dst=to), tensor))
 
-    def settle(self) -> None:
-        """Wait until everything that was sent has left."""
+    def wait_for_sends(self) -> None:
+        """Wait for all sends that were started."""
         for work, _ in self._pending:
-            work.wait()
+            if work is not None:
+                work.wait()
         self._pending.clear()
 
-    def post(self, specs: Sequence[Spec], sender: int) -> Arriving:
-        """Tensors that will come from `sender`: memory is ready for them, `take()` waits."""
+    def post_receive(self, specs: Sequence[TensorSpec], sender: int) -> PendingReceive:
+        """Start to receive tensors; `wait()` returns them."""
         tensors = [spec.empty(self.device) for spec in specs]
-        return Arriving(
-            tensors, [dist.irecv(_as_sent(tensor), group=self.group, group_src=sender) for tensor in tensors]
-        )
+        works = [dist.irecv(_as_sent(tensor), group=self.group, group_src=sender) for tensor in tensors]
+        return PendingReceive(tensors, works)
 
-    def send_object(self, value: Any, to: int) -> None:
+    def send_object(self, value: object, to: int) -> None:
+        """Start to send a picklable object to a rank."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         self._send(torch.tensor([data.numel()], dtype=torch.int64, device=self.device), to)
         self._send(data.to(self.device), to)
 
     def receive_object(self, sender: int) -> Any:
+        """Receive an object from a rank."""
         size = torch.empty(1, dtype=torch.int64, device=self.device)
         dist.recv(size, group=self.group, group_src=sender)
         data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
@@ -64,34 +143,35 @@ class P2PChannel:
         return pickle.loads(data.cpu().numpy().tobytes())
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Fill contiguous tensors on all ranks with what `source` has in them."""
+        """Broadcast contiguous tensors in place."""
         pending = [
             dist.broadcast(_as_sent(tensor), group=self.group, group_src=source, async_op=True) for tensor in tensors
         ]
         for work in pending:
             work.wait()
 
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        held = [value]
-        dist.broadcast_object_list(held, group=self.group, group_src=source, device=self.device)
-        return held[0]
+    def broadcast_object(self, value: object, source: int) -> Any:
+        """Return the object of the rank `source`, on all ranks."""
+        message = [value]
+        dist.broadcast_object_list(message, group=self.group, group_src=source, device=self.device)
+        return message[0]
 
 
-class Arriving:
-    """Tensors on their way."""
+class PendingReceive:
+    """Tensors that are being received."""
 
-    def __init__(self, tensors: list[torch.Tensor], works: list[Any]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], works: list[dist.Work | None]) -> None:
         self._tensors = tensors
         self._works = works
 
-    def take(self) -> list[torch.Tensor]:
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for the tensors, and return them."""
         for work in self._works:
-            work.wait()
+            if work is not None:
+                work.wait()
         return self._tensors
 
 
 def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory in a dtype that every backend sends."""
-    if tensor.dtype in _SENT:
-        return tensor
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor if tensor.dtype in _SENT else tensor.reshape(-1).view(torch.uint8)

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules that interleave forward and backward, torch's own, for a model that returns its loss.
+"""Schedules that interleave forward and backward (torch's classes), for a model that returns its loss.
 
-The first batch of its shapes goes in GPipe's order: it tells what travels between the stages, and how the losses of
-micro-batches make the loss of the batch. From the second on the backward runs inside the call of the model. What it
-gave is kept beside the gradients, and takes its factor (accumulation, scaling, items) when the loop calls backward.
+The first batch of its shapes runs in GPipe's order. It shows what is sent between the stages, and how the losses of
+micro-batches make the loss of the batch. From the second one on, the backward runs inside the call of the model. Its
+gradients are kept separately and take their factor (accumulation, loss scale, items) when the loop calls backward.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,33 +24,35 @@ from ...core.imports import is_torch_version
 from ...precision.base import Precision
 from ..accumulated import AccumulatedGradients, Gradients
 from ..gradients import multiply
-from . import losses, merge
-from .batch import Batch, Boundary, Known
-from .run import Runner
-from .stage import Part, Spec, fill, is_spec
+from . import losses
+from .batch import Batch, BatchKey, BatchShapes, OutputGradients
+from .microbatch import is_batched, loss_of
+from .p2p import TensorSpec, fill, specs_in
+from .runner import Runner
+from .stage import Segment
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
 
 logger = logging.getLogger(__name__)
 
-# Our words -> torch's classes.
-_CLASSES = {
-    "1f1b": "Schedule1F1B",
-    "looped_bfs": "ScheduleLoopedBFS",
-    "interleaved": "ScheduleInterleaved1F1B",
-    "zero_bubble": "ScheduleInterleavedZeroBubble",
-    "zbv": "ScheduleZBVZeroBubble",
-}
-# They take the gradients of weights apart. Before 2.13 torch finds wrong ones where weights meet the inputs in several
-# places (an LSTM).
-_WEIGHTS_APART = ("zero_bubble", "zbv")
-_KEPT_SCHEDULES = 4
-# So many stages of a rank torch keeps gathered at a time (2.13, `_add_unshard_reshard`); it gives them back only at
-# the end of a batch.
-_KEPT_WHOLE = 3
+_CACHED_SCHEDULES = 4
+# torch keeps so many stages of a rank gathered at a time (2.13, `_add_unshard_reshard`). With no more stages than
+# that, a stage is gathered once a window, and resharded where its gradients are reduced.
+_GATHERED_STAGES = 3
+
+# (inputs, outputs) of a stage, as tensors on meta.
+Examples = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 
 
 @dataclass
-class Step:
-    """One batch on its way: what its losses are multiplied by, what the last stage gave, and the gradients."""
+class ScheduledBatch:
+    """A batch that a schedule runs.
+
+    Fields:
+        seed: what its losses are multiplied by, the loss scale. outputs: of the last stage, by micro-batch.
+        gradients: of the batch, until the loop's backward.
+    """
 
     batch: Batch
     seed: torch.Tensor
@@ -57,105 +60,110 @@ class Step:
     gradients: Gradients = field(default_factory=dict)
 
 
-class Scheduled:
-    """Runs those batches of a pipelined model that its schedule can take. Of GPipe's own it takes none."""
+class ScheduleRunner:
+    """Runs those batches of a pipelined model that its schedule can take; none with `schedule="gpipe"`."""
 
     def __init__(
-        self, runner: Runner, options: PipelineParallelConfig, precision: Precision, held: AccumulatedGradients
+        self, runner: Runner, options: PipelineParallelConfig, precision: Precision, accumulated: AccumulatedGradients
     ) -> None:
-        self.runner, self.options, self.precision, self.held = runner, options, precision, held
+        self.runner, self.options, self.precision, self.accumulated = runner, options, precision, accumulated
         self.rules: tuple[str, ...] = losses.RULES
-        self.started = self.told = False
-        self._step: Step | None = None
-        self._built: dict[Any, Any] = {}
-        self.kind = _CLASSES.get(str(options.schedule))
-        if self.kind is None:
+        self._started = self._has_warned = False
+        self._running: ScheduledBatch | None = None
+        self._built: dict[BatchKey, tuple[Any, list[PipelineStage]]] = {}
+        row = options.schedule_row
+        self.implementation = row.implementation
+        if self.implementation is None:
             return
-        if options.schedule in _WEIGHTS_APART and is_torch_version("<", "2.13"):
+        if is_torch_version("<", row.minimum_torch):
             raise PrepareError(
-                f"schedule={options.schedule!r} needs torch 2.13 or later, and this is {torch.__version__}, whose own "
-                "schedule of that name finds wrong gradients for some layers: use schedule='interleaved' or '1f1b'"
+                f"schedule={options.schedule!r} needs torch {row.minimum_torch} or later, not {torch.__version__}, "
+                "whose schedule of that name computes wrong gradients for some layers: use schedule='interleaved' or "
+                "'1f1b'"
             )
-        runner.examine = self._examine
+        if row.gloo is not None and _is_gloo(runner.channel.group, runner.channel.device):
+            self.implementation = row.gloo
+        runner.find_loss_rules = self._find_rules
         try:
-            self._schedule(dict.fromkeys(runner.stages, ((), ())))
+            self._build(dict.fromkeys(runner.stages, ((), ())))
         except ValueError as error:
             raise PrepareError(
-                f"schedule={options.schedule!r} does not go with num_microbatches={runner.divider.parts} on "
-                f"{runner.wire.size} ranks of {options.stages_per_rank} stages: {error}"
+                f"schedule={options.schedule!r} does not support num_microbatches={runner.splitter.num_microbatches} "
+                f"on {runner.channel.size} ranks of {options.stages_per_rank} stages: {error}"
             ) from error
 
     # -- which batches
 
-    def fits(self, batch: Batch) -> bool:
-        """Whether a batch runs in this schedule; every rank of the pipeline finds the same."""
-        if self.kind is None or not batch.grad or not self.runner.staged.model.training:
+    def takes(self, batch: Batch) -> bool:
+        """Whether the schedule runs a batch. Every rank of the pipeline comes to the same answer."""
+        if self.implementation is None or not batch.grad or not self.runner.staged.model.training:
             return False
-        parts = self.runner.divider.parts
-        if batch.inputs.batch % parts:
-            if not self.started:
+        count = self.runner.splitter.num_microbatches
+        if batch.inputs.batch_size % count:
+            if not self._started:
                 raise PrepareError(
-                    f"a batch of {batch.inputs.batch} samples is not divisible by num_microbatches={parts}, which "
-                    f"schedule={self.options.schedule!r} needs: choose another number of either, or schedule='gpipe'"
+                    f"a batch of {batch.inputs.batch_size} samples is not divisible by num_microbatches={count}, "
+                    f"which schedule={self.options.schedule!r} needs: change either number, or use schedule='gpipe'"
                 )
             # The last batch of an epoch may be smaller: GPipe's order gives the same.
             return False
-        self.started = True
-        if batch.new or batch.known.notes is None:
+        self._started = True
+        if batch.is_new or batch.shapes.loss_rules is None:
             return False
         weights = losses.weights_by_rule(batch.inputs, self.rules)
         if losses.are_equal(weights):
-            batch.weights = next(iter(weights.values()))
-            # A micro-batch without labels has no mean.
-            return all(batch.weights)
-        # The rules that are left differ on this batch: it goes in GPipe's order, and tells.
-        batch.new, batch.known = True, Known()
+            batch.loss_weights = next(iter(weights.values()))
+            # The mean of a micro-batch without labels is not defined.
+            return all(batch.loss_weights)
+        # The remaining rules differ on this batch. It runs in GPipe's order, which shows the right one.
+        batch.is_new, batch.shapes = True, BatchShapes()
         return False
 
     def learn(self, batch: Batch) -> None:
-        """Keep those rules that held for a new batch. Raises PrepareError, on all ranks, where none does."""
-        if self.kind is None:
+        """Keep the rules that held for a new batch.
+
+        Raises:
+            PrepareError: on all ranks, where none did.
+        """
+        if self.implementation is None:
             return
-        if batch.notes is None:
-            if self.told or not self.runner.staged.model.training:
+        if batch.loss_rules is None:
+            if self._has_warned or not self.runner.staged.model.training:
                 return
-            self.told = True
+            self._has_warned = True
             if dist.get_rank() == 0:
                 logger.warning(
-                    "schedule=%r is for a model that returns its loss: this one's output has none in training, and "
-                    "the batches go in GPipe's order. Give the model its labels, or prepare a loss_fn.",
+                    "schedule=%r needs a model that returns its loss. This one returns none in training, so batches "
+                    "run in GPipe's order. Call the model with labels, or prepare a loss_fn.",
                     self.options.schedule,
                 )
             return
-        batch.known.notes = batch.notes
-        self.rules = tuple(rule for rule in self.rules if rule in batch.notes)
+        batch.shapes.loss_rules = batch.loss_rules
+        self.rules = tuple(rule for rule in self.rules if rule in batch.loss_rules)
         if not self.rules:
             raise PrepareError(
                 f"the model's loss over a batch does not follow from those of its micro-batches ({losses.RULES} were "
                 "tried): use schedule='gpipe', which takes any loss"
             )
 
-    def _examine(self, batch: Batch, output: Any, outputs: list[Any]) -> list[str] | None:
-        """On the last stage, with a new batch: the rules by which losses of parts make the loss, if there is one."""
-        whole, trained = merge.loss_of(output), merge.loss_of(batch.output)
-        if whole is None or trained is None or not trained.requires_grad:
+    def _find_rules(self, batch: Batch, output: Any, outputs: list[Any]) -> list[str] | None:
+        """The rules that hold for a new batch, on the last stage; None where the model returns no loss to train."""
+        full, trained = loss_of(output), loss_of(batch.output)
+        if full is None or trained is None or not trained.requires_grad:
             return None
-        parts = [merge.loss_of(output) for output in outputs]
+        of_microbatches = [loss for output in outputs if (loss := loss_of(output)) is not None]
         if self.runner.gather:
-            self._check_rest(batch, outputs, parts)
-        held = [part for part in parts if part is not None]
-        return losses.holding(whole, held, batch.inputs, self.precision.native_amp)
+            self._check_rest(batch, outputs)
+        return losses.matching_rules(full, of_microbatches, batch.inputs, self.precision.native_amp)
 
-    def _check_rest(self, batch: Batch, outputs: list[Any], parts: Sequence[Any]) -> None:
-        rest = [
-            [tensor for tensor in trees.leaves(output) if tensor is not loss]
-            for output, loss in zip(outputs, parts, strict=True)
-        ]
+    def _check_rest(self, batch: Batch, outputs: list[Any]) -> None:
+        rest = [[tensor for tensor in trees.leaves(output) if tensor is not loss_of(output)] for output in outputs]
         for column in zip(*rest, strict=True):
-            if not merge.is_divided(column, batch.inputs.rows):
+            if not is_batched(column, batch.inputs.sizes):
                 raise PrepareError(
-                    f"the model's output holds a tensor of shape {tuple(column[0].shape)} beside its loss, which "
-                    "cannot be put together from micro-batches: use schedule='gpipe', or gather_output=False"
+                    f"the model's output has, in addition to its loss, a tensor of shape {tuple(column[0].shape)} "
+                    "without a batch dimension, which cannot be merged from micro-batches: use schedule='gpipe', or "
+                    "gather_output=False"
                 )
 
     # -- a batch
@@ -163,107 +171,106 @@ class Scheduled:
     def forward(self, batch: Batch) -> Any:
         """Forward and backward of all micro-batches; the model's output, on every rank."""
         runner = self.runner
-        # The share of a micro-batch is rounded to the seed's precision before it meets a loss in float64.
-        dtype = torch.float32 if runner.wire.device.type == "mps" else torch.float64
-        one = torch.ones((), dtype=dtype, device=runner.wire.device)
+        # In float64, so that the weight of a micro-batch is not rounded before it meets a loss in float64.
+        dtype = torch.float32 if runner.channel.device.type == "mps" else torch.float64
+        one = torch.ones((), dtype=dtype, device=runner.channel.device)
         seed = one if self.precision.scaler is None else self.precision.scaler.scale(one)
-        step = self._step = Step(batch, seed)
-        # What this batch gives takes its factor by itself; the window's other gradients have theirs.
-        former = self.held.take()
+        running = self._running = ScheduledBatch(batch, seed)
+        # The other gradients of the window have their factor already.
+        former = self.accumulated.take()
         try:
             self._run(batch)
         finally:
-            self._step = None
-            step.gradients = self.held.take()
-            self.held.add(former)
-        if runner.wire.rank == runner.source:
-            batch.output = self._output(step)
-        batch.backward = lambda _, grads: self._apply(step, grads)
-        return runner.hand_out(batch)
+            self._running = None
+            running.gradients = self.accumulated.take()
+            self.accumulated.add(former)
+        if runner.channel.rank == runner.source:
+            batch.output = self._output(running)
+        batch.backward = lambda _, grads: self._apply(running, grads)
+        return runner.distribute_output(batch)
 
     def _run(self, batch: Batch) -> None:
-        schedule, stages = self._schedule_of(batch)
+        schedule, stages = self._schedule_for(batch)
         for stage in stages:
             stage.has_backward = True
             stage.clear_runtime_states()
-        count = len(batch.inputs.rows)
+        count = len(batch.inputs.sizes)
 
-        def job(micro: int) -> Any:
+        def job(micro: int) -> Callable[[int, Sequence[torch.Tensor]], Any]:
             return lambda number, received: self._compute(number, micro, received)
 
-        # The batch is divided already, by names.
+        # `job` has the micro-batch's inputs, which are split by their names.
         schedule._step_microbatches(
             [()] * count, [{"job": job(micro)} for micro in range(count)], list(range(count)), [], False
         )
 
     def _compute(self, number: int, micro: int, received: Sequence[torch.Tensor]) -> Any:
-        """One micro-batch through one stage: what goes to the next, or the weighed loss."""
-        step, runner = self._step, self.runner
-        assert step is not None
-        batch = step.batch
-        inlet = batch.known.inlets.get((number, batch.inputs.rows[micro]))
+        """One micro-batch through one stage: what is sent to the next, or the weighted loss."""
+        running, runner = self._running, self.runner
+        assert running is not None
+        batch = running.batch
+        incoming = batch.shapes.stage_inputs.get((number, batch.inputs.sizes[micro]))
         start, stop = runner.cut.bounds[number], runner.cut.bounds[number + 1]
-        seen = inlet.seen if inlet is not None else {}
-        part = Part(start, stop, seen=seen, leave=number != runner.last, grad=True)
-        part.received = fill(inlet.output, received) if inlet is not None else None
-        output = runner.staged.run(part, *batch.inputs.part(micro))
+        unit_outputs = incoming.unit_outputs if incoming is not None else {}
+        segment = Segment(start, stop, unit_outputs=unit_outputs, leave=number != runner.last, grad=True)
+        segment.received = fill(incoming.output, received) if incoming is not None else None
+        output = runner.staged.run(segment, *batch.inputs.microbatch(micro))
         if number != runner.last:
             # torch's stages send tensors as they are.
             return tuple(tensor.contiguous() for tensor in trees.leaves(output))
-        loss = merge.loss_of(output)
+        loss = loss_of(output)
         assert loss is not None
-        step.outputs[micro] = [tensor.detach() for tensor in trees.leaves(runner._kept(output))]
-        return loss * (step.seed * step.batch.weights[micro]).to(loss.dtype)
+        running.outputs[micro] = [tensor.detach() for tensor in trees.leaves(runner.returned(output))]
+        return loss * (running.seed * batch.loss_weights[micro]).to(loss.dtype)
 
-    def _output(self, step: Step) -> Any:
+    def _output(self, running: ScheduledBatch) -> Any:
         """The output of the batch, on the last stage."""
-        described = step.batch.known.output
-        place = _place_of_loss(step.batch.known)
-        count = len(step.batch.inputs.rows)
-        columns = list(zip(*(step.outputs[micro] for micro in range(count)), strict=True))
+        batch = running.batch
+        index = _loss_index(batch.shapes)
+        columns = list(zip(*(running.outputs[micro] for micro in range(len(batch.inputs.sizes))), strict=True))
         tensors = [
-            torch.stack([w * part for w, part in zip(step.batch.weights, column, strict=True)]).sum(0)
-            if number == place
+            torch.stack([w * loss for w, loss in zip(batch.loss_weights, column, strict=True)]).sum(0)
+            if number == index
             else torch.cat(column)
             for number, column in enumerate(columns)
         ]
-        return fill(described, tensors)
+        return fill(batch.shapes.output, tensors)
 
-    def _apply(self, step: Step, grads: list[torch.Tensor | None]) -> None:
-        """The backward of the loop: the gradients that are there already take their factor."""
-        place = _place_of_loss(step.batch.known)
-        if any(grad is not None for number, grad in enumerate(grads) if number != place):
+    def _apply(self, running: ScheduledBatch, grads: OutputGradients) -> None:
+        """The loop's backward: multiply the gradients that were computed by the gradient of the loss."""
+        index = _loss_index(running.batch.shapes)
+        if any(grad is not None for number, grad in enumerate(grads) if number != index):
             raise AccelerateError(
-                f"schedule={self.options.schedule!r} takes the gradient of the loss that the model returns, and this "
-                "loop's loss uses more of its output: use schedule='gpipe'"
+                f"schedule={self.options.schedule!r} computes the gradient of the loss that the model returns, and "
+                "the loss of this loop uses other parts of its output: use schedule='gpipe'"
             )
-        gradient = grads[place]
+        gradient = grads[index]
         if gradient is None:
             return
-        multiply(list(step.gradients.values()), gradient / step.seed)
-        self.held.add(step.gradients)
-        step.gradients = {}
+        multiply(list(running.gradients.values()), gradient / running.seed)
+        self.accumulated.add(running.gradients)
+        running.gradients = {}
 
     # -- torch's objects
 
-    def _schedule_of(self, batch: Batch) -> tuple[Any, list[Any]]:
+    def _schedule_for(self, batch: Batch) -> tuple[Any, list[PipelineStage]]:
         if batch.key not in self._built:
-            if len(self._built) == _KEPT_SCHEDULES:
+            if len(self._built) == _CACHED_SCHEDULES:
                 self._built.pop(next(iter(self._built)))
-            rows = batch.inputs.rows[0]
-            known = batch.known
-            loss = list(trees.leaves(known.output, is_spec))[_place_of_loss(known)]
-            shapes = {}
+            size, shapes = batch.inputs.sizes[0], batch.shapes
+            loss = specs_in(shapes.output)[_loss_index(shapes)]
+            examples = {}
             for stage in self.runner.stages:
-                came, goes = known.inlets.get((stage, rows)), known.outlets.get((stage, rows))
-                shapes[stage] = (_examples(came, ()), _examples(goes, (loss,)))
-            self._built[batch.key] = self._schedule(shapes)
+                incoming, outgoing = shapes.stage_inputs.get((stage, size)), shapes.stage_outputs.get((stage, size))
+                examples[stage] = (
+                    _on_meta(() if incoming is None else incoming.specs),
+                    _on_meta((loss,) if outgoing is None else outgoing.specs),
+                )
+            self._built[batch.key] = self._build(examples)
         return self._built[batch.key]
 
-    def _schedule(self, shapes: dict[int, tuple[Any, Any]]) -> tuple[Any, list[Any]]:
+    def _build(self, examples: Mapping[int, Examples]) -> tuple[Any, list[PipelineStage]]:
         from torch.distributed.pipelining import PipelineStage, schedules
-
-        from .early import EarlyReceive1F1B, has_independent_directions
 
         runner = self.runner
         stages = [
@@ -271,52 +278,53 @@ class Scheduled:
                 runner.stages[number],
                 number,
                 runner.cut.stages,
-                runner.wire.device,
-                input_args=came,
-                output_args=goes,
-                group=runner.wire.group,
+                runner.channel.device,
+                input_args=inputs,
+                output_args=outputs,
+                group=runner.channel.group,
             )
-            for number, (came, goes) in sorted(shapes.items())
+            for number, (inputs, outputs) in sorted(examples.items())
         ]
         for stage in stages:
-            # Shards are reduced at the end of a window, by the backward of the loop.
+            # Gradients are reduced at the end of a window, by the loop's backward.
             stage.perform_reduce_grad = _reduce_later  # type: ignore[method-assign]
-        kind = getattr(schedules, str(self.kind))
-        if kind is schedules.Schedule1F1B and has_independent_directions(runner.wire.group, runner.wire.device):
-            kind = EarlyReceive1F1B
+        kind = pkgutil.resolve_name(str(self.implementation))
         several = issubclass(kind, schedules.PipelineScheduleMulti)
-        # The weights of the micro-batches are in their losses already.
+        # The losses are weighted already.
         schedule = kind(
             stages if several else stages[0],
-            n_microbatches=runner.divider.parts,
+            n_microbatches=runner.splitter.num_microbatches,
             loss_fn=lambda output, _: output,
             scale_grads=False,
         )
-        if several and len(stages) <= _KEPT_WHOLE:
-            schedule.register_custom_function(schedules.RESHARD, _stay_whole)
+        if several and len(stages) <= _GATHERED_STAGES:
+            schedule.register_custom_function(schedules.RESHARD, _reshard_later)
         return schedule, stages
 
 
-def _place_of_loss(known: Known) -> int:
-    if known.place_of_loss is None:
-        stand_ins = [spec.stand_in(torch.device("cpu")) for spec in trees.leaves(known.output, is_spec)]
-        loss = merge.loss_of(fill(known.output, stand_ins))
-        known.place_of_loss = next(number for number, tensor in enumerate(stand_ins) if tensor is loss)
-    return known.place_of_loss
+def _loss_index(shapes: BatchShapes) -> int:
+    """Which tensor of the model's output is the loss."""
+    if shapes.loss_index is None:
+        tensors = _on_meta(specs_in(shapes.output))
+        loss = loss_of(fill(shapes.output, tensors))
+        shapes.loss_index = next(number for number, tensor in enumerate(tensors) if tensor is loss)
+    return shapes.loss_index
+
+
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return str(group._get_backend(device).name()) == "gloo"
 
 
 def _reduce_later(grad_scale_factor: int) -> None:
-    """What torch's schedules call at the end of a batch."""
+    """In place of what torch's schedules call at the end of a batch."""
 
 
-def _stay_whole(action: Any, context: Any) -> None:
-    """At the end of a batch: a stage is gathered once a window, and given back where its gradients are reduced."""
+def _reshard_later(action: Any, context: Any) -> None:
+    """In place of resharding a stage at the end of a batch."""
     context.schedule_ref.unsharded_stages.discard(action.stage_index)
 
 
-def _examples(boundary: Boundary | None, otherwise: tuple[Spec, ...]) -> tuple[torch.Tensor, ...]:
-    """Tensors without memory that say what travels."""
-    specs = otherwise if boundary is None else boundary.specs
+def _on_meta(specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
     return tuple(
         torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad) for spec in specs
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model is cut: its units in the order in which they compute, balanced over stages or cut at named ones."""
+"""Where a model is cut: its units in the order in which they compute, balanced over stages or cut at given names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...core.errors import PrepareError
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of a model that a stage takes whole: its name, its bytes, and the list of blocks that it stands in."""
+    """A module that is not divided between stages: its name, its bytes, and the list of blocks that it is in."""
 
     name: str
     size: int
@@ -26,50 +26,58 @@ class Unit:
 
 @dataclass(frozen=True)
 class StageSplit:
-    """Units in the order in which they compute; stage s has units[bounds[s]:bounds[s + 1]]."""
+    """Units in the order in which they compute; stage s has units[bounds[s]:bounds[s + 1]].
+
+    The tail, units[tail:], is what follows the last block on the last stage.
+    """
 
     units: tuple[str, ...]
     bounds: tuple[int, ...]
-    # Where the blocks of the last stage end, and what follows on them begins.
     tail: int
 
     @property
     def stages(self) -> int:
+        """The number of stages."""
         return len(self.bounds) - 1
 
     def stage_of(self, unit: int) -> int:
+        """Return the stage of a unit."""
         return next(stage for stage in range(self.stages) if unit < self.bounds[stage + 1])
 
 
-def find_units(model: nn.Module, whole: Sequence[str] = (), nested: bool = False) -> list[Unit]:
-    """Units in the order of the model: entries of its lists of blocks, and what stands beside the lists.
+def find_units(model: nn.Module, no_split: Sequence[str] = (), nested: bool = False) -> list[Unit]:
+    """Units in the order of the model: entries of its lists of blocks, and modules outside of the lists.
 
-    `whole` are names of classes that are not looked into; entries of a list are only with `nested`.
+    Args:
+        model: the model.
+        no_split: names of classes that become one unit each.
+        nested: look for lists inside of the entries of lists, too.
     """
-    return list(_units(model, "", frozenset(whole), nested))
+    return list(_units(model, "", frozenset(no_split), nested))
 
 
 def _units(
-    module: nn.Module, name: str, whole: frozenset[str], nested: bool, outer: str | None = None
+    module: nn.Module, name: str, no_split: frozenset[str], nested: bool, outer: str | None = None
 ) -> Iterator[Unit]:
     """`outer`: the list of blocks that a list in a list belongs to."""
     in_list = isinstance(module, (nn.ModuleList, nn.Sequential))
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         if in_list and isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            # Nobody calls a list: its entries are called.
-            yield from _units(child, path, whole, nested, outer or name)
+            # A list is not called; its entries are.
+            yield from _units(child, path, no_split, nested, outer or name)
         elif (
             (nested or not in_list)
-            and type(child).__name__ not in whole
+            and type(child).__name__ not in no_split
             and any(isinstance(inner, (nn.ModuleList, nn.Sequential)) for inner in child.modules())
         ):
-            yield from _units(child, path, whole, nested)
+            yield from _units(child, path, no_split, nested)
         else:
             yield Unit(path, module_bytes(child), outer or (name if in_list else None))
 
 
 def module_bytes(module: nn.Module) -> int:
+    """Return the size of a module's parameters in bytes."""
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
@@ -83,13 +91,21 @@ def cut_model(
     order: Sequence[str] = (),
     units: Sequence[Unit] | None = None,
 ) -> StageSplit:
-    """Cut a model into `stages` (all of all ranks).
+    """Cut a model into stages.
 
-    Without `split_points` every stage begins at an entry of the largest list of blocks, or of a list in one of the
-    `carried` modules, and the costliest stage is as cheap as it can be (`cost` of units; bytes without it).
-    `order` tells in which order units compute, where it is known; `placement` moves some to the first or last place.
-    `units` are those of the model before it was cut. Raises PrepareError for names that do not fit, and for fewer
-    blocks than stages.
+    Args:
+        model: the model.
+        stages: how many, on all ranks together.
+        split_points: names of the units at which stages 2, 3, ... begin. None: a stage begins at an entry of the
+            largest list of blocks, or of a list in a carried module, such that the costliest stage costs least.
+        placement: unit -> "first" or "last", where it computes.
+        cost: of units; None: their bytes.
+        carried: names of modules whose output is sent to all later stages.
+        order: the units in the order in which they compute; empty where that is not known.
+        units: those of the model before it was cut; None: they are found.
+
+    Raises:
+        PrepareError: for names that do not fit, and for fewer blocks than stages.
     """
     units = computing_units(model) if units is None else list(units)
     if order:
@@ -106,9 +122,9 @@ def cut_model(
 
 
 def computing_units(model: nn.Module) -> list[Unit]:
-    """What has no parameters (rotary embeddings, dropout) computes on every stage that asks for it.
+    """The units with parameters. Modules without (rotary embeddings, dropout) compute on every stage that calls them.
 
-    Lists of parameters are no units either: nobody calls them, and their entries count as the model's own.
+    Lists of parameters are not called; their entries count as the model's own parameters.
     """
     lists = (nn.ParameterList, nn.ParameterDict)
     return [unit for unit in find_units(model) if unit.size and not isinstance(model.get_submodule(unit.name), lists)]
@@ -119,7 +135,7 @@ def last_units(model: nn.Module, units: Sequence[str], carried: Sequence[str]) -
     found = {name: [number for number, unit in enumerate(units) if is_inside(unit, name)] for name in carried}
     if strange := [name for name, numbers in found.items() if not numbers]:
         raise PrepareError(
-            f"carried names {', '.join(strange)}, which holds none of the units of {type(model).__name__}: "
+            f"carried names {', '.join(strange)}, which contains none of the units of {type(model).__name__}: "
             f"{_listed(units)}"
         )
     return {name: numbers[-1] for name, numbers in found.items()}
@@ -134,24 +150,24 @@ def encoder_of(model: nn.Module) -> list[str]:
 
 
 def _placed(units: list[Unit], placement: Mapping[str, str], model: nn.Module, carried: Sequence[str]) -> list[Unit]:
-    """Units moved to where they compute; `placement` is within a carried module, or what lies between two."""
+    """Units in the order of `placement`, which applies within a carried module or between two of them."""
     names = [unit.name for unit in units]
     if unknown := [name for name in placement if name not in names]:
         raise PrepareError(
             f"placement names {', '.join(unknown)}: the units of {type(model).__name__} are {_listed(names)}"
         )
-    asked = list(placement)
+    placed = list(placement)
 
     def key(unit: Unit) -> tuple[int, int]:
         end = placement.get(unit.name)
-        return (1, 0) if end is None else (0 if end == "first" else 2, asked.index(unit.name))
+        return (1, 0) if end is None else (0 if end == "first" else 2, placed.index(unit.name))
 
-    parts = itertools.groupby(units, lambda unit: [is_inside(unit.name, name) for name in carried])
-    return [unit for _, part in parts for unit in sorted(part, key=key)]
+    groups = itertools.groupby(units, lambda unit: [is_inside(unit.name, name) for name in carried])
+    return [unit for _, group in groups for unit in sorted(group, key=key)]
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Whether a name is that of a module, or of one in it."""
+    """Whether a name is that of a module, or of one inside it."""
     return f"{name}.".startswith(f"{module}.")
 
 
@@ -160,10 +176,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _blocks(units: Sequence[Unit], carried: Sequence[str]) -> list[int]:
-    """Places of the entries of the list of blocks that holds most bytes, and of lists in carried modules.
-
-    All units where there is no list.
-    """
+    """Indices of the entries of the largest list of blocks, and of lists in carried modules; else of all units."""
     sizes: dict[str, int] = {}
     for unit in units:
         if unit.blocks is not None:
@@ -178,7 +191,7 @@ def _blocks(units: Sequence[Unit], carried: Sequence[str]) -> list[int]:
 def _named_bounds(model: nn.Module, names: Sequence[str], points: Sequence[str], stages: int) -> list[int]:
     check_names(model, points)
     if len(points) != stages - 1:
-        raise PrepareError(f"{len(points)} split_points make {len(points) + 1} stages; {stages} are asked for")
+        raise PrepareError(f"{len(points)} split_points make {len(points) + 1} stages; {stages} are requested")
     if inner := [point for point in points if point not in names]:
         raise PrepareError(
             f"split_points names {', '.join(inner)}, where {type(model).__name__} cannot be cut: its units are "
@@ -206,18 +219,18 @@ def _balanced_bounds(
     if len(blocks) < stages:
         raise PrepareError(
             f"{type(model).__name__} has {len(blocks)} blocks ({_listed([units[place].name for place in blocks])}) "
-            f"and {stages} stages are asked for: lower pp_size or stages_per_rank, or name split_points"
+            f"and {stages} stages are requested: lower pp_size or stages_per_rank, or name split_points"
         )
-    # What stands before the blocks goes with the first of them; what follows on a block goes with it.
+    # Units before the blocks belong to the first block, and units after a block to that block.
     begins = [0, *blocks[1:], len(units)]
     grouped = [sum(costs[begin:end]) for begin, end in itertools.pairwise(begins)]
     return [0, *(blocks[place] for place in balance(grouped, stages)), len(units)]
 
 
 def balance(costs: Sequence[float], stages: int) -> list[int]:
-    """Where stages 2, 3, ... begin so that the costliest is as cheap as it can be; each has at least one entry.
+    """Where stages 2, 3, ... begin such that the costliest stage costs least; each stage has at least one entry.
 
-    Of equally good cuts the one whose earlier stages are the lighter: they hold more micro-batches at a time.
+    Of equally good cuts it takes the one with lighter early stages, which keep more micro-batches at a time.
     """
     total = len(costs)
     best = [[float("inf")] * (total + 1) for _ in range(stages + 1)]
@@ -240,7 +253,7 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def measure(model: nn.Module, units: Sequence[Unit], inputs: Mapping[str, Any], rounds: int = 3) -> list[float]:
-    """Seconds that each unit's forward takes, the least of some rounds, on the device that the model is on."""
+    """Seconds that each unit's forward takes, the least of several rounds, on the model's device."""
     modules = [model.get_submodule(unit.name) for unit in units]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "meta":

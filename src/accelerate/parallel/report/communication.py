@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sharded and split models send in an optimizer step, told from how their parameters lie."""
+"""What sharded and tensor-parallel models send in an optimizer step, computed from the layout of their parameters."""
 
 from __future__ import annotations
 
@@ -17,40 +17,45 @@ from .memory import local_bytes
 
 
 def shard_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
-    """FSDP2: every unit is gathered for each forward, again for its backward where it was resharded between, and its
-    gradients are scattered once. Bytes are those of whole units, as they are gathered. A unit with nothing to train is
-    gathered for a backward only where one passes it: then the number is an upper one."""
+    """Messages of FSDP2 in a window of so many backwards, with the bytes of unsharded units.
+
+    Each unit is gathered for each forward, and again for the backward if it was resharded in between; its gradients
+    are scattered once. A unit without trainable parameters is gathered for a backward only if one passes through it:
+    the number is then an upper bound.
+    """
     gathers, gathered, scatters, scattered, copies, copied, passed = 0, 0, 0, 0, 0, 0, True
     for _, group, resharded in shard_groups(model):
         again, ranks = 1 + resharded, group.mesh_info.shard_mesh_size
         gathers += backwards * again
-        gathered += backwards * again * sum(_whole(p, group.mp_policy.param_dtype, ranks) for p in group.fsdp_params)
+        gathered += (
+            backwards * again * sum(_unsharded_bytes(p, group.mp_policy.param_dtype, ranks) for p in group.fsdp_params)
+        )
         trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         if not trained:
             passed = passed and not resharded
             continue
         dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
-        size = sum(_whole(p, dtype, ranks) for p in trained)
+        size = sum(_unsharded_bytes(p, dtype, ranks) for p in trained)
         scatters, scattered = scatters + 1, scattered + size
         if group._is_hsdp:
             copies, copied = copies + 1, copied + size // ranks
     found = [CommunicationVolume("all-gather of parameters", gathers, gathered, about=not passed)]
     found.append(CommunicationVolume("reduce-scatter of gradients", scatters, scattered))
     if copies:
-        found.append(CommunicationVolume("all-reduce of gradients between copies", copies, copied))
+        found.append(CommunicationVolume("all-reduce of gradients between replicas", copies, copied))
     return [one for one in found if one.messages]
 
 
 def shard_gradients(model: nn.Module) -> int:
-    """FSDP2: bytes of the gradients before they are scattered, where a window keeps them whole."""
+    """FSDP2: bytes of the gradients before they are scattered, which a window accumulates unsharded."""
     shards = [(p, group.mp_policy) for _, group, _ in shard_groups(model) for p in group.fsdp_params]
     inside = {id(p.sharded_param) for p, _ in shards}
-    whole = sum(
+    unsharded: int = sum(
         p._orig_size.numel() * (policy.reduce_dtype or policy.param_dtype or p.sharded_param.dtype).itemsize
         for p, policy in shards
         if p.sharded_param.requires_grad
     )
-    return whole + local_bytes(p for p in model.parameters() if p.requires_grad and id(p) not in inside)
+    return unsharded + local_bytes(p for p in model.parameters() if p.requires_grad and id(p) not in inside)
 
 
 def shard_dtypes(model: nn.Module) -> tuple[str, str] | None:
@@ -75,20 +80,23 @@ def shard_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any, bool]]:
             continue
         root = root or module
         state = module._get_fsdp_state()
-        # torch decides for the outermost unit at its first forward: what it gathers last is needed first.
+        # torch decides at the first forward that the outermost unit, which the backward needs first, is kept.
         kept = module is root and state._auto_reshard_after_forward
         for group in units.groups(state):
             yield module, group, bool(group._reshard_after_forward) and not kept
 
 
-def _whole(parameter: Any, dtype: torch.dtype | None, ranks: int) -> int:
-    """Bytes of a parameter of which each of `ranks` has an equal part, the last one's padded."""
+def _unsharded_bytes(parameter: Any, dtype: torch.dtype | None, ranks: int) -> int:
+    """Bytes of a parameter that `ranks` ranks shard equally, with padding."""
     return int(parameter.padded_sharded_param_size.numel()) * ranks * (dtype or parameter.sharded_param.dtype).itemsize
 
 
 def tensor_parallel_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
-    """Tensor parallelism: where a split ends its parts are summed, where it begins gradients are; layers that read the
-    same tensor share that. Along the sequence a sum is a scatter, and a gather the other way. Bytes are a token's."""
+    """Messages of tensor parallelism, with the bytes of one token.
+
+    Activations are summed where a split ends, gradients where it begins; layers with the same input share a sum. Along
+    the sequence a sum becomes a scatter in one direction, and a gather in the other.
+    """
     split = [module for module in model.modules() if isinstance(module, (ColumnLinear, RowLinear, RowEmbedding))]
     along = any(isinstance(module, RowLinear) and module.along_sequence for module in split)
     found: dict[str, tuple[int, float]] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was asked for and what became of it: the layout, every kind of parameter and module, messages, memory."""
+"""The report of `explain()`: requested and actual settings, layout, parameters, modules, messages, memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base import Strategy
-from ..prepared import PreparedModel
+from ..prepared import CommunicationVolume, PreparedModel
 from . import memory
 from .communication import shard_groups
 
-_OFTEN_NONE = (memory.BUFFERS, memory.MASTERS)
-_KINDS = (memory.PARAMETERS, memory.BUFFERS, memory.GRADIENTS, memory.MASTERS, memory.STATE, memory.BUCKETS)
+_OFTEN_NONE = (memory.BUFFERS, memory.MASTER_WEIGHTS)
+_KINDS = (memory.PARAMETERS, memory.BUFFERS, memory.GRADIENTS, memory.MASTER_WEIGHTS, memory.STATE, memory.BUCKETS)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line: what it is about, what was asked for (and where), what is the case."""
+    """One line of the report.
+
+    Fields:
+        name: what the line is about.
+        got: the actual value.
+        requested: where the value was requested.
+    """
 
     name: str
     got: str
-    asked: str = ""
+    requested: str = ""
 
 
 @dataclass(frozen=True)
@@ -46,12 +52,12 @@ class Report:
             width = max((len(row.name) for row in rows), default=0)
             lines.append(title)
             for row in rows:
-                asked = f"   (asked: {row.asked})" if row.asked else ""
-                lines.append(f"  {row.name:<{width}}  {row.got}{asked}")
+                requested = f"   (requested: {row.requested})" if row.requested else ""
+                lines.append(f"  {row.name:<{width}}  {row.got}{requested}")
         return "\n".join(lines)
 
     def find(self, section: str, name: str) -> str:
-        """What is the case for one line. Raises KeyError where there is none."""
+        """The actual value of one line. Raises KeyError if there is no such line."""
         rows = self.sections.get(section, ())
         for row in rows:
             if row.name == name:
@@ -72,8 +78,10 @@ def explain(
     """The report of a run.
 
     Args:
-        requested: the lines of what the user asked for. strategy: lays out the models.
-        models, optimizers: the prepared models and the plain optimizers.
+        requested: the lines of the user's settings.
+        strategy: lays out the models.
+        models: the prepared models.
+        optimizers: the plain optimizers.
         steps: the backwards of an accumulation window.
         usage: what `memory_usage` gave on each rank; None: on this one only.
         sync_each_batch: gradients are averaged in each backward.
@@ -119,7 +127,7 @@ def _memory(found: dict[str, int]) -> str:
 
 
 def size_of(count: float) -> str:
-    """A number of bytes in words: `1.50 MiB`."""
+    """A number of bytes with its unit: `1.50 MiB`."""
     power = 0
     while count >= 1024 and power < len(_UNITS) - 1:
         count, power = count / 1024, power + 1
@@ -128,7 +136,7 @@ def size_of(count: float) -> str:
 
 def _layout(strategy: Strategy) -> list[Row]:
     index, count = strategy.data_shard
-    rows = [Row("strategy", strategy.name), Row("data", f"part {index} of {count}")]
+    rows = [Row("strategy", strategy.name), Row("data", f"shard {index} of {count}")]
     mesh = getattr(strategy, "mesh", None)
     if mesh is not None:
         sizes = zip(mesh.mesh_dim_names, mesh.shape, mesh.get_coordinate() or (), strict=False)
@@ -137,17 +145,17 @@ def _layout(strategy: Strategy) -> list[Row]:
 
 
 def _pattern(name: str) -> str:
-    """A name without its numbers: equal layers become one line."""
+    """A name with its numbers replaced by *: equal layers become one line."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name)
 
 
 def _grouped(named: Iterable[tuple[str, str]]) -> list[Row]:
     counts = Counter((_pattern(name), text) for name, text in named)
-    return [Row(name or "(whole)", text + (f"   x {n}" if n > 1 else "")) for (name, text), n in counts.items()]
+    return [Row(name or "(model)", text + (f"   x {n}" if n > 1 else "")) for (name, text), n in counts.items()]
 
 
 def _modules(model: nn.Module) -> list[Row]:
-    """What modules were turned into: wrapped, sharded, compiled, converted."""
+    """How modules were changed: wrapped, sharded, compiled, converted."""
     return _grouped(
         (name, ", ".join(marks)) for name, module in model.named_modules() if (marks := list(_marks(module, model)))
     )
@@ -175,19 +183,19 @@ def _after_forward(unit: nn.Module, root: nn.Module) -> str:
     for inner, group, again in shard_groups(root):
         if inner is unit and again:
             size = group.post_forward_mesh_info.shard_mesh_size
-            parts = "" if size == group.mesh_info.shard_mesh_size else f" to groups of {size}"
-            return f"resharded after forward{parts}"
-    return "kept whole after forward"
+            groups = "" if size == group.mesh_info.shard_mesh_size else f" to groups of {size}"
+            return f"resharded after forward{groups}"
+    return "kept unsharded after forward"
 
 
 def _parameters(model: nn.Module) -> list[Row]:
     def text(parameter: nn.Parameter) -> str:
         shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
         frozen = "" if parameter.requires_grad else ", frozen"
-        if (part := getattr(parameter, "ds_tensor", None)) is not None:
+        if (shard := getattr(parameter, "ds_tensor", None)) is not None:
             shape = tuple(parameter.ds_shape)  # type: ignore[attr-defined]
-            kept = "whole" if parameter.numel() else "in parts"
-            return f"{dtype} {shape}, kept {kept}, here {part.numel()} numbers by ZeRO 3{frozen}"
+            kept = "unsharded" if parameter.numel() else "sharded"
+            return f"{dtype} {shape}, {kept}, here {shard.numel()} elements by ZeRO 3{frozen}"
         if not isinstance(parameter, DTensor):
             return f"{dtype} {shape}{frozen}"
         names = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
@@ -198,18 +206,18 @@ def _parameters(model: nn.Module) -> list[Row]:
 
 
 def _dtypes(prepared: PreparedModel) -> list[Row]:
-    masters = list(prepared.master_weights())
+    master_weights = list(prepared.master_weights())
     compute, reduction = prepared.dtypes()
     return [
         Row("parameters", _counted(prepared.module.parameters())),
-        *([Row("masters of parameters", _counted(masters))] if masters else []),
+        *([Row("master weights", _counted(master_weights))] if master_weights else []),
         Row("computes in", compute),
         Row("gradients are averaged in", reduction),
     ]
 
 
 def _counted(tensors: Iterable[torch.Tensor]) -> str:
-    """How many numbers there are of each dtype."""
+    """The number of elements of each dtype."""
     kept = Counter[str]()
     for tensor in tensors:
         kept[str(tensor.dtype).removeprefix("torch.")] += getattr(tensor, "ds_numel", tensor.numel())
@@ -225,7 +233,11 @@ def _volume(strategy: Strategy, prepared: PreparedModel, steps: int, sync_each_b
         return [Row("not counted", f"{strategy.name} decides what it sends")]
     if not found:
         return [Row("none", "this layout sends nothing for it")]
-    return [
-        Row(one.what, f"{'about ' * one.about}{times * one.messages} messages, {size_of(times * one.sent)}{one.unit}")
-        for one in found
-    ]
+    return [Row(volume.what, _amount(volume, times)) for volume in found]
+
+
+def _amount(volume: CommunicationVolume, times: int) -> str:
+    size = f"{size_of(times * volume.sent)}{volume.unit}"
+    if volume.messages is None:
+        return f"{'at most ' * volume.about}{size}"
+    return f"{'about ' * volume.about}{times * volume.messages} messages, {size}"

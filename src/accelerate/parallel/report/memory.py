@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds for its models and optimizers: bytes, by kind."""
+"""The memory that a rank uses for its models and optimizers, in bytes by kind."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-# Kinds of bytes. Gradients are counted as large as they get between two backwards; buckets stand beside the sum, as
-# most of them are there during a backward only, and as large as a library is told to make them.
-PARAMETERS, BUFFERS, GRADIENTS, MASTERS = "parameters", "buffers", "gradients", "masters"
+# Kinds of bytes. Gradients have their largest size between two backwards. Buckets are not in the sum: most of them
+# exist during a backward only, in the size that the library is configured for.
+PARAMETERS, BUFFERS, GRADIENTS, MASTER_WEIGHTS = "parameters", "buffers", "gradients", "master weights"
 STATE, BUCKETS = "optimizer state", "buckets"
 
 
-def of_model(model: nn.Module, masters: Iterable[torch.Tensor], seen: set[int]) -> dict[str, int]:
-    """Bytes of a model whose gradients lie as its parameters do, without tensors whose id is in `seen` (extended)."""
+def of_model(model: nn.Module, master_weights: Iterable[torch.Tensor], seen: set[int]) -> dict[str, int]:
+    """Bytes of a model whose gradients have the layout of its parameters; `seen` has the ids of tensors to skip."""
     parameters = list(_unseen(model.parameters(), seen))
     return {
         PARAMETERS: local_bytes(parameters),
         GRADIENTS: local_bytes(p for p in parameters if p.requires_grad),
-        MASTERS: local_bytes(_unseen(masters, seen)),
+        MASTER_WEIGHTS: local_bytes(_unseen(master_weights, seen)),
     }
 
 
@@ -33,10 +33,12 @@ def _unseen(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.T
 
 
 def of_buffers(models: Sequence[nn.Module]) -> int:
+    """Bytes of the buffers of models, each counted once."""
     return local_bytes({id(b): b for model in models for b in model.buffers()}.values())
 
 
 def of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Bytes of the tensors in the optimizers' state."""
     return local_bytes(
         value
         for optimizer in optimizers
@@ -47,7 +49,7 @@ def of_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> int:
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors, of DTensors those of this rank's part."""
+    """Bytes of tensors; of a DTensor those of this rank's shard."""
     return sum(_local(tensor).numel() * tensor.dtype.itemsize for tensor in tensors)
 
 
@@ -57,15 +59,15 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def allocated_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind tensors, each once: several may be parts of one."""
+    """Bytes of the storages behind tensors, each counted once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def tensors_in(held: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in lists and dicts of any depth."""
-    if isinstance(held, torch.Tensor):
-        return [held]
-    if isinstance(held, dict):
-        held = list(held.values())
-    return [tensor for one in held for tensor in tensors_in(one)] if isinstance(held, (list, tuple)) else []
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for one in value for tensor in tensors_in(one)] if isinstance(value, (list, tuple)) else []

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What split linear layers and embeddings compute: on each rank's own part, in plain tensors, with messages between.
+"""Forwards of split linear layers and embeddings: on local shards as plain tensors, with collectives in between.
 
-DTensor would do the same operation by operation, and ask at each what becomes of its layout: several times the time of
-a small layer. The parameters are DTensors all the same, for whoever shards, clips, saves or loads them.
+DTensor would dispatch each operation and propagate its sharding, which takes several times as long as a small layer.
+The parameters are DTensors all the same, for whatever shards, clips, saves or loads them.
 """
 
 from __future__ import annotations
@@ -18,126 +18,132 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from . import loss as tensor_loss
 
-# What a residual stream is sharded along: (batch, sequence, features).
+# The dimension of a residual stream (batch, sequence, features) that is sharded.
 SEQUENCE = 1
 
 
-def _sum(part: torch.Tensor, mesh: DeviceMesh, own: bool) -> torch.Tensor:
-    """The sum over the ranks; in place where the tensor is nobody else's (`own`)."""
+def _all_reduce(partial: torch.Tensor, mesh: DeviceMesh, in_place: bool) -> torch.Tensor:
+    """The sum over the ranks; `in_place` where nothing else uses the tensor."""
     if torch.compiler.is_compiling():
-        # The functional form, which can be taken into a graph.
+        # The functional collective, which can be traced.
         collectives = torch.ops._c10d_functional
-        total: torch.Tensor = collectives.all_reduce(part.contiguous(), "sum", mesh.get_group().group_name)
-        return collectives.wait_tensor(total)
-    total = part.contiguous() if own else part.clone(memory_format=torch.contiguous_format)
+        group = mesh.get_group().group_name
+        traced: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(partial.contiguous(), "sum", group))
+        return traced
+    total = partial.contiguous() if in_place else partial.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=mesh.get_group())
     return total
 
 
 class SumForward(torch.autograd.Function):
-    """The sum over the ranks; the gradient, the same on every rank, is that of each summand."""
+    """All-reduce in the forward; the gradient, equal on all ranks, is passed on."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return _sum(part, mesh, own=False)
+    def forward(ctx: Any, partial: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """Return the sum of `partial` over the ranks."""
+        return _all_reduce(partial, mesh, in_place=False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradient unchanged."""
         return gradients[0], None
 
 
 class SumBackward(torch.autograd.Function):
-    """What is the same on every rank, on its way into a split: its gradient is the sum of theirs."""
+    """Identity in the forward; the gradient is all-reduced."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: Any, replicated: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """Return a view of the tensor."""
         ctx.mesh = mesh
-        return whole.view_as(whole)
+        return replicated.view_as(replicated)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        # It comes out of the linear layers that read this.
-        return _sum(gradients[0], ctx.mesh, own=True), None
+        """Return the sum of the gradient over the ranks."""
+        # The linear layers that read the tensor have made this gradient.
+        return _all_reduce(gradients[0], ctx.mesh, in_place=True), None
 
 
 class GatherFeatures(torch.autograd.Function):
-    """Each rank's features put side by side; the gradient, the same on every rank, is cut again.
+    """All-gather of features; the gradient, equal on all ranks, is split.
 
-    A new tensor: DTensor would give a view, which FSDP must not see, since a change in place would lose its hooks.
+    It returns a new tensor. DTensor would return a view, and a change of it in place would lose FSDP's hooks.
     """
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: Any, shard: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """Return the features of all ranks, concatenated."""
         ctx.mesh = mesh
         ranks, collectives = mesh.size(), torch.ops._c10d_functional
-        parts = collectives.all_gather_into_tensor(part.contiguous(), ranks, mesh.get_group().group_name)
-        return torch.cat(collectives.wait_tensor(parts).chunk(ranks), -1)
+        shards = collectives.all_gather_into_tensor(shard.contiguous(), ranks, mesh.get_group().group_name)
+        return torch.cat(collectives.wait_tensor(shards).chunk(ranks), -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return this rank's slice of the gradient."""
         return gradients[0].chunk(ctx.mesh.size(), -1)[ctx.mesh.get_local_rank()], None
 
 
 class SharedInput:
-    """Layers that read one tensor, in turn: it is made whole once, and its gradient is summed over the ranks once."""
+    """The input of several layers: it is gathered once, and its gradient is all-reduced once."""
 
     def __init__(self, layers: int) -> None:
         self.layers = layers
-        self._given: torch.Tensor | None = None
-        self._whole: torch.Tensor | None = None
+        self._input: torch.Tensor | None = None
+        self._replicated: torch.Tensor | None = None
         self._left = 0
 
     def take(self, given: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        if given is not self._given or self._whole is None:
-            self._given, self._whole, self._left = given, _whole(given, mesh), self.layers
-        whole = self._whole
+        """Return the input replicated on all ranks. The last layer that takes it releases it."""
+        if given is not self._input or self._replicated is None:
+            self._input, self._replicated, self._left = given, _replicate(given, mesh), self.layers
+        replicated = self._replicated
         self._left -= 1
         if self._left == 0:
             # Nothing outlives the forward.
-            self._given = self._whole = None
-        return whole
+            self._input = self._replicated = None
+        return replicated
 
 
-def _whole(given: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _replicate(given: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     if not isinstance(given, DTensor):
-        return SumBackward.apply(given, mesh)
+        replicated: torch.Tensor = SumBackward.apply(given, mesh)
+        return replicated
     return given.redistribute(placements=(Replicate(),)).to_local(grad_placements=(Partial(),))
 
 
-class LocalPart(torch.autograd.Function):
-    """What a parameter's `to_local` gives, at a third of its cost: a gradient lies as its parameter does."""
+class ToLocal(torch.autograd.Function):
+    """`DTensor.to_local` of a parameter at a third of its cost: the gradient has the parameter's layout."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        """Return a view of the parameter's local shard."""
         ctx.layout = parameter._spec
-        part = parameter._local_tensor
-        return part.view_as(part)
+        shard = parameter._local_tensor
+        return shard.view_as(shard)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _like(gradients[0], ctx.layout)
-
-
-def _like(part: torch.Tensor, layout: Any) -> DTensor:
-    """A part of what lies by `layout` as the DTensor that it is a part of."""
-    # Without its initialiser, which does nothing, at length.
-    return DTensor.__new__(DTensor, part, layout, requires_grad=False)
+        """Return the gradient as a DTensor in the layout of the parameter."""
+        # Without DTensor's initialiser, which takes long and does nothing.
+        return DTensor.__new__(DTensor, gradients[0], ctx.layout, requires_grad=False)
 
 
 def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's part of a parameter, through which a gradient comes back to it."""
+    """This rank's shard of a parameter, differentiable."""
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return parameter.to_local()
-    return LocalPart.apply(parameter)
+    shard: torch.Tensor = ToLocal.apply(parameter)
+    return shard
 
 
 class ColumnLinear(nn.Linear):
-    """A linear layer of which each rank has some of the outputs; `gathered`, all of them are put together.
+    """A linear layer of which each rank computes some of the outputs; `gathered`: all ranks return all of them.
 
-    With `as_dtensor` (logits that a loss is taken of) they stay split, but where no gradient is taken: there they are
-    to be read.
+    `as_dtensor`, for the logits of a loss: outputs stay sharded where gradients are taken, and are gathered otherwise.
     """
 
     plain_class = nn.Linear
@@ -147,44 +153,48 @@ class ColumnLinear(nn.Linear):
     as_dtensor: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        whole = self.shared.take(input, self.ranks)
-        part = F.linear(whole, local(self.weight), local(self.bias))  # type: ignore[arg-type]
+        """Compute this rank's output features, and gather them if the layer is set to."""
+        replicated = self.shared.take(input, self.ranks)
+        shard = F.linear(replicated, local(self.weight), local(self.bias))  # type: ignore[arg-type]
         if self.gathered or (self.as_dtensor and not torch.is_grad_enabled()):
-            return GatherFeatures.apply(part, self.ranks)
+            gathered: torch.Tensor = GatherFeatures.apply(shard, self.ranks)
+            return gathered
         if self.as_dtensor:
             if not torch.compiler.is_compiling():
                 tensor_loss.ensure()
-            return DTensor.from_local(part, self.ranks, (Shard(part.ndim - 1),), run_check=False)
-        return part
+            return DTensor.from_local(shard, self.ranks, (Shard(shard.ndim - 1),), run_check=False)
+        return shard
 
 
 class RowLinear(nn.Linear):
-    """A linear layer of which each rank has some of the inputs. `along_sequence`: each keeps its part of the sum."""
+    """A linear layer of which each rank reads some of the inputs. `along_sequence`: the sum is sharded over tokens."""
 
     plain_class = nn.Linear
     ranks: DeviceMesh
     along_sequence: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute a partial product of this rank's input features, and sum it over the ranks."""
         if isinstance(input, DTensor):
             input = input.redistribute(placements=(Shard(input.ndim - 1),)).to_local()
-        part = F.linear(input, local(self.weight))  # type: ignore[arg-type]
+        partial = F.linear(input, local(self.weight))  # type: ignore[arg-type]
         if self.along_sequence:
-            total: torch.Tensor = DTensor.from_local(part, self.ranks, (Partial(),), run_check=False)
+            total: torch.Tensor = DTensor.from_local(partial, self.ranks, (Partial(),), run_check=False)
             total = total.redistribute(placements=(Shard(SEQUENCE),))  # type: ignore[attr-defined]
             return total if self.bias is None else total + self.bias
-        total = SumForward.apply(part, self.ranks)
+        total = SumForward.apply(partial, self.ranks)
         bias = local(self.bias)
         return total if bias is None else total + bias.to(total.dtype)
 
 
 class RowEmbedding(nn.Embedding):
-    """An embedding of which each rank has some rows: it gives zeros for the others', and the ranks are summed."""
+    """An embedding of which each rank has some rows: it returns zeros for the other rows, and ranks are summed."""
 
     plain_class = nn.Embedding
     ranks: DeviceMesh
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Look up this rank's rows, and sum the results over the ranks."""
         rows: Any = local(self.weight)
         first = self.ranks.get_local_rank() * rows.shape[0]
         own = input - first
@@ -195,12 +205,12 @@ class RowEmbedding(nn.Embedding):
         found = F.embedding(
             own.masked_fill(others, 0), rows, padding, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse
         )
-        return SumForward.apply(found.masked_fill(others.unsqueeze(-1), 0), self.ranks)
+        total: torch.Tensor = SumForward.apply(found.masked_fill(others.unsqueeze(-1), 0), self.ranks)
+        return total
 
 
 def become(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> nn.Module:
-    """The same module, computing as `kind`. A class, and no forward of each module's own: equal blocks stay equal to
-    torch.compile, which compiles them once."""
+    """Change the class of a module. With a forward for each module, torch.compile would compile equal blocks again."""
     module.__class__ = kind
     for name, value in attributes.items():
         setattr(module, name, value)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cross entropy of logits that are split over the vocabulary: each rank on its own classes, sums over the ranks.
+"""The cross entropy of logits that are sharded over the vocabulary: each rank computes its own classes.
 
-DTensor would gather the logits on every rank, and takes no labels that are plain tensors. torch's `loss_parallel` does
-neither, inside of a context, in which gradients of a log-softmax that feeds anything but a cross entropy are wrong.
-Here each operation is exact by itself, so that it may stand for DTensor's own as long as a model needs it.
+DTensor would gather the logits on every rank, and refuses labels that are plain tensors. torch's `loss_parallel`
+solves both inside of a context, in which the gradient of a log-softmax is wrong unless a cross entropy follows. Here
+each operation is exact by itself, so it can replace DTensor's as long as a model needs it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NONE, _MEAN, _SUM = range(3)  # torch's numbers of reductions
 
 
 def split_losses_while_alive(model: nn.Module) -> None:
-    """Have cross entropies of split logits computed in parts, as long as the model lives."""
+    """Compute cross entropies of sharded logits on the shards, as long as the model lives."""
     _models.add(model)
     ensure()
-    # After the last of them nothing is left behind.
+    # The last of them restores DTensor.
     weakref.finalize(model, _remove_when_unneeded).atexit = False
 
 
@@ -39,13 +39,13 @@ def _table() -> dict[Any, Callable[..., Any]]:
 
 
 def ensure() -> None:
-    """Put the operations in their place: a `loss_parallel` block of torch's takes them away at its end."""
+    """Register the operations: torch's `loss_parallel` block removes them at its end."""
     if _models:
         _table().update(_OPERATIONS)
 
 
 def _remove_when_unneeded() -> None:
-    # Those that live: while one dies the set still counts it.
+    # While a model is finalized, the length of the set still counts it.
     if list(_models):
         return
     table = _table()
@@ -55,14 +55,14 @@ def _remove_when_unneeded() -> None:
 
 
 def _handles(logits: Any, dimension: int) -> bool:
-    """Whether a tensor is split over its classes, and over nothing else."""
+    """Whether a tensor is sharded over its classes, and over nothing else."""
     if not isinstance(logits, DTensor) or logits.device_mesh.ndim != 1:
         return False
     return logits.placements[0] == Shard(dimension % logits.ndim)
 
 
 def _or_else(split_of: Callable[..., tuple[Any, int]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A handler of what is split; `split_of(arguments)` is (tensor, dimension of classes). DTensor does the rest."""
+    """A handler for sharded logits; `split_of(arguments)` is (logits, dimension of classes). DTensor does the rest."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -81,44 +81,44 @@ def _or_else(split_of: Callable[..., tuple[Any, int]]) -> Callable[[Callable[...
     return decorate
 
 
-def _sum(part: torch.Tensor, like: DTensor, how: str = "sum") -> torch.Tensor:
+def _reduce(local: torch.Tensor, like: DTensor, how: str = "sum") -> torch.Tensor:
     group = like.device_mesh.get_group().group_name
-    total: torch.Tensor = collectives.all_reduce(part.contiguous(), how, group)
-    return collectives.wait_tensor(total)
+    total: torch.Tensor = collectives.wait_tensor(collectives.all_reduce(local.contiguous(), how, group))
+    return total
 
 
-def _made(part: torch.Tensor, like: DTensor, placement: Placement) -> DTensor:
-    return DTensor.from_local(part, like.device_mesh, (placement,), run_check=False)
+def _from_local(local: torch.Tensor, like: DTensor, placement: Placement) -> DTensor:
+    return DTensor.from_local(local, like.device_mesh, (placement,), run_check=False)
 
 
-def _placed(value: Any, placement: Placement) -> torch.Tensor:
-    """This rank's part of a value in a layout; a plain tensor is whole."""
+def _in_placement(value: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """The local tensor of a value in a placement; a plain tensor is returned as it is."""
     if not isinstance(value, DTensor):
         return value
     return value.redistribute(placements=(placement,)).to_local()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums over the classes are taken in."""
+    """The dtype of sums over the classes."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 @_or_else(lambda logits, dimension, *_: (logits, dimension))
 def _log_softmax(logits: DTensor, dimension: int, half_to_float: bool) -> DTensor:
-    part = logits.to_local()
-    wide = part.to(_wide(part.dtype))
-    wide = wide - _sum(wide.amax(dimension, keepdim=True), logits, "max")
-    wide = wide - _sum(wide.exp().sum(dimension, keepdim=True), logits).log()
-    result = wide if half_to_float else wide.to(part.dtype)
-    return _made(result, logits, logits.placements[0])
+    local = logits.to_local()
+    wide = local.to(_wide(local.dtype))
+    wide = wide - _reduce(wide.amax(dimension, keepdim=True), logits, "max")
+    wide = wide - _reduce(wide.exp().sum(dimension, keepdim=True), logits).log()
+    result = wide if half_to_float else wide.to(local.dtype)
+    return _from_local(result, logits, logits.placements[0])
 
 
 @_or_else(lambda gradient, output, dimension, dtype: (output, dimension))
 def _log_softmax_backward(gradient: Any, output: DTensor, dimension: int, dtype: torch.dtype) -> DTensor:
-    wide = _placed(gradient, output.placements[0]).to(_wide(output.dtype))
-    total = _sum(wide.sum(dimension, keepdim=True), output)
-    part = wide - output.to_local().to(wide.dtype).exp() * total
-    return _made(part.to(dtype), output, output.placements[0])
+    wide = _in_placement(gradient, output.placements[0]).to(_wide(output.dtype))
+    total = _reduce(wide.sum(dimension, keepdim=True), output)
+    local = wide - output.to_local().to(wide.dtype).exp() * total
+    return _from_local(local.to(dtype), output, output.placements[0])
 
 
 def _classes(scores: DTensor) -> int:
@@ -126,7 +126,7 @@ def _classes(scores: DTensor) -> int:
 
 
 def _own(scores: DTensor, labels: torch.Tensor, ignored: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(labels as numbers of own classes, which are own, which count), with a dimension for the classes."""
+    """(labels as indices of own classes, which of them are own, which count), with a dimension for the classes."""
     dimension = _classes(scores)
     labels = labels.unsqueeze(dimension)
     counts = labels != ignored
@@ -140,41 +140,41 @@ def _own(scores: DTensor, labels: torch.Tensor, ignored: int) -> tuple[torch.Ten
 
 
 def _weights(weight: Any, labels: torch.Tensor, counts: torch.Tensor, like: torch.Tensor, dimension: int) -> Any:
-    """What each label counts."""
+    """The weight of each label."""
     if weight is None:
         return counts.to(like.dtype)
-    of_labels = _placed(weight, Replicate())[torch.where(counts, labels.unsqueeze(dimension), 0)]
+    of_labels = _in_placement(weight, Replicate())[torch.where(counts, labels.unsqueeze(dimension), 0)]
     return torch.where(counts, of_labels, 0)
 
 
 @_or_else(lambda scores, *_: (scores, _classes(scores)))
 def _nll(scores: DTensor, labels: Any, weight: Any, reduction: int, ignored: int) -> tuple[DTensor, DTensor]:
-    part, labels, dimension = scores.to_local(), _placed(labels, Replicate()), _classes(scores)
+    local, labels, dimension = scores.to_local(), _in_placement(labels, Replicate()), _classes(scores)
     numbers, own, counts = _own(scores, labels, ignored)
-    found = _sum(torch.where(own, part.gather(dimension, numbers), 0), scores)
-    weights = _weights(weight, labels, counts, part, dimension)
+    found = _reduce(torch.where(own, local.gather(dimension, numbers), 0), scores)
+    weights = _weights(weight, labels, counts, local, dimension)
     losses = (-found * weights).squeeze(dimension)
-    total = weights.sum() if reduction != _NONE or scores.ndim == 1 else part.new_zeros(())
+    total = weights.sum() if reduction != _NONE or scores.ndim == 1 else local.new_zeros(())
     if reduction == _SUM or (reduction == _NONE and scores.ndim == 1):
         losses = losses.sum()
     elif reduction == _MEAN:
         losses = losses.sum() / total
-    return _made(losses, scores, Replicate()), _made(total, scores, Replicate())
+    return _from_local(losses, scores, Replicate()), _from_local(total, scores, Replicate())
 
 
 @_or_else(lambda gradient, scores, *_: (scores, _classes(scores)))
 def _nll_backward(
     gradient: Any, scores: DTensor, labels: Any, weight: Any, reduction: int, ignored: int, total: Any
 ) -> DTensor:
-    part, labels, dimension = scores.to_local(), _placed(labels, Replicate()), _classes(scores)
+    local, labels, dimension = scores.to_local(), _in_placement(labels, Replicate()), _classes(scores)
     numbers, own, counts = _own(scores, labels, ignored)
-    each = _placed(gradient, Replicate())
+    each = _in_placement(gradient, Replicate())
     if reduction == _MEAN:
-        each = each / _placed(total, Replicate())
+        each = each / _in_placement(total, Replicate())
     elif each.ndim:
         each = each.unsqueeze(dimension)
-    each = torch.where(own, -each * _weights(weight, labels, counts, part, dimension), 0)
-    return _made(torch.zeros_like(part).scatter(dimension, numbers, each), scores, scores.placements[0])
+    each = torch.where(own, -each * _weights(weight, labels, counts, local, dimension), 0)
+    return _from_local(torch.zeros_like(local).scatter(dimension, numbers, each), scores, scores.placements[0])
 
 
 _OPERATIONS: dict[Any, Callable[..., Any]] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which module is split how: the words of a tensor-parallel plan, what they match, and plans inferred from names."""
+"""Tensor-parallel plans: their styles by name, which modules they match, and plans inferred from module names."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from .layers import SharedInput
 Plan = Mapping[str, "str | ParallelStyle"]
 Styles = dict[str, ParallelStyle]
 
-# The words of a plan. Columns split the outputs, rows the inputs; a pair of them meets in one all-reduce.
+# The styles of a plan. "colwise" splits the outputs, "rowwise" the inputs; a pair of them needs one all-reduce.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": kinds.Columns,
-    "rowwise": kinds.Rows,
-    "colwise_rep": lambda: kinds.Columns(Replicate()),
-    "colwise_gather_output": lambda: kinds.Columns(Replicate()),
-    "rowwise_rep": lambda: kinds.Rows(whole_input=True),
-    "rowwise_split_input": lambda: kinds.Rows(whole_input=True),
-    "embedding_rowwise": lambda: kinds.Rows(whole_input=True),
-    "embedding_colwise": lambda: kinds.Columns(Replicate()),
-    "replicate": kinds.Whole,
+    "colwise": kinds.Colwise,
+    "rowwise": kinds.Rowwise,
+    "colwise_rep": lambda: kinds.Colwise(Replicate()),
+    "colwise_gather_output": lambda: kinds.Colwise(Replicate()),
+    "rowwise_rep": lambda: kinds.Rowwise(full_input=True),
+    "rowwise_split_input": lambda: kinds.Rowwise(full_input=True),
+    "embedding_rowwise": lambda: kinds.Rowwise(full_input=True),
+    "embedding_colwise": lambda: kinds.Colwise(Replicate()),
+    "replicate": kinds.Unsplit,
     "replicated_with_grad_allreduce": kinds.PerHead,
-    # Along the sequence: the stream is split before a module, or whole again after it.
+    # Along the sequence: the residual stream is sharded before a module, or gathered after it.
     "sequence_split": kinds.SequenceEntry,
-    "sequence_parallel": kinds.AlongSequence,
-    "sequence_parallel_gather": lambda: kinds.AlongSequence(gather=True),
+    "sequence_parallel": kinds.SequenceNorm,
+    "sequence_parallel_gather": lambda: kinds.SequenceNorm(gather=True),
     "sequence_gather": kinds.SequenceExit,
-    "rowwise_sequence": lambda: kinds.Rows(along_sequence=True),
+    "rowwise_sequence": lambda: kinds.Rowwise(along_sequence=True),
 }
 
 GIVE_A_PLAN = (
     "Give a plan, as tp_handler=TorchTensorParallelConfig(plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'})"
 )
 
-# Names that the linear layers of attention and MLP blocks usually have: (columns, row) of one parent.
+# Usual names of the linear layers of attention and MLP blocks: (colwise, rowwise) of one parent.
 _PAIRS: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"q_proj", "k_proj", "v_proj"}), "o_proj"),
     (frozenset({"q_proj", "k_proj", "v_proj"}), "out_proj"),
@@ -53,18 +53,19 @@ _PAIRS: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"fc1"}), "fc2"),
     (frozenset({"up"}), "down"),
 )
-# A norm of each head, beside them.
+# Norms of each head in an attention block.
 _HEAD_NORMS = frozenset({"q_norm", "k_norm", "q_layernorm", "k_layernorm"})
-# Queries, keys and values in one matrix: which of its rows belong together cannot be seen.
+# Queries, keys and values in one matrix, whose order of rows is not known.
 _FUSED = frozenset({"qkv", "qkv_proj", "c_attn", "query_key_value", "Wqkv", "wqkv", "in_proj"})
-# Counts of heads that an attention module keeps; a rank computes its share of them.
+# Numbers of heads that an attention module keeps; a rank computes its share of them.
 _HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def match_plan(model: nn.Module, plan: Plan, strict: bool = True) -> Styles:
-    """Module name -> style, in the order of the model. The first pattern that fits a name counts.
+    """Module name -> style, in the order of the model. The first pattern that matches a name applies.
 
-    Raises PrepareError for an unknown word, and (with `strict`) for a pattern that fits no module.
+    Raises:
+        PrepareError: for an unknown style, and with `strict` for a pattern that matches no module.
     """
     patterns = {pattern: re.compile(re.escape(pattern).replace(r"\*", r"[^.]+")) for pattern in plan}
     unused = set(plan)
@@ -90,31 +91,31 @@ def match_plan(model: nn.Module, plan: Plan, strict: bool = True) -> Styles:
 
 
 def known_styles(model: nn.Module) -> Styles:
-    """What a model's own plan says of its modules in words that are known here."""
+    """The styles of a model's own plan that are known here."""
     own: Plan = getattr(model, "_tp_plan", None) or {}
     return match_plan(model, {pattern: word for pattern, word in own.items() if word in STYLES}, strict=False)
 
 
-def _style(pattern: str, asked: str | ParallelStyle) -> ParallelStyle:
-    if isinstance(asked, ParallelStyle):
-        return asked
-    if asked not in STYLES:
-        if str(asked).startswith(("moe_", "ep_", "grouped_gemm")):
+def _style(pattern: str, requested: str | ParallelStyle) -> ParallelStyle:
+    if isinstance(requested, ParallelStyle):
+        return requested
+    if requested not in STYLES:
+        if str(requested).startswith(("moe_", "ep_", "grouped_gemm")):
             raise PrepareError(
-                f"the tensor-parallel plan asks for {asked!r} at {pattern}: layers of experts are not split. Give a "
-                "plan without them (each rank then holds all experts), or shard the model with FSDP2 instead"
+                f"the tensor-parallel plan requests {requested!r} at {pattern}: layers of experts are not split. Give "
+                "a plan without them (each rank then has all experts), or shard the model with FSDP2 instead"
             )
         raise PrepareError(
-            f"the tensor-parallel plan asks for {asked!r} at {pattern}, which is not offered; known are {list(STYLES)}"
+            f"the tensor-parallel plan requests {requested!r} at {pattern}, which is unknown; known are {list(STYLES)}"
         )
-    return STYLES[asked]()
+    return STYLES[requested]()
 
 
 def _share_inputs(styles: Styles) -> None:
-    """Columns of one parent usually read the same tensor: they are given the means to share its way."""
-    siblings: dict[str, list[kinds.Columns]] = {}
+    """Let colwise layers of one parent, which usually read the same tensor, share its messages."""
+    siblings: dict[str, list[kinds.Colwise]] = {}
     for name, style in styles.items():
-        if isinstance(style, kinds.Columns):
+        if isinstance(style, kinds.Colwise):
             siblings.setdefault(name.rpartition(".")[0], []).append(style)
     for listed in siblings.values():
         shared = SharedInput(len(listed))
@@ -123,9 +124,10 @@ def _share_inputs(styles: Styles) -> None:
 
 
 def infer_plan(model: nn.Module, size: int) -> dict[str, str]:
-    """A plan for attention and MLP blocks whose linear layers have usual names, and for the vocabulary at both ends.
+    """A plan for attention and MLP blocks whose linear layers have usual names, and for embedding and output layer.
 
-    Raises PrepareError where no block is recognised, or one has parts whose place in the split is not known.
+    Raises:
+        PrepareError: where no block is recognised, or one has modules whose role in the split is not known.
     """
     plan: dict[str, str] = {}
     for name, parent in model.named_modules():
@@ -157,21 +159,21 @@ def _plan_of_block(name: str, children: Mapping[str, nn.Module]) -> dict[str, st
         prefix = f"{name}." if name else ""
         plan = {f"{prefix}{key}": "colwise" for key in sorted(columns)}
         plan[f"{prefix}{row}"] = "rowwise"
-        strange = []
+        unknown = []
         for key, child in children.items():
             if key in columns | {row} or not any(True for _ in child.parameters()):
                 continue
-            # A norm over all heads at once would need a sum over the ranks inside of it.
-            whole = max(parameter.numel() for parameter in child.parameters()) >= _outputs(children, columns)
-            if key in _HEAD_NORMS and not whole:
+            # A norm over all heads at once would need an all-reduce inside of it.
+            over_all_heads = max(parameter.numel() for parameter in child.parameters()) >= _outputs(children, columns)
+            if key in _HEAD_NORMS and not over_all_heads:
                 plan[f"{prefix}{key}"] = "replicated_with_grad_allreduce"
             else:
-                strange.append(key)
-        if strange:
+                unknown.append(key)
+        if unknown:
             likely = {re.sub(r"\b\d+\b", "*", key): word for key, word in plan.items()}
             raise PrepareError(
-                f"no tensor-parallel plan can be inferred for {name}: how {', '.join(strange)} takes part in the "
-                "split is not known. Where it computes before or behind the split layers, and not between them, give "
+                f"no tensor-parallel plan can be inferred for {name}: how {', '.join(unknown)} takes part in the "
+                "split is not known. If it computes before or after the split layers, and not between them, give "
                 f"tp_handler=TorchTensorParallelConfig(plan={likely})"
             )
         return plan
@@ -183,9 +185,9 @@ def _outputs(children: Mapping[str, nn.Module], columns: frozenset[str]) -> int:
 
 
 def vocabulary_ends(model: nn.Module, inner: Collection[str]) -> tuple[str | None, str | None]:
-    """The names of the embedding and the output layer of a language model, None where they cannot be told.
+    """The names of the embedding and the output layer of a language model; None where they are ambiguous.
 
-    `inner` are layers that are known to be others.
+    `inner` are layers that are known to be neither.
     """
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     pairs = [
@@ -200,24 +202,28 @@ def vocabulary_ends(model: nn.Module, inner: Collection[str]) -> tuple[str | Non
 
 
 def split_losses(model: nn.Module, styles: Styles) -> None:
-    """Have the output layer stay split over the vocabulary. Raises PrepareError where it cannot be told."""
+    """Keep the logits sharded over the vocabulary.
+
+    Raises:
+        PrepareError: where the output layer is ambiguous.
+    """
     own = getattr(model, "get_output_embeddings", lambda: None)()
     names = {id(module): name for name, module in model.named_modules()}
     inner = [name for name, style in styles.items() if not _gathers(style)]
     head = names.get(id(own), vocabulary_ends(model, inner)[1])
     if head is None:
         raise PrepareError(
-            f"loss_parallel=True: which layer of {type(model).__name__} gives the logits cannot be told (a linear "
-            "layer of the embedding's shape, or get_output_embeddings())"
+            f"loss_parallel=True: which layer of {type(model).__name__} returns the logits is ambiguous (it should be "
+            "a linear layer of the embedding's shape, or get_output_embeddings())"
         )
-    styles[head] = kinds.VocabularyColumns()
+    styles[head] = kinds.VocabularyColwise()
     tied = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Embedding) and module.weight is model.get_submodule(head).weight
     ]
     for name in tied:
-        styles[name] = kinds.Rows(whole_input=True)
+        styles[name] = kinds.Rowwise(full_input=True)
 
 
 def _gathers(style: ParallelStyle) -> bool:
@@ -225,7 +231,14 @@ def _gathers(style: ParallelStyle) -> bool:
 
 
 def check_plan(model: nn.Module, styles: Styles, size: int) -> list[tuple[nn.Module, dict[str, int]]]:
-    """Raises PrepareError for a module that cannot be split so; (module, attribute -> its value on one rank)."""
+    """Check that every module can be split by its style.
+
+    Returns:
+        (module, attribute -> its value on one rank) of attention modules that count their heads.
+
+    Raises:
+        PrepareError: naming a module that cannot be split so.
+    """
     modules = dict(model.named_modules())
     parents: dict[str, None] = {}
     for name, style in styles.items():
@@ -242,9 +255,9 @@ def check_plan(model: nn.Module, styles: Styles, size: int) -> list[tuple[nn.Mod
 
 
 def _check_pairs(modules: Mapping[str, nn.Module], styles: Styles) -> None:
-    """Parts have to meet a layer that reads parts: a pair of siblings of which one only is split is refused."""
+    """Refuse a pair of siblings of which only one is split: sharded outputs need a layer that reads shards."""
     columns = [name for name, style in styles.items() if _gives_parts(style)]
-    rows = [name for name, style in styles.items() if type(style) is kinds.Rows and not style.whole_input]
+    rows = [name for name, style in styles.items() if type(style) is kinds.Rowwise and not style.full_input]
     for split, others, facing, word, better in (
         (columns, rows, ("out_features", "in_features"), "colwise", ("rowwise", "colwise_gather_output")),
         (rows, columns, ("in_features", "out_features"), "rowwise", ("colwise", "rowwise_split_input")),
@@ -253,20 +266,20 @@ def _check_pairs(modules: Mapping[str, nn.Module], styles: Styles) -> None:
         for name in split:
             parent = name.rpartition(".")[0]
             width = getattr(modules[name], facing[0])
-            left = [] if parent in paired else _facing(parent, modules, styles, width, facing[1])
-            if left:
+            unsplit = [] if parent in paired else _facing(parent, modules, styles, width, facing[1])
+            if unsplit:
                 raise PrepareError(
-                    f"the tensor-parallel plan splits {name} ({word!r}) and leaves {left[0]} whole, which has the "
-                    f"other end of the same features. Say {better[0]!r} at {left[0]}, or {better[1]!r} at {name}"
+                    f"the tensor-parallel plan splits {name} ({word!r}) and not {unsplit[0]}, which has the other end "
+                    f"of the same features. Give {better[0]!r} at {unsplit[0]}, or {better[1]!r} at {name}"
                 )
 
 
 def _gives_parts(style: ParallelStyle) -> bool:
-    return type(style) is kinds.Columns and isinstance(style.output_layouts[0], Shard)
+    return type(style) is kinds.Colwise and isinstance(style.output_layouts[0], Shard)
 
 
 def _facing(parent: str, modules: Mapping[str, nn.Module], styles: Styles, width: int, side: str) -> list[str]:
-    """The linear children of a module that no style names and whose `side` has this width."""
+    """The linear children of a module without a style whose `side` has this width."""
     named = ((f"{parent}.{key}" if parent else key, child) for key, child in modules[parent].named_children())
     return [
         name
@@ -283,8 +296,8 @@ def _check_module(name: str, module: nn.Module, style: ParallelStyle, size: int)
             f"the tensor-parallel plan splits {name}, a {type(module).__name__}: only linear layers and embeddings are"
         )
     if isinstance(module.weight, DTensor):
-        raise PrepareError(f"the tensor-parallel plan splits {name}, which is laid out already")
-    if isinstance(style, kinds.Rows) and isinstance(module, nn.Embedding) and module.max_norm is not None:
+        raise PrepareError(f"the tensor-parallel plan splits {name}, which is a DTensor already")
+    if isinstance(style, kinds.Rowwise) and isinstance(module, nn.Embedding) and module.max_norm is not None:
         raise PrepareError(
             f"the tensor-parallel plan splits the rows of {name}, which max_norm changes as they are read"
         )
@@ -301,7 +314,7 @@ def _check_module(name: str, module: nn.Module, style: ParallelStyle, size: int)
 def _check_head_size(
     name: str, module: nn.Module, styles: Styles, modules: Mapping[str, nn.Module], size: int
 ) -> None:
-    """Where a module tells the size of a head but not their number: no column of it may end inside a head."""
+    """Where a module has a `head_dim` but no number of heads: a shard must not end inside a head."""
     head = getattr(module, "head_dim", None)
     if not isinstance(head, int) or isinstance(head, bool) or head < 1:
         return
@@ -317,7 +330,7 @@ def _check_head_size(
 
 
 def _shares_of_heads(name: str, module: nn.Module, size: int) -> dict[str, int]:
-    """Attribute -> this rank's number of heads, for an attention module that counts them."""
+    """Attribute -> this rank's number of heads, for an attention module that keeps it."""
     shares = {}
     for key in _HEADS:
         count: Any = getattr(module, key, None)

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers of split layers: between them each rank draws its own, everywhere else all ranks draw alike.
+"""Random numbers under tensor parallelism: between split layers each rank draws its own, elsewhere all draw the same.
 
-A region goes from a layer whose outputs are parts to the next one that reads parts; where the sequence is split, each
-block of the stream is one. Its seed is drawn from the stream around it, which stands still meanwhile: what computes
-again, or resumes, draws the same. Source: Megatron-LM's generators of model-parallel regions.
+A region goes from a layer with sharded outputs to the next one with sharded inputs. Where the sequence is sharded,
+each block of the stream is a region. Its seed is drawn from the stream around it, which is restored afterwards: a
+recomputation or a resumed run draws the same numbers. Source: Megatron-LM's generators of model-parallel regions.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -18,75 +22,142 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, _random
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn.modules.dropout import _DropoutNd
 
 from ...core import devices
 from ...core.errors import PrepareError
 from . import styles as kinds
-from .dropout import draws
+
+logger = logging.getLogger(__name__)
 
 Modules = dict[str, nn.Module]
 Styles = dict[str, ParallelStyle]
 
-# The upper half of a region's seed. The CPU's generator takes the lower half alone.
+# The upper half of a region's seed. The CPU's generator uses the lower half only.
 _MARK = 0x5EED7A9E
+# Random functions, in addition to those whose names end in "dropout".
+_FUNCTIONS = frozenset(
+    {"bernoulli", "bernoulli_", "gumbel_softmax", "rand", "rand_like", "randn", "randn_like", "rrelu"}
+)
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a module itself, without its children, draws random numbers in training.
+
+    It does by its type, by a positive rate (a number with "drop" in its name, of the module or of the `config` that
+    its code reads), or where its code calls a random function and has no such rate.
+    """
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RReLU):
+        return True
+    names = set(_names_used(type(module)))
+    rates = {name: value for name, value in vars(module).items() if "drop" in name}
+    config = vars(module).get("config")
+    rates |= {name: getattr(config, name) for name in names if "drop" in name and hasattr(config, name)}
+    if any(isinstance(value, (int, float)) and value > 0 for value in rates.values()):
+        return True
+    has_rate = any("drop" in name for name in (*rates, *module._modules))
+    with_literal_rate = not has_rate and any(name.endswith("dropout") for name in names)
+    return with_literal_rate or not names.isdisjoint(_FUNCTIONS)
+
+
+def _names_used(kind: type[nn.Module]) -> Iterator[str]:
+    """The names in the code of a class, without its initialisers."""
+    for base in kind.__mro__:
+        if base is nn.Module:
+            return
+        for name, member in vars(base).items():
+            if name.lstrip("_").startswith(("init", "reset_")):
+                continue
+            code: Any = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+            if isinstance(code, CodeType):
+                yield from _names_in(code)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    may_be_rate = any(isinstance(constant, float) and 0 < constant < 1 for constant in code.co_consts)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+        elif may_be_rate and isinstance(constant, tuple):
+            # Names of keyword arguments: dropout_p=0.1.
+            yield from (name.removesuffix("_p") for name in constant if isinstance(name, str))
 
 
 class RankStream:
     """One rank's own stream of random numbers, on the device that computes.
 
-    What the host draws beside an accelerator decides what is computed (which layers are left out): it stays alike.
+    Next to an accelerator, the CPU's generator stays equal on all ranks: it decides what is computed (which layers are
+    skipped).
     """
 
     def __init__(self, rank: int, device_type: str) -> None:
         self._rank = rank
         self._source: Any = torch if device_type == "cpu" else devices.module_of(device_type)
-        # For one device: torch.manual_seed seeds them all.
-        self._start = (torch.default_generator if device_type == "cpu" else self._source).manual_seed
+        # Of one device: torch.manual_seed seeds all of them.
+        self._seed = (torch.default_generator if device_type == "cpu" else self._source).manual_seed
         self._drawn = torch.empty((), device=device_type)
-        self._kept: tuple[int, torch.Tensor] | None = None
-        why = "random numbers between split layers: dropout under tp_size breaks graphs"
-        self.enter = torch.compiler.disable(self._enter, reason=why)
-        self.leave = torch.compiler.disable(self._leave, reason=why)
+        self._entered: tuple[int, torch.Tensor] | None = None
+        reason = "random numbers between split layers: dropout under tp_size breaks graphs"
+        self.enter = torch.compiler.disable(self._enter, reason=reason)
+        self.leave = torch.compiler.disable(self._leave, reason=reason)
 
     def _enter(self) -> None:
-        """From here on this rank draws its own numbers; within a region nothing changes."""
+        """Draw this rank's own numbers from here on; inside of a region nothing changes."""
         if self._source.initial_seed() >> 32 == _MARK:
             return
-        # The next region's seed is another one. Nothing waits for the device: its generator's state is the host's.
+        # A draw, so that the next region has another seed. The generator's state is on the host: nothing waits.
         self._drawn.uniform_()
         state = self._source.get_rng_state()
         seed = _MARK << 32 | zlib.crc32(state.numpy(), self._rank)
-        self._kept = seed, state
-        self._start(seed)
+        self._entered = seed, state
+        self._seed(seed)
 
     def _leave(self) -> None:
-        """Go on with the stream that all ranks share, where it was."""
-        # Asked of the generator: whoever restored its state (activation checkpointing, an exception) has left already.
+        """Continue the stream that all ranks share, where it was."""
+        # Whatever restored the generator's state (activation checkpointing, an exception) has left the region.
         seed = self._source.initial_seed()
         if seed >> 32 != _MARK:
             return
-        if self._kept is None or self._kept[0] != seed:
+        if self._entered is None or self._entered[0] != seed:
             raise PrepareError(
-                "activation checkpointing computes a layer split by rows again, without those split by columns before "
-                "it: the random numbers behind it cannot be had again. Checkpoint all of them, or what is between them"
+                "activation checkpointing computes a rowwise layer again without the colwise layers before it: the "
+                "random numbers after it cannot be restored. Checkpoint all of them, or what is between them"
             )
-        self._source.set_rng_state(self._kept[1])
+        self._source.set_rng_state(self._entered[1])
 
 
-def draw_apart(model: nn.Module, styles: Styles, ranks: DeviceMesh) -> None:
-    """Have each rank draw its own numbers where it holds parts. A model that draws none is left as it is."""
-    if any(draws(module) for module in model.modules()):
-        add_regions(model, styles, RankStream(ranks.get_local_rank(), ranks.device_type))
-        if ranks.device_type != "cpu" and _random._rng_tracker is None:
-            # At its first random operation DTensor would give all ranks of the run the state of one.
-            _random._rng_tracker = _random.OffsetBasedRNGTracker(ranks, run_state_sync=False)
+def separate_streams(
+    model: nn.Module, styles: Styles, ranks: DeviceMesh, random_modules: Collection[str] | None = None
+) -> None:
+    """Have each rank draw its own numbers between split layers. A model that draws none is left as it is.
+
+    `random_modules` names the modules that draw, with `*`; None finds them.
+    """
+    drawing = {name: module for name, module in model.named_modules() if _is_random(name, module, random_modules)}
+    if not drawing:
+        return
+    found = sorted({re.sub(r"\b\d+\b", "*", name) for name in drawing})
+    logger.debug("tp_size: each rank draws its own random numbers in %s, between split layers", ", ".join(found))
+    add_regions(model, styles, RankStream(ranks.get_local_rank(), ranks.device_type), list(drawing.values()))
+    if ranks.device_type != "cpu" and _random._rng_tracker is None:
+        # At its first random operation DTensor would give all ranks of the run the state of one.
+        _random._rng_tracker = _random.OffsetBasedRNGTracker(ranks, run_state_sync=False)
+
+
+def _is_random(name: str, module: nn.Module, named: Collection[str] | None) -> bool:
+    if named is None:
+        return draws(module)
+    return any(re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) for pattern in named)
 
 
 @dataclass
 class RandomRegion:
-    """The modules behind whose forward numbers are drawn apart, and those before whose forward no longer.
+    """Begins after the forward of the modules in `opened`, ends before that of those in `closed`.
 
-    With the forward of `owner` it ends in any case: after an exception, and where a recomputation stops early.
+    It ends with the forward of `owner` in any case: after an exception, and where a recomputation stops early.
     """
 
     owner: nn.Module
@@ -94,19 +165,21 @@ class RandomRegion:
     closed: list[nn.Module] = field(default_factory=list)
 
 
-def add_regions(model: nn.Module, styles: Styles, stream: RankStream) -> None:
-    """Put a stream's regions around what lies between the layers of a plan and draws numbers in training."""
+def add_regions(
+    model: nn.Module, styles: Styles, stream: RankStream, drawing: Sequence[nn.Module] | None = None
+) -> None:
+    """Add hooks that enter and leave a stream around modules that draw between split layers; None: those found."""
+    chosen = {id(module) for module in (filter(draws, model.modules()) if drawing is None else drawing)}
     modules = dict(model.named_modules())
     blocks = list(dict.fromkeys(_blocks_along_sequence(modules, styles)))
     regions = [RandomRegion(block) for block in blocks]
     inside = {id(module) for block in blocks for module in block.modules()}
     regions += [region for region in _between_layers(modules, styles) if id(region.owner) not in inside]
     for region in regions:
-        _add(region, stream)
+        _add(region, stream, [module for module in region.owner.modules() if id(module) in chosen])
 
 
-def _add(region: RandomRegion, stream: RankStream) -> None:
-    drawing = [module for module in region.owner.modules() if draws(module)]
+def _add(region: RandomRegion, stream: RankStream, drawing: Sequence[nn.Module]) -> None:
     if not drawing:
         return
 
@@ -132,32 +205,32 @@ def _add(region: RandomRegion, stream: RankStream) -> None:
 
 
 def _between_layers(modules: Modules, styles: Styles) -> list[RandomRegion]:
-    """The regions between layers split by columns and layers split by rows, of one part of the model each.
+    """The regions from colwise to rowwise layers of one module each.
 
-    Columns that no row follows (an output layer whose logits stay split) have none.
+    Colwise layers without a rowwise layer after them (an output layer with sharded logits) have none.
     """
-    rows = [name for name, style in styles.items() if _reads_parts(style) and isinstance(modules[name], nn.Linear)]
+    rows = [name for name, style in styles.items() if _reads_shards(style) and isinstance(modules[name], nn.Linear)]
     found: dict[str, RandomRegion] = {}
     for name, style in styles.items():
-        if not _gives_parts(style):
+        if not _returns_shards(style):
             continue
-        owner = next((up for up in _outwards(name) if any(_pair(up, name, row, modules) for row in rows)), None)
+        owner = next((up for up in _ancestors(name) if any(_are_pair(up, name, row, modules) for row in rows)), None)
         if owner is not None:
             closed = [modules[row] for row in rows if _is_inside(row, owner)]
             found.setdefault(owner, RandomRegion(modules[owner], [], closed)).opened.append(modules[name])
     return list(found.values())
 
 
-def _gives_parts(style: ParallelStyle) -> bool:
+def _returns_shards(style: ParallelStyle) -> bool:
     return isinstance(style, ColwiseParallel) and style.use_local_output and isinstance(style.output_layouts[0], Shard)
 
 
-def _reads_parts(style: ParallelStyle) -> bool:
+def _reads_shards(style: ParallelStyle) -> bool:
     return isinstance(style, RowwiseParallel) and isinstance(style.input_layouts[0], Shard)
 
 
-def _outwards(name: str) -> Iterator[str]:
-    """The modules around a module, the model's own name ("") last."""
+def _ancestors(name: str) -> Iterator[str]:
+    """The names of the modules around a module, from the inside out; that of the model is ""."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -167,32 +240,32 @@ def _is_inside(name: str, outer: str) -> bool:
     return not outer or name.startswith(f"{outer}.")
 
 
-def _pair(owner: str, column: str, row: str, modules: Modules) -> bool:
-    """Whether a module holds both layers, and no list of blocks in it holds the row alone."""
+def _are_pair(owner: str, column: str, row: str, modules: Modules) -> bool:
+    """Whether a module contains both layers, and no list of blocks in it contains only the row."""
     if isinstance(modules[owner], nn.ModuleList) or not _is_inside(row, owner):
         return False
-    between = [up for up in _outwards(row) if len(up) > len(owner)]
+    between = [up for up in _ancestors(row) if len(up) > len(owner)]
     return all(_is_inside(column, up) for up in between if isinstance(modules[up], nn.ModuleList))
 
 
 def _blocks_along_sequence(modules: Modules, styles: Styles) -> Iterator[nn.Module]:
-    """The modules that the stream goes through while it is split along the sequence."""
+    """The modules that the stream passes while it is sharded along the sequence."""
     for name, style in styles.items():
-        if not any(isinstance(part, kinds.SequenceEntry) for part in _parts(style)):
+        if not any(isinstance(part, kinds.SequenceEntry) for part in _chained(style)):
             continue
         parent = name.rpartition(".")[0]
         siblings = [f"{parent}.{key}" if parent else key for key, _ in modules[parent].named_children()]
         for sibling in siblings[siblings.index(name) :]:
             module = modules[sibling]
-            # A list is no callable: its entries are what runs.
+            # A list is not called; its entries are.
             yield from module if isinstance(module, nn.ModuleList) else (module,)
-            if any(_ends_stream(part) for part in _parts(styles.get(sibling))):
+            if any(_ends_stream(part) for part in _chained(styles.get(sibling))):
                 break
 
 
-def _parts(style: ParallelStyle | None) -> Sequence[ParallelStyle | None]:
-    return style.styles if isinstance(style, kinds.Both) else (style,)
+def _chained(style: ParallelStyle | None) -> Sequence[ParallelStyle | None]:
+    return style.styles if isinstance(style, kinds.Chained) else (style,)
 
 
 def _ends_stream(style: ParallelStyle | None) -> bool:
-    return isinstance(style, kinds.SequenceExit) or (isinstance(style, kinds.AlongSequence) and style.gather)
+    return isinstance(style, kinds.SequenceExit) or (isinstance(style, kinds.SequenceNorm) and style.gather)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequence parallelism beside tensor parallelism: between split layers each rank keeps its part of the tokens.
+"""Sequence parallelism in addition to tensor parallelism: between split layers, tokens are sharded over the ranks.
 
-Norms and the residual stream are computed once instead of on every rank, and an all-reduce becomes a reduce-scatter
-and an all-gather of the same bytes. Source: Korthikanti et al., Reducing Activation Recomputation (2022).
+Norms and the residual stream are computed once instead of on every rank. Each all-reduce becomes a reduce-scatter and
+an all-gather of the same bytes. Source: Korthikanti et al., Reducing Activation Recomputation (2022).
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from .plan import Styles
 
 
 def along_sequence(model: nn.Module, styles: Styles) -> Styles:
-    """A plan of split layers, with what lies between them sharded along the sequence.
+    """A plan of split layers, with the residual stream between them sharded along the sequence.
 
-    The stream is split before the first block of each list of blocks, and whole again after the last one or the norm
-    that follows. Raises PrepareError where the model has no such list, or a block has a part that is no norm.
+    The stream is sharded before the first block of each list of blocks, and gathered after the last one or the norm
+    that follows.
+
+    Raises:
+        PrepareError: where the model has no such list, or a block has an unsplit module that is not a norm.
     """
     modules = dict(model.named_modules())
     rows = [name for name, style in styles.items() if _is_row(modules[name], style)]
@@ -27,28 +30,29 @@ def along_sequence(model: nn.Module, styles: Styles) -> Styles:
     outside = [name for name in rows if not any(name.startswith(f"{blocks}.") for blocks in lists)]
     if outside or not lists:
         raise PrepareError(
-            f"sequence_parallel=True: {', '.join(outside[:3]) or type(model).__name__} stands in no list of blocks "
-            "(a ModuleList whose entries are all split), so where the sequence is to be split cannot be told. Give a "
+            f"sequence_parallel=True: {', '.join(outside[:3]) or type(model).__name__} is in no list of blocks (a "
+            "ModuleList whose entries are all split), so where to shard the sequence is not known. Give a "
             "plan with the words sequence_split, sequence_parallel, rowwise_sequence and sequence_gather."
         )
     found = dict(styles)
     for name in rows:
-        if not isinstance(styles[name], kinds.Rows):
-            raise PrepareError(f"sequence_parallel=True: say 'rowwise' at {name} instead of a ParallelStyle object")
-        found[name] = kinds.Rows(along_sequence=True)
+        style = styles[name]
+        if not isinstance(style, kinds.Rowwise):
+            raise PrepareError(f"sequence_parallel=True: give 'rowwise' at {name} instead of a ParallelStyle object")
+        found[name] = kinds.Rowwise(style.full_input, along_sequence=True)
     for name in lists:
         width = _width(modules, styles, name)
         for norm in _norms(name, modules, styles, width):
-            found[norm] = kinds.AlongSequence()
+            found[norm] = kinds.SequenceNorm()
         keys = [f"{name}.{key}" for key, _ in modules[name].named_children()]
         found[keys[0]] = kinds.SequenceEntry()
         after = _norm_after(name, modules, styles, width)
-        found[after or keys[-1]] = kinds.AlongSequence(gather=True) if after else _last(len(keys) == 1)
+        found[after or keys[-1]] = kinds.SequenceNorm(gather=True) if after else _last(len(keys) == 1)
     return found
 
 
 def _last(also_first: bool) -> ParallelStyle:
-    return kinds.Both(kinds.SequenceEntry(), kinds.SequenceExit()) if also_first else kinds.SequenceExit()
+    return kinds.Chained(kinds.SequenceEntry(), kinds.SequenceExit()) if also_first else kinds.SequenceExit()
 
 
 def _is_row(module: nn.Module, style: object) -> bool:
@@ -56,7 +60,7 @@ def _is_row(module: nn.Module, style: object) -> bool:
 
 
 def _block_lists(modules: dict[str, nn.Module], rows: list[str]) -> list[str]:
-    """The outermost lists of which every entry holds a layer that is split by rows."""
+    """The outermost lists in which every entry contains a rowwise layer."""
     found: list[str] = []
     for name, module in modules.items():
         if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{outer}.") for outer in found):
@@ -68,13 +72,13 @@ def _block_lists(modules: dict[str, nn.Module], rows: list[str]) -> list[str]:
 
 
 def _width(modules: dict[str, nn.Module], styles: Styles, blocks: str) -> int:
-    """The features of the residual stream: what the rows of the blocks give."""
+    """The features of the residual stream: the outputs of the blocks' rowwise layers."""
     rows = [name for name, style in styles.items() if _is_row(modules[name], style) and name.startswith(f"{blocks}.")]
     return int(modules[rows[0]].out_features)  # type: ignore[arg-type]
 
 
 def _norms(blocks: str, modules: dict[str, nn.Module], styles: Styles, width: int) -> list[str]:
-    """The modules in a list of blocks that have parameters and are not split: norms of the stream, or an error."""
+    """The modules in a list of blocks that have parameters and are not split, which must be norms of the stream."""
     found = []
     for name, module in modules.items():
         if not name.startswith(f"{blocks}.") or name in styles:
@@ -84,7 +88,7 @@ def _norms(blocks: str, modules: dict[str, nn.Module], styles: Styles, width: in
         if not _is_norm(module, width):
             raise PrepareError(
                 f"sequence_parallel=True: {name} ({type(module).__name__}) is neither split nor a norm of the "
-                f"{width} features of the stream, so how it works on a part of the sequence is not known"
+                f"{width} features of the stream, so how it works on a shard of the sequence is not known"
             )
         found.append(name)
     return found
@@ -96,7 +100,7 @@ def _is_norm(module: nn.Module, width: int) -> bool:
 
 
 def _norm_after(blocks: str, modules: dict[str, nn.Module], styles: Styles, width: int) -> str | None:
-    """The norm that stands after a list of blocks in the module that holds the list."""
+    """The norm after a list of blocks, in the module that contains the list."""
     parent, _, key = blocks.rpartition(".")
     names = [child for child, _ in modules[parent].named_children()]
     for child in names[names.index(key) + 1 :]:

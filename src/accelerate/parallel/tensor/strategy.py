@@ -31,16 +31,17 @@ from . import styles as tensor_styles
 
 
 class TensorParallelModel(ShardedModel):
-    """A model whose layers are split over tensor-parallel ranks. `sums` are its gradients that ranks sum up."""
+    """A model whose layers are split over tensor-parallel ranks. `sums` reduces its partial gradients."""
 
     sums: PartialSums | None = None
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
+        """Accumulate partial gradients of replicated parameters without communicating."""
         return contextlib.nullcontext() if self.sums is None else self.sums.deferred()
 
 
 class TensorParallel(ShardedStrategy):
-    """Every rank computes its part of each split layer, on the same data. With FSDP, FSDP's strategy splits."""
+    """Every rank computes its shard of each split layer, on the same data. With FSDP2, that strategy splits."""
 
     name = "tensor parallel"
 
@@ -48,14 +49,16 @@ class TensorParallel(ShardedStrategy):
         super().__init__(device, precision, parallelism)
         if self.mesh is None or list(self.mesh.mesh_dim_names or ()) != ["tp"]:
             raise ConfigurationError(
-                f"{mesh.describe(parallelism)}: tensor parallelism alone uses every rank for tp; with dp sizes FSDP2 "
-                "drives, which needs an fsdp_plugin"
+                f"{mesh.describe(parallelism)}: tensor parallelism alone uses every rank for tp; dp sizes "
+                "need FSDP2, and for it an fsdp_plugin"
             )
 
     def as_prepared(self, module: nn.Module) -> TensorParallelModel:
+        """Return the prepared model of a module that is laid out already."""
         return TensorParallelModel(module, self.precision, self.device, self.sequence)
 
     def lay_out(self, model: nn.Module) -> TensorParallelModel:
+        """Split the layers of the model over the ranks."""
         ranks = self.mesh["tp"]  # type: ignore[index]
 
         def split(equal: bool) -> None:
@@ -71,6 +74,7 @@ class TensorParallel(ShardedStrategy):
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward, and sum partial gradients of replicated parameters."""
         super().backward(loss, **kwargs)
         for prepared in self.prepared:
             if isinstance(prepared, TensorParallelModel) and prepared.sums is not None:
@@ -78,9 +82,9 @@ class TensorParallel(ShardedStrategy):
 
 
 class PartialSums:
-    """Gradients of unsplit parameters that see a part of the tokens, or of the heads: each rank has a summand.
+    """Partial gradients of replicated parameters that see some of the tokens, or of the heads, on each rank.
 
-    They accumulate as they are and are summed over the ranks once, at the end of a window, in one message.
+    They accumulate unreduced and are all-reduced once, at the end of a window, in one message.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -93,7 +97,7 @@ class PartialSums:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """A block whose backwards leave summands where they are."""
+        """A block in which backwards leave gradients unreduced."""
         before, self._deferred = self._deferred, True
         try:
             yield
@@ -102,7 +106,7 @@ class PartialSums:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sum up what the window has accumulated."""
+        """All-reduce what the window has accumulated."""
         if self._deferred:
             return
         kinds: dict[tuple[Any, torch.dtype], list[Any]] = {}
@@ -111,25 +115,31 @@ class PartialSums:
             if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
                 kinds.setdefault((gradient.device_mesh, gradient.dtype), []).append(parameter)
         for (ranks, _), listed in kinds.items():
-            parts = [parameter.grad.to_local() for parameter in listed]
-            flat = torch.cat([part.reshape(-1) for part in parts])
+            local = [parameter.grad.to_local() for parameter in listed]
+            flat = torch.cat([gradient.reshape(-1) for gradient in local])
             dist.all_reduce(flat, group=ranks.get_group())
-            for parameter, part, total in zip(listed, parts, flat.split([p.numel() for p in parts]), strict=True):
+            totals = flat.split([gradient.numel() for gradient in local])
+            for parameter, gradient, total in zip(listed, local, totals, strict=True):
                 placements = parameter.placements
-                parameter.grad = DTensor.from_local(total.view_as(part), ranks, placements, run_check=False)
+                parameter.grad = DTensor.from_local(total.view_as(gradient), ranks, placements, run_check=False)
 
 
 def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParallelConfig | None = None) -> bool:
-    """Split the layers of a model in place over `ranks`, whose weights must be equal. False: it was split before.
+    """Split the layers of a model in place over `ranks`, which have equal weights.
 
-    Without a plan in `options` the model's own (`_tp_plan`) is taken, else one is inferred.
-    Raises PrepareError, before anything is split, for a plan or a size that does not fit the model.
+    Without a plan in `options`, the model's own (`_tp_plan`) is used; without that, one is inferred.
+
+    Returns:
+        False where it was split before.
+
+    Raises:
+        PrepareError: before anything is split, for a plan or a size that does not fit the model.
     """
     options = options or TorchTensorParallelConfig()
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         if get_model_tp_size(model) == ranks.size():
-            # As transformers has split it while it was loaded; random numbers are left to us.
-            tensor_random.draw_apart(model, tensor_plan.known_styles(model), ranks)
+            # transformers has split it while it was loaded, and leaves random numbers to us.
+            tensor_random.separate_streams(model, tensor_plan.known_styles(model), ranks, options.random_modules)
         return False
     modules = dict(model.named_modules())
     _refuse_engine(modules, ranks.size())
@@ -137,14 +147,14 @@ def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParalle
     heads = tensor_plan.check_plan(model, styles, ranks.size())
     places = ParameterPlaces(model)
     for name, style in styles.items():
-        # Every rank cuts its part out of the weights it has: they are equal, nothing has to be sent.
+        # Weights are equal: every rank cuts its shard out of its own.
         style.src_data_rank = None
         parallelize_module(modules[name], ranks, style, src_data_rank=None)
     for module, shares in heads:
         for key, share in shares.items():
             setattr(module, key, share)
     _retie(places)
-    tensor_random.draw_apart(model, styles, ranks)
+    tensor_random.separate_streams(model, styles, ranks, options.random_modules)
     if options.loss_parallel:
         tensor_loss.split_losses_while_alive(model)
         model.register_forward_hook(lambda module, args, output: tensor_styles.plain_losses(output))
@@ -155,8 +165,8 @@ def _refuse_engine(modules: dict[str, nn.Module], size: int) -> None:
     for name, module in modules.items():
         if type(module).__module__.startswith("transformer_engine"):
             raise PrepareError(
-                f"tp_size={size}: {name} is a layer of Transformer Engine, which is not split. Compute in fp8 through "
-                "torchao (AORecipeKwargs), whose layers are, or leave tp_size at 1"
+                f"tp_size={size}: {name} is a layer of Transformer Engine, which cannot be split. Compute in fp8 with "
+                "torchao (AORecipeKwargs), whose layers can, or leave tp_size at 1"
             )
 
 
@@ -165,7 +175,7 @@ def _styles(model: nn.Module, options: TorchTensorParallelConfig, size: int) -> 
     if options.plan is not None:
         styles = tensor_plan.match_plan(model, options.plan)
     elif own := getattr(model, "_tp_plan", None):
-        # A family of models shares a plan: rules for parts that this one lacks stand in it.
+        # A family of models shares a plan, which may name modules that this one does not have.
         styles = tensor_plan.match_plan(model, own, strict=False)
         if not styles:
             raise PrepareError(
@@ -184,14 +194,14 @@ def _styles(model: nn.Module, options: TorchTensorParallelConfig, size: int) -> 
 
 
 def _retie(places: ParameterPlaces) -> None:
-    """Have modules that shared a parameter share what stands in its place."""
+    """Tie the replacements of tied parameters."""
     for owners in places.shared():
         present = [module._parameters[name] for module, name in owners]
         first = present[0]
         if any(_layout(parameter) != _layout(first) for parameter in present):
             names = ", ".join(sorted({f"{type(module).__name__}.{name}" for module, name in owners}))
             raise PrepareError(
-                f"the tensor-parallel plan splits a tied parameter ({names}) in two ways. Split both ends alike "
+                f"the tensor-parallel plan splits a tied parameter ({names}) in two ways. Give both ends one layout "
                 "(embedding_rowwise and colwise_gather_output), or neither."
             )
         for module, name in owners:

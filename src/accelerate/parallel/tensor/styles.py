@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one module is split over tensor-parallel ranks: torch's styles, with what training a whole model needs."""
+"""How one module is split over tensor-parallel ranks: torch's styles, with what training a model needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ from ...core.errors import PrepareError
 from .layers import SEQUENCE, ColumnLinear, RowEmbedding, RowLinear, SharedInput, become
 
 
-class Columns(ColwiseParallel):
-    """Each rank has some of the outputs. Siblings that read the same tensor share its way to the ranks and back."""
+class Colwise(ColwiseParallel):
+    """Each rank computes some of the outputs. Siblings that read the same tensor share its messages."""
 
     def __init__(self, output: Placement | None = None, use_local_output: bool = True) -> None:
         super().__init__(output_layouts=output, use_local_output=use_local_output)
         self.shared = SharedInput(1)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # Layers with a forward of their own (quantised, fp8) keep it.
+        # Layers with another forward (quantized, fp8) keep it.
         if type(module) is not nn.Linear:
             return super()._apply(module, device_mesh)
         self._partition_linear_fn("", module, device_mesh)
@@ -39,107 +39,107 @@ class Columns(ColwiseParallel):
 
     @staticmethod
     def _prepare_input_fn(layouts: Any, desired: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-        """Of a layer with a forward of its own: what it reads may be a part of the sequence."""
+        """For layers with another forward: their input may be sharded along the sequence."""
         if isinstance(inputs[0], DTensor):
             return inputs[0].redistribute(placements=desired)
         return ColwiseParallel._prepare_input_fn(layouts, desired, module, inputs, mesh)
 
 
-class VocabularyColumns(Columns):
-    """An output layer whose logits stay split for the loss; where no gradient is taken they are made whole."""
+class VocabularyColwise(Colwise):
+    """An output layer whose logits stay sharded for the loss; without gradients they are gathered."""
 
     def __init__(self) -> None:
         super().__init__(Shard(-1), use_local_output=False)
 
 
-class Rows(RowwiseParallel):
-    """Each rank has some of the inputs; outputs are summed. With `along_sequence` each rank keeps its part."""
+class Rowwise(RowwiseParallel):
+    """Each rank reads some of the inputs; outputs are summed, and with `along_sequence` sharded."""
 
-    def __init__(self, whole_input: bool = False, along_sequence: bool = False) -> None:
+    def __init__(self, full_input: bool = False, along_sequence: bool = False) -> None:
         super().__init__(
-            input_layouts=Replicate() if whole_input else Shard(-1),
+            input_layouts=Replicate() if full_input else Shard(-1),
             output_layouts=Shard(SEQUENCE) if along_sequence else Replicate(),
             use_local_output=not along_sequence,
         )
-        self.whole_input, self.along_sequence = whole_input, along_sequence
+        self.full_input, self.along_sequence = full_input, along_sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is nn.Embedding:
             self._partition_embedding_fn("", module, device_mesh)
             return become(module, RowEmbedding, ranks=device_mesh)
-        if type(module) is nn.Linear and not self.whole_input:
+        if type(module) is nn.Linear and not self.full_input:
             self._partition_linear_fn("", module, device_mesh)
             return become(module, RowLinear, ranks=device_mesh, along_sequence=self.along_sequence)
         return super()._apply(module, device_mesh)
 
 
-class AlongSequence(SequenceParallel):
-    """A module without a word between tokens (a norm), each rank on its part of them. Its parameters stay whole.
+class SequenceNorm(SequenceParallel):
+    """A norm of a stream that is sharded along the sequence. Its parameters are replicated.
 
-    With `gather` what it returns is whole on every rank again.
+    With `gather` its output is gathered.
     """
 
     def __init__(self, dimension: int = SEQUENCE, use_local_output: bool = False, gather: bool = False) -> None:
         super().__init__(sequence_dim=dimension, use_local_output=use_local_output)
         self.gather = gather
         if gather:
-            self._prepare_output_fn = self._give_whole  # type: ignore[method-assign]
+            self._prepare_output_fn = self._gather_output  # type: ignore[method-assign]
         if not use_local_output:
-            self._prepare_input_fn = self._take_part  # type: ignore[method-assign]
+            self._prepare_input_fn = self._check_input  # type: ignore[method-assign]
 
     def _replicate_module_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         for key, parameter in module.named_parameters(recurse=False):
-            whole = DTensor.from_local(parameter.data, device_mesh, (Replicate(),), run_check=False)
-            module.register_parameter(key, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            replicated = DTensor.from_local(parameter.data, device_mesh, (Replicate(),), run_check=False)
+            module.register_parameter(key, nn.Parameter(replicated, requires_grad=parameter.requires_grad))
 
     @staticmethod
-    def _take_part(sharding: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+    def _check_input(sharding: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         if not isinstance(inputs[0], DTensor):
             raise PrepareError(
-                f"{type(module).__name__} is to compute along the sequence, but what it reads is whole: it does not "
-                "stand in the residual stream. Give a plan that leaves it out."
+                f"{type(module).__name__} is to compute along the sequence, but its input is not sharded: it is not "
+                "in the residual stream. Give a plan without it."
             )
         return SequenceParallel._prepare_input_fn(sharding, module, inputs, mesh)
 
     @staticmethod
-    def _give_whole(use_local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+    def _gather_output(use_local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         return _gathered(outputs)
 
 
-class PerHead(AlongSequence):
-    """A norm of each head (q_norm, k_norm): a rank sees its own heads, the gradient of the weight is over all of them.
+class PerHead(SequenceNorm):
+    """A norm of each head (q_norm, k_norm): a rank has its own heads, and the weight's gradient is over all of them.
 
-    To torch the ranks then have different tokens, which for a norm of the last dimension is the same thing.
+    Heads are sharded as tokens would be, which is the same for a norm of the last dimension.
     """
 
     def __init__(self) -> None:
         super().__init__(dimension=0, use_local_output=True)
 
 
-class Whole(ParallelStyle):
-    """A module that stays as it is on every rank."""
+class Unsplit(ParallelStyle):
+    """A module that is not split."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return module
 
 
 class SequenceEntry(ParallelStyle):
-    """Where the residual stream begins to be sharded along the sequence: before this module."""
+    """Shards the residual stream along the sequence before this module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def shard(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args:
-                return (_part(args[0], device_mesh), *args[1:]), kwargs
+                return (_shard(args[0], device_mesh), *args[1:]), kwargs
             name = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
-            return args, {**kwargs, name: _part(kwargs[name], device_mesh)}
+            return args, {**kwargs, name: _shard(kwargs[name], device_mesh)}
 
-        # Before the hooks of other layouts, which read their inputs.
+        # Before the hooks of other layouts, which read the inputs.
         module.register_forward_pre_hook(shard, with_kwargs=True, prepend=True)
         return module
 
 
 class SequenceExit(ParallelStyle):
-    """Where the residual stream is whole again: after this module."""
+    """Gathers the residual stream after this module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(inner: nn.Module, args: Any, output: Any) -> Any:
@@ -149,8 +149,8 @@ class SequenceExit(ParallelStyle):
         return module
 
 
-class Both(ParallelStyle):
-    """Two styles of one module, in order."""
+class Chained(ParallelStyle):
+    """Two styles for one module, applied in order."""
 
     def __init__(self, first: ParallelStyle, second: ParallelStyle) -> None:
         self.styles = (first, second)
@@ -161,11 +161,11 @@ class Both(ParallelStyle):
         return module
 
 
-def _part(stream: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _shard(stream: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     if isinstance(stream, DTensor):
         return stream
-    whole = DTensor.from_local(stream, mesh, (Replicate(),), run_check=False)
-    return whole.redistribute(placements=(Shard(SEQUENCE),))
+    replicated = DTensor.from_local(stream, mesh, (Replicate(),), run_check=False)
+    return replicated.redistribute(placements=(Shard(SEQUENCE),))
 
 
 def _gathered(value: Any) -> Any:
@@ -174,18 +174,18 @@ def _gathered(value: Any) -> Any:
     return value.redistribute(placements=(Replicate(),)).to_local()
 
 
-def _mapped(output: Any, change: Any) -> Any:
+def _mapped(output: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(output, tuple):
         return tuple(change(value) for value in output)
     return change(output)
 
 
 def plain_losses(output: Any) -> Any:
-    """A model's output with its whole DTensors (the loss that it computed itself) as plain tensors."""
+    """A model's output with scalar DTensors (the loss that it computed itself) as plain tensors."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, DTensor) and value.ndim == 0:
-            # A copy: what a model under FSDP returns must be no view.
+            # A copy: a model under FSDP must not return a view.
             return value.redistribute(placements=(Replicate(),) * value.device_mesh.ndim).to_local().clone()
         return value
 

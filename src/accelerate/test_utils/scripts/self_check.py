@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Self-check of an installation: each part of a distributed run against plain arithmetic, one row of a table each."""
+"""Self-check of an installation: compares each feature of a distributed run with plain arithmetic."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ Check = Callable[[Accelerator], str]
 
 
 class Wrong(Exception):
-    """A part of the installation does not do what it must."""
+    """A feature of the installation gives a wrong result."""
 
 
-def expect(fine: bool, told: str) -> None:
-    if not fine:
-        raise Wrong(told)
+def expect(condition: bool, message: str) -> None:
+    """Raise `Wrong` unless the condition holds."""
+    if not condition:
+        raise Wrong(message)
 
 
 def samples() -> TensorDataset:
+    """Return the dataset of y = 3 x + 1."""
     inputs = torch.arange(SAMPLES, dtype=torch.float32).reshape(-1, 1) / SAMPLES
     return TensorDataset(inputs, 3 * inputs + 1)
 
 
 def model() -> torch.nn.Linear:
+    """Return a linear model with zero weights."""
     made = torch.nn.Linear(1, 1)
     torch.nn.init.zeros_(made.weight)
     torch.nn.init.zeros_(made.bias)
@@ -41,6 +44,7 @@ def model() -> torch.nn.Linear:
 
 
 def collectives(accelerator: Accelerator) -> str:
+    """Check gather, reduce and padding."""
     rank, world = accelerator.process_index, accelerator.num_processes
     own = {
         "a": torch.full((2, 3), float(rank), device=accelerator.device),
@@ -58,6 +62,7 @@ def collectives(accelerator: Accelerator) -> str:
 
 
 def sharding(accelerator: Accelerator) -> str:
+    """Check that the processes see each sample once."""
     loader = accelerator.prepare(DataLoader(samples(), batch_size=4))
     seen = [accelerator.gather_for_metrics(batch[0]).flatten().cpu() for batch in loader]
     found = sorted(round(value * SAMPLES) for value in torch.cat(seen).tolist())
@@ -66,7 +71,7 @@ def sharding(accelerator: Accelerator) -> str:
 
 
 def accumulation(accelerator: Accelerator) -> str:
-    """Two half windows give the step of one whole window, as plain arithmetic has it."""
+    """Check that an accumulation window gives the step of one large batch."""
     world = accelerator.num_processes
     data = [(torch.full((4, 1), 0.25 * (i + 1)), torch.full((4, 1), 1.0)) for i in range(2 * world)]
     net, optimizer = accelerator.prepare(*_with_optimizer(0.5))
@@ -93,6 +98,7 @@ def _with_optimizer(lr: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def training(accelerator: Accelerator) -> str:
+    """Check that training converges and that parameters stay equal."""
     net, optimizer = _with_optimizer(0.5)
     net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(samples(), batch_size=4, shuffle=True))
     first = last = 0.0
@@ -115,6 +121,7 @@ def training(accelerator: Accelerator) -> str:
 
 
 def checkpoint(accelerator: Accelerator) -> str:
+    """Check that a checkpoint restores the parameters."""
     net, _ = accelerator.prepare(*_with_optimizer(0.1))
     folder = _shared_folder(accelerator)
     with torch.no_grad():
@@ -148,21 +155,22 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 
 def main() -> int:
+    """Run the checks and print a table; the exit code."""
     accelerator = Accelerator()
     accelerator.print(f"{accelerator.num_processes} process(es), {accelerator.distributed_type}, {accelerator.device}")
     failed = 0
     for name, check in CHECKS:
         began = time.perf_counter()
         try:
-            told, fine = check(accelerator), True
+            message, passed = check(accelerator), True
         except Wrong as error:
-            told, fine = str(error), False
-        everyone = accelerator.gather(torch.tensor([fine], device=accelerator.device))
+            message, passed = str(error), False
+        everyone = accelerator.gather(torch.tensor([passed], device=accelerator.device))
         failed += not bool(everyone.all())
-        if not fine:
-            print(f"  rank {accelerator.process_index}: {name}: {told}", file=sys.stderr, flush=True)
+        if not passed:
+            print(f"  rank {accelerator.process_index}: {name}: {message}", file=sys.stderr, flush=True)
         mark = "ok    " if everyone.all() else "FAILED"
-        accelerator.print(f"  {mark}  {name:<14} {1000 * (time.perf_counter() - began):7.0f} ms  {told}")
+        accelerator.print(f"  {mark}  {name:<14} {1000 * (time.perf_counter() - began):7.0f} ms  {message}")
         accelerator.free_memory()
     accelerator.print("This installation works." if not failed else f"{failed} of {len(CHECKS)} checks failed.")
     accelerator.end_training()

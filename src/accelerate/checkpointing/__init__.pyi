@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+# Written by tools/stubs.py from the table of accelerate.checkpointing. Change the table, then run the script.
+
+from ..parallel.prepared import PreparedModel as PreparedModel
+from ..parallel.prepared import PreparedOptimizer as PreparedOptimizer
+from .gradients import PendingGradients as PendingGradients
+from .layout import checkpoint_folder as checkpoint_folder
+from .layout import checkpoints_dir as checkpoints_dir
+from .layout import list_checkpoints as list_checkpoints
+from .layout import newest_valid as newest_valid
+from .layout import rotate as rotate
+from .loading import LoadReport as LoadReport
+from .loading import load_newest as load_newest
+from .loading import load_run as load_run
+from .loading import resume as resume
+from .manifest import CorruptCheckpoint as CorruptCheckpoint
+from .manifest import Manifest as Manifest
+from .manifest import read_manifest as read_manifest
+from .manifest import verify as verify
+from .matching import CheckpointMismatch as CheckpointMismatch
+from .merging import merge_fsdp_weights as merge_fsdp_weights
+from .preemption import PreemptionWatch as PreemptionWatch
+from .saving import Options as Options
+from .saving import save_run as save_run
+from .session import RunState as RunState
+from .session import ShardedPart as ShardedPart
+from .session import check_custom as check_custom
+from .session import rng_state as rng_state
+from .session import set_rng_state as set_rng_state
+from .sharded import ShardedState as ShardedState
+from .sharded_api import load_fsdp_model as load_fsdp_model
+from .sharded_api import load_fsdp_optimizer as load_fsdp_optimizer
+from .sharded_api import save_fsdp_model as save_fsdp_model
+from .sharded_api import save_fsdp_optimizer as save_fsdp_optimizer
+from .weights import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
+from .weights import load as load
+from .weights import save as save
+from .weights import save_model as save_model
+from .writer import Writer as Writer
+
+EXPORTS: dict[str, list[str]]

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One option: its flag, type, choices, default, key in a configuration file and environment variable."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ConfigurationError, nearest
+
+_TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
+_FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
+
+# Values of `Option.when` that name no switch.
+ALWAYS = ("always",)
+NEVER = ("never",)
+
+
+def parse_bool(text: str, where: str = "value") -> bool:
+    """The truth value of a word. ConfigurationError, naming `where`, for any other text."""
+    lowered = text.strip().lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    shown = text if len(text) <= 100 else f"{text[:100]}..."
+    raise ConfigurationError(f"{where}={shown!r} is not a truth value: use one of true, false, yes, no, on, off, 1, 0")
+
+
+def as_text(value: object) -> str:
+    """A value as an environment variable holds it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
+
+
+@dataclass(frozen=True, eq=False, repr=False)  # fewer methods to compile at each start
+class Option:
+    """One option of a launch, or one environment variable that no flag sets.
+
+    Fields:
+        name: of the value in the settings of a launch, and of the flag.
+        kind: text, int, float, count (a number or "all"), truth ("true" or "false" given as a word), switch (a flag
+            without a value) or list (may be given several times).
+        choices: the words that are accepted, in any case.
+        aliases: other spellings of the choices.
+        extra_choices: words that installed packages add.
+        check: for a text that neither is free nor has a list of choices; raises ConfigurationError.
+        least, greatest: limits of a number.
+        variable: the environment variable that the launcher and the started processes read.
+        variable_words: words that only the variable may hold, besides what fits the type.
+        when: the switches and sizes that must be on for the variable to be published; without one, the option
+            itself. ALWAYS publishes it in each run, NEVER leaves it to the launcher.
+        to_variable: the text of the variable.
+        key: where a configuration file holds the value, dotted; "" where a file cannot hold it.
+        flags: the spellings of the flag, where they do not follow from the name.
+        question: how `accelerate config` asks for the value.
+    """
+
+    name: str
+    kind: str
+    help: str = ""
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    extra_choices: Callable[[], list[str]] | None = None
+    check: Callable[[str, str], None] | None = None
+    least: int | None = None
+    greatest: int | None = None
+    variable: str = ""
+    variable_words: tuple[str, ...] = ()
+    when: tuple[str, ...] = ()
+    to_variable: Callable[[Any], str] = as_text
+    key: str = ""
+    flags: tuple[str, ...] = ()
+    question: str = ""
+
+    @functools.cached_property
+    def spellings(self) -> tuple[str, ...]:
+        """All spellings of the flag."""
+        if self.flags:
+            return self.flags
+        under = f"--{self.name}"
+        return (under, under.replace("_", "-")) if "_" in self.name else (under,)
+
+    @property
+    def flag(self) -> str:
+        """The flag as messages and documentation show it."""
+        return next(name for name in self.spellings if name.startswith("--"))
+
+    def read(self, text: str) -> Any:
+        """The value of the variable's text. ConfigurationError for what it cannot hold."""
+        if text in self.variable_words:
+            return text
+        # OMP_NUM_THREADS may name a number for each nesting level; the first one is this process's.
+        value = self.convert(text.split(",")[0] if self.variable == "OMP_NUM_THREADS" else text, self.variable)
+        # A flag or file may hold numbers of processes that only a check of the entire launch can explain.
+        self._check_limits(value, self.variable)
+        return value
+
+    def convert(self, value: Any, where: str) -> Any:
+        """The value in the option's type. ConfigurationError, naming `where`, for one that does not fit."""
+        if value is None:
+            return None
+        if self.kind in ("switch", "truth"):
+            return value if isinstance(value, bool) else parse_bool(_line(value), where)
+        if self.kind == "list":
+            items = value if isinstance(value, (list, tuple)) else [value]
+            return [_passable(self._text(item, where), where) for item in items]
+        if self.kind == "count" and isinstance(value, str) and value.strip().lower() == "all":
+            return "all"
+        if self.kind in ("int", "float", "count"):
+            number = self._number(value, where)
+            if self.kind != "count":
+                self._check_limits(number, where)
+            return number
+        text = _passable(self._text(value, where), where)
+        if self.check is not None:
+            self.check(text, where)
+        return text
+
+    @property
+    def accepted(self) -> str:
+        """The numbers within the limits, in words."""
+        if self.least is None:
+            return "a number"
+        return f"{self.least} or more" if self.greatest is None else f"{self.least} to {self.greatest}"
+
+    def _check_limits(self, value: Any, where: str) -> None:
+        if self.least is None or isinstance(value, str):
+            return
+        if value < self.least or (self.greatest is not None and value > self.greatest):
+            raise ConfigurationError(f"{where}={brief(value)} is out of range: use {self.accepted}")
+
+    def _number(self, value: Any, where: str) -> int | float:
+        convert, what = (float, "a number") if self.kind == "float" else (int, "a whole number")
+        if not isinstance(value, bool):
+            try:
+                number = convert(str(value).strip())
+            except ValueError:
+                pass
+            else:
+                if isinstance(number, int) or math.isfinite(number):
+                    return number
+                what = "a finite number"
+        hint = "" if self.least is None else f": use {self.accepted}"
+        raise ConfigurationError(f"{where}={brief(value)} is not {what}{hint}")
+
+    def _text(self, value: Any, where: str) -> str:
+        # YAML reads a bare `no` as False; the options that have a "no" mean that word.
+        negative = next((choice for choice in self.choices if choice.lower() == "no"), None)
+        if isinstance(value, (list, tuple)) and not self.choices and not any(_is_nested(item) for item in value):
+            value = ",".join(as_text(item) if isinstance(item, bool) else _line(item) for item in value)
+        if _is_nested(value):
+            raise ConfigurationError(f"{where} must be a single value, not {brief(value)}")
+        text = negative if value is False and negative else _line(value)
+        return self._choice(text, where) if self.choices else text
+
+    def _choice(self, text: str, where: str) -> str:
+        if text in self.choices:
+            return text
+        lowered = text.strip().lower()
+        known = {choice.lower(): choice for choice in self.choices} | dict(self.aliases)
+        if lowered in known:
+            return known[lowered]
+        choices = [*self.choices, *(self.extra_choices() if self.extra_choices else ())]
+        if text in choices:
+            return text
+        near = nearest(text, choices)
+        meant = f" (did you mean {near}?)" if near else ""
+        listed = f"{choices[0]} to {choices[-1]}" if all(map(str.isdigit, choices)) else ", ".join(choices)
+        raise ConfigurationError(f"{where}={brief(text)} is not one of {listed}{meant}")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Group:
+    """Options that help shows together, in their order."""
+
+    title: str
+    help: str
+    options: tuple[Option, ...]
+
+
+def brief(value: Any) -> str:
+    """A value as messages show it, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python likes to write out
+        text = f"a number of {value.bit_length()} bits"
+    return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple, set))
+
+
+def _line(value: Any) -> str:
+    try:
+        return str(value)
+    except ValueError:  # a whole number of more digits than Python likes to write out
+        return brief(value)
+
+
+def _passable(text: str, where: str) -> str:
+    """The text, if a variable or an argument of a process can hold it."""
+    try:
+        fine = "\0" not in text and text.encode() is not None
+    except UnicodeEncodeError:
+        fine = False
+    if not fine:
+        raise ConfigurationError(f"{where}={brief(text)} holds a character that no variable of a process can hold")
+    return text

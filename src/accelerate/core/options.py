@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registry of options: every launch option and every environment variable that is read, one row each.
+
+The parser, the configuration file, the questions of `accelerate config`, the variables of the started processes and
+`core.env` come from these rows. It is in `core` because `env`, which everything else reads through, needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from .device_kinds import DEVICES
+from .enums import DynamoBackend, SageMakerDistributedType
+from .errors import ConfigurationError, nearest
+from .option import ALWAYS, NEVER, Group, Option
+from .strategy_options import DEEPSPEED, FP8, FSDP, MEGATRON, PARALLELISM
+
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+DYNAMO_BACKENDS = tuple(name.lower() for name in DynamoBackend.list())
+DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+ENGINES = ("auto", "local", "static", "elastic", "mpi", "deepspeed", "tpu", "slurm", "ray", "kubernetes")
+# Their processes run on other machines: the devices of this one do not matter.
+REMOTE_ENGINES = ("slurm", "ray", "kubernetes")
+
+
+def _added_precisions() -> list[str]:
+    from . import extensions
+
+    return extensions.names("precision")
+
+
+def _log_level(text: str, where: str) -> None:
+    import logging
+
+    if text.upper() not in logging.getLevelNamesMapping():
+        known = list(logging.getLevelNamesMapping())
+        raise ConfigurationError(f"{where}={text!r} is not a level of logging: use one of {', '.join(known)}")
+
+
+PROGRAM = Group(
+    "program",
+    "What is started.",
+    (
+        Option(
+            "engine",
+            "text",
+            "What starts the processes: local (this machine), static (machines of given ranks), elastic (machines "
+            "that come and go), mpi, deepspeed (its launcher for host files), tpu, slurm (a batch job), ray (a "
+            "running cluster), kubernetes (a manifest, with --dry_run). auto follows from the other options.",
+            "auto",
+            ENGINES,
+            key="engine",
+        ),
+        Option(
+            "config_file",
+            "text",
+            "Configuration file to read instead of the default one.",
+            variable="ACCELERATE_CONFIG_FILE",
+            when=NEVER,
+        ),
+        Option("module", "switch", "The script is a module, as for 'python -m'.", flags=("-m", "--module")),
+        Option("no_python", "switch", "The script is an executable: do not put 'python' before it."),
+        Option("dry_run", "switch", "Print each process's command and variables, and start nothing.", False),
+        Option("quiet", "switch", "Print errors only.", flags=("--quiet", "-q")),
+    ),
+)
+
+HARDWARE = Group(
+    "hardware",
+    "Which devices to run on. The default is the machine's accelerators, or its CPU if it has none.",
+    (
+        Option(
+            "cpu",
+            "switch",
+            "Run on the CPU even if there is an accelerator.",
+            False,
+            key="use_cpu",
+            variable="ACCELERATE_USE_CPU",
+        ),
+        Option("multi_gpu", "switch", "Run on several GPUs.", False),
+        Option("tpu", "switch", "Run on TPU cores through torch_xla.", False),
+        Option("gpu_ids", "text", "GPUs of this machine to use, as '0,2', or 'all'.", key="gpu_ids"),
+    ),
+)
+
+RESOURCES = Group(
+    "resources",
+    "The number of processes, and what each gets.",
+    (
+        Option(
+            "num_processes",
+            "count",
+            "Number of processes on all machines together; 'all' is one for each accelerator.",
+            least=1,
+            key="num_processes",
+            variable="ACCELERATE_NUM_PROCESSES",
+            when=NEVER,
+            flags=("--num_processes", "--num-processes", "--num_gpus", "--num-gpus"),
+            question="How many processes in all, on all machines together?",
+        ),
+        Option(
+            "num_machines",
+            "int",
+            "Number of machines.",
+            least=1,
+            key="num_machines",
+            variable="ACCELERATE_NUM_MACHINES",
+            when=NEVER,
+            question="How many machines take part?",
+        ),
+        Option(
+            "nnodes",
+            "text",
+            "Instead of --num_machines: a number, or a range such as 1:4 within which machines may come and go.",
+            key="nnodes",
+        ),
+        Option(
+            "num_cpu_threads_per_process",
+            "int",
+            "CPU threads of each process (OMP_NUM_THREADS). By default the machine's cores are divided equally.",
+            key="num_cpu_threads_per_process",
+            variable="OMP_NUM_THREADS",
+            when=NEVER,
+        ),
+        Option(
+            "enable_cpu_affinity",
+            "switch",
+            "Bind each process to its share of the cores, near its GPU if it has one.",
+            False,
+            key="enable_cpu_affinity",
+            variable="ACCELERATE_CPU_AFFINITY",
+            to_variable=lambda value: "1",
+            question="Bind processes to the cores near their device?",
+        ),
+        Option(
+            "oversubscribe",
+            "switch",
+            "Start the processes even if this machine's free memory is too small for so many.",
+            False,
+            key="oversubscribe",
+            variable="ACCELERATE_OVERSUBSCRIBE",
+            when=NEVER,
+        ),
+    ),
+)
+
+
+def _dynamo(name: str, kind: str, help: str, default: Any = False, **more: Any) -> Option:
+    variable = f"ACCELERATE_{name.upper()}"
+    return Option(name, kind, help, default, key=f"dynamo_config.{name}", variable=variable, when=ALWAYS, **more)
+
+
+TRAINING = Group(
+    "training",
+    "Defaults of the script's Accelerator.",
+    (
+        Option(
+            "mixed_precision",
+            "text",
+            "Precision of the forward and backward pass: no (float32), fp16, bf16 or fp8.",
+            choices=PRECISIONS,
+            extra_choices=_added_precisions,
+            key="mixed_precision",
+            variable="ACCELERATE_MIXED_PRECISION",
+            when=ALWAYS,
+            to_variable=lambda value: value or "no",
+            question="Which precision?",
+        ),
+        Option(
+            "gradient_accumulation_steps",
+            "int",
+            "Batches whose gradients accumulate before the optimizer steps.",
+            least=1,
+            key="gradient_accumulation_steps",
+            variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+            variable_words=("auto",),
+        ),
+        _dynamo(
+            "dynamo_backend",
+            "text",
+            "Compile the model with torch.compile on this backend.",
+            None,
+            choices=DYNAMO_BACKENDS,
+            # The API's flag spells it so.
+            aliases={"torhchxla_trace_once": "torchxla_trace_once"},
+            to_variable=lambda value: (value or "no").upper(),
+            question="Compile the model with torch.compile?",
+        ),
+        _dynamo("dynamo_mode", "text", "What torch.compile optimizes for.", "default", choices=DYNAMO_MODES),
+        _dynamo("dynamo_use_fullgraph", "switch", "Raise an error for a graph break."),
+        _dynamo("dynamo_use_dynamic", "switch", "Trace with dynamic shapes."),
+        _dynamo(
+            "dynamo_use_regional_compilation", "switch", "Compile each repeated block once, not the entire model."
+        ),
+        Option(
+            "debug",
+            "switch",
+            "Compare the operands of each collective between ranks; slower, to find errors.",
+            key="debug",
+            variable="ACCELERATE_DEBUG_MODE",
+        ),
+    ),
+)
+
+STRATEGY = Group(
+    "strategy",
+    "How the model is distributed over the processes; each switch has its own options below.",
+    (
+        Option("use_fsdp", "switch", "Shard with FSDP.", False, variable="ACCELERATE_USE_FSDP"),
+        Option("use_deepspeed", "switch", "Shard with DeepSpeed ZeRO.", False, variable="ACCELERATE_USE_DEEPSPEED"),
+        Option("use_megatron_lm", "switch", "Train with Megatron-LM.", False, variable="ACCELERATE_USE_MEGATRON_LM"),
+        Option(
+            "use_parallelism_config",
+            "switch",
+            "Distribute by the sizes of data, tensor, context, sequence and pipeline parallelism.",
+            False,
+            variable="ACCELERATE_USE_PARALLELISM_CONFIG",
+        ),
+    ),
+)
+
+MACHINES = Group(
+    "machines",
+    "Several machines, restarts and logs.",
+    (
+        Option(
+            "machine_rank",
+            "int",
+            "Rank of this machine, from 0.",
+            least=0,
+            key="machine_rank",
+            variable="ACCELERATE_MACHINE_RANK",
+            when=NEVER,
+            question="Rank of this machine, from 0?",
+        ),
+        Option(
+            "main_process_ip", "text", "Address of machine 0.", key="main_process_ip", question="Address of machine 0"
+        ),
+        Option(
+            "main_process_port",
+            "int",
+            "Port of machine 0 at which the processes connect; on one machine the default is a free one.",
+            key="main_process_port",
+            question="Port of machine 0",
+        ),
+        Option("same_network", "switch", "The machines share a local network.", False, key="same_network"),
+        Option(
+            "rdzv_backend",
+            "text",
+            "How machines find each other: static (machine ranks are given) or c10d (they are assigned).",
+            "static",
+            key="rdzv_backend",
+        ),
+        Option("rdzv_id", "text", "Name of the run, where several share a rendezvous.", "none", key="rdzv_id"),
+        Option("rdzv_conf", "text", "Further rendezvous settings as key=value,key=value.", "", key="rdzv_conf"),
+        Option("max_restarts", "int", "How often the processes are restarted after a failure.", 0, key="max_restarts"),
+        Option(
+            "monitor_interval",
+            "float",
+            "Seconds between two checks of the processes by the elastic agent.",
+            0.1,
+            key="monitor_interval",
+        ),
+        Option("role", "text", "Name of the processes in logs.", "default", key="role"),
+        Option(
+            "tee",
+            "text",
+            "Mark the lines of these streams with their rank: 1 standard output, 2 standard error, 3 both; or "
+            "per rank, as '0:3,1:2'.",
+            "0",
+            flags=("-t", "--tee"),
+            key="tee",
+        ),
+        Option("log_dir", "text", "Folder for each rank's standard output and error.", key="log_dir"),
+        Option("error_file", "text", "File to which the first failure of a run is written as JSON.", key="error_file"),
+        Option(
+            "stop_timeout",
+            "float",
+            "Seconds that processes have to end after a request to stop, before they are killed.",
+            4.0,
+            key="stop_timeout",
+        ),
+    ),
+)
+
+
+CLUSTERS = Group(
+    "clusters",
+    "Starting through mpirun, Slurm, Ray or Kubernetes.",
+    (
+        Option(
+            "slurm_options",
+            "text",
+            "Further options of sbatch in one text, as '--partition=gpu --time=2:00:00'.",
+            "",
+            key="slurm_options",
+        ),
+        Option(
+            "ray_address",
+            "text",
+            "Ray cluster to run on: host:port, ray://host:port, auto (the cluster of this machine) or local (a "
+            "new one on this machine). The default is the cluster that runs here, else a new one.",
+            key="ray_address",
+            variable="RAY_ADDRESS",
+            when=NEVER,
+        ),
+        Option("image", "text", "Container image of the pods.", key="image"),
+        Option(
+            "mpirun_hostfile",
+            "text",
+            "File with one host a line; mpirun starts the processes on them.",
+            key="mpirun_config.mpirun_hostfile",
+        ),
+    ),
+)
+
+TPU = Group(
+    "TPU",
+    "Only with --tpu.",
+    (
+        Option(
+            "tpu_use_cluster",
+            "switch",
+            "Start on all workers of a TPU pod.",
+            False,
+            key="tpu_use_cluster",
+            flags=("--tpu_cluster", "--tpu-cluster"),
+        ),
+        Option("tpu_use_sudo", "switch", "Use sudo on the pod's workers.", False, key="tpu_use_sudo"),
+        Option("vm", "list", "A TPU worker's name; may be given several times.", key="tpu_vm"),
+        Option("env", "list", "NAME=VALUE for the pod's workers; may be given several times.", key="tpu_env"),
+        Option(
+            "main_training_function",
+            "text",
+            "Function of the script that each TPU core runs.",
+            key="main_training_function",
+        ),
+        Option("downcast_bf16", "switch", "Store float32 as bfloat16 on the TPU.", False, key="downcast_bf16"),
+    ),
+)
+
+AWS = Group(
+    "AWS",
+    "Only if the configuration is for Amazon SageMaker.",
+    (
+        Option("aws_access_key_id", "text", "Access key of the account."),
+        Option("aws_secret_access_key", "text", "Secret of the access key."),
+    ),
+)
+
+# In the order in which help shows them.
+GROUPS: tuple[Group, ...] = (
+    PROGRAM,
+    HARDWARE,
+    RESOURCES,
+    TRAINING,
+    STRATEGY,
+    MACHINES,
+    FSDP,
+    DEEPSPEED,
+    MEGATRON,
+    PARALLELISM,
+    FP8,
+    CLUSTERS,
+    TPU,
+    AWS,
+)
+
+
+def _variable(name: str, kind: str = "text", **more: Any) -> Option:
+    return Option(name, kind, variable=name, when=NEVER, **more)
+
+
+# Variables of this package that no flag sets.
+VARIABLES: tuple[Option, ...] = (
+    _variable("ACCELERATE_CONFIG_DS_FIELDS"),
+    _variable("ACCELERATE_DEBUG_TIMEOUT", "float"),
+    _variable("ACCELERATE_EXACT", "truth"),
+    _variable("ACCELERATE_FP8_OVERRIDE_DGRAD", "truth"),
+    _variable("ACCELERATE_FP8_OVERRIDE_FPROP", "truth"),
+    _variable("ACCELERATE_FP8_OVERRIDE_WGRAD", "truth"),
+    _variable("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "truth"),
+    _variable("ACCELERATE_INIT_INCLUDE_BUFFERS", "truth"),
+    _variable("ACCELERATE_LOG_LEVEL", check=_log_level),
+    _variable("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", choices=tuple(kind.value for kind in SageMakerDistributedType)),
+    _variable("ACCELERATE_STRATEGY"),
+    _variable("ACCELERATE_TORCH_DEVICE"),
+    _variable("ACCELERATE_TRANSFORMS"),
+    _variable("ACCELERATE_USE_SAGEMAKER", "truth"),
+    _variable("FORK_LAUNCHED", "truth"),
+    _variable("FSDP_IGNORED_MODULES"),
+)
+
+# Variables of torch's launcher, by which a process knows its rank.
+TORCHRUN: tuple[Option, ...] = (
+    *(_variable(name, "int", least=0) for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "TORCHELASTIC_RESTART_COUNT")),
+    *(_variable(name, "int", least=1) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")),
+    _variable("MASTER_ADDR"),
+    _variable("MASTER_PORT", "int", least=0, greatest=65535),
+)
+
+# Variables of other programs. They may hold what this package does not know, so they are checked where they are read.
+FOREIGN: tuple[Option, ...] = (
+    *(_variable(name, "int") for name in ("NNODES", "NODE_RANK")),
+    _variable("TORCHELASTIC_USE_AGENT_STORE", "truth"),
+    # MPI and Slurm
+    *(
+        _variable(f"{prefix}_COMM_WORLD_{word}", "int")
+        for prefix in ("OMPI", "MV2")
+        for word in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    ),
+    *(_variable(name, "int") for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    *(_variable(f"SLURM_{word}", "int") for word in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")),
+    *(_variable(f"SLURM_{word}") for word in ("JOB_ID", "STEP_ID", "JOB_NODELIST", "STEP_NODELIST")),
+    _variable("SLURM_STEP_TASKS_PER_NODE"),
+    # torch, devices, Ray and DeepSpeed
+    *(_variable(kind.visible) for kind in DEVICES.values() if kind.visible),
+    *(_variable(name) for name in ("HIP_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR", "RAY_TMPDIR", "DS_ACCELERATOR")),
+    *(_variable(name) for name in ("GLOO_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")),
+    # Trackers and cloud clients
+    *(_variable(f"MLFLOW_{word}") for word in ("EXPERIMENT_NAME", "RUN_ID", "TAGS")),
+    _variable("MLFLOW_NESTED_RUN", "truth"),
+    *(_variable(name) for name in ("CLEARML_PROJECT", "CLEARML_TASK")),
+    *(_variable(f"AWS_{word}") for word in ("PROFILE", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY")),
+    # The system, the folder of configuration files, and test runners
+    *(_variable(name) for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "TERM", "HF_HOME", "XDG_CACHE_HOME")),
+    _variable("PYTEST_XDIST_WORKER"),
+    _variable("RUN_SLOW", "truth"),
+)
+
+
+@functools.cache
+def options() -> Mapping[str, Option]:
+    """Every option of a launch by its name."""
+    return types.MappingProxyType({option.name: option for group in GROUPS for option in group.options})
+
+
+@functools.cache
+def variables() -> Mapping[str, Option]:
+    """Every environment variable that is read, with its row."""
+    rows = (*options().values(), *VARIABLES, *TORCHRUN, *FOREIGN)
+    return types.MappingProxyType({row.variable: row for row in rows if row.variable})
+
+
+@functools.cache
+def checked_variables() -> tuple[Option, ...]:
+    """The variables whose values are checked at the start of each run, with their rows."""
+    return tuple(row for row in (*options().values(), *VARIABLES, *TORCHRUN) if row.variable)
+
+
+def row_of(variable: str) -> Option:
+    """The row of a variable. LookupError for one without a row: a typing error in this package."""
+    row = variables().get(variable)
+    if row is None:
+        near = nearest(variable, list(variables()))
+        meant = f"; did you mean {near}?" if near else ""
+        raise LookupError(f"the variable {variable} has no row in core/options.py{meant}")
+    return row

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments and attributes of older versions of the API: errors that name what replaced them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_LOADER = "dataloader_config=DataLoaderConfiguration({}=...)"
+
+# Arguments of `Accelerator` and what to pass instead.
+ACCELERATOR_ARGUMENTS = {
+    "fp16": 'mixed_precision="fp16"',
+    "logging_dir": "project_dir=..., or project_config=ProjectConfiguration(logging_dir=...)",
+    "dispatch_batches": _LOADER.format("dispatch_batches"),
+    "even_batches": _LOADER.format("even_batches"),
+    "use_seedable_sampler": _LOADER.format("use_seedable_sampler"),
+    "use_stateful_dataloader": _LOADER.format("use_stateful_dataloader"),
+    "non_blocking": _LOADER.format("non_blocking"),
+    "data_seed": _LOADER.format("data_seed"),
+    "find_unused_parameters": "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]",
+    "downcast_bf16": "the launcher's option --downcast_bf16",
+    "use_fsdp": "fsdp_plugin=FullyShardedDataParallelPlugin(...)",
+    "use_deepspeed": "deepspeed_plugin=DeepSpeedPlugin(...)",
+    "sync_with_dataloader": "gradient_accumulation_plugin=GradientAccumulationPlugin(sync_with_dataloader=...)",
+}
+
+# Attributes of `Accelerator` and `AcceleratorState`, and what to read instead.
+STATE_ATTRIBUTES = {
+    "use_fp16": 'mixed_precision == "fp16"',
+    "downcast_bfloat": 'mixed_precision == "bf16"',
+    "logging_dir": "project_configuration.logging_dir of the Accelerator",
+}
+
+
+def explain_retired(retired: dict[str, str]) -> Callable[[F], F]:
+    """Decorate a function so that an argument that it no longer takes raises a TypeError with the present spelling.
+
+    Args:
+        retired: the names of arguments, and what to write instead.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            for name in kwargs:
+                if name in retired:
+                    owner = function.__qualname__.partition(".")[0]
+                    raise TypeError(f"{owner} no longer takes {name}=: use {retired[name]}")
+            return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]
+
+    return decorate

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch split into micro-batches, and the outputs of micro-batches merged into that of the batch."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core import trees
+from ...core.errors import PrepareError
+from .p2p import TensorSpec, describe, fill, is_spec
+
+logger = logging.getLogger(__name__)
+
+# Options of transformers models that request the outputs of all blocks.
+COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
+# Relative differences that micro-batches may cause by computing in another order.
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class MicroBatches:
+    """The inputs of one call of a model, and how they are split: micro-batch i has `sizes[i]` samples.
+
+    `undivided` names keyword arguments that each micro-batch gets unchanged; `names` are those of the positional ones.
+    """
+
+    def __init__(
+        self, args: Args, kwargs: Kwargs, batch_size: int, count: int, undivided: set[str], names: Sequence[str] = ()
+    ) -> None:
+        self.args, self.kwargs, self.batch_size, self.undivided = args, kwargs, batch_size, undivided
+        self.names = names[: len(args)]
+        quotient, rest = divmod(batch_size, count)
+        self.sizes = [quotient + (number < rest) for number in range(count)]
+        self.offsets = [sum(self.sizes[:number]) for number in range(count)]
+
+    def digest(self) -> str:
+        """Differs between different inputs."""
+        return str([_sum(tensor) for tensor in trees.leaves((self.args, self.kwargs))])
+
+    def microbatch(self, number: int) -> tuple[Args, Kwargs]:
+        """Arguments and keyword arguments of one micro-batch; tensors are views."""
+        start, size = self.offsets[number], self.sizes[number]
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.narrow(0, start, size) if tensor.dim() and tensor.shape[0] == self.batch_size else tensor
+
+        args = tuple(trees.map_leaves(cut, value) for value in self.args)
+        kwargs = {
+            name: value if name in self.undivided else trees.map_leaves(cut, value)
+            for name, value in self.kwargs.items()
+        }
+        return args, kwargs
+
+
+def _sum(tensor: torch.Tensor) -> int | float:
+    """The sum of a tensor; of integers exactly, since float32 does not distinguish them beyond 2**24."""
+    if not tensor.is_floating_point():
+        return complex(tensor.sum()).real if tensor.is_complex() else int(tensor.sum(dtype=torch.int64))
+    return float(tensor.sum(dtype=torch.float32 if tensor.device.type == "mps" else torch.float64))
+
+
+class BatchSplitter:
+    """Splits the inputs of a model's forward into `num_microbatches`. `undivided` names inputs that stay complete."""
+
+    def __init__(
+        self, forward: Callable[..., Any], undivided: Sequence[str], num_microbatches: int, labels: bool = False
+    ) -> None:
+        self.undivided = set(undivided)
+        self.num_microbatches = num_microbatches
+        parameters = inspect.signature(forward).parameters.values()
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.positions = [parameter.name for parameter in parameters if parameter.kind in positional]
+        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+        known = {parameter.name for parameter in parameters}
+        if labels and "labels" in known:
+            raise PrepareError("loss_fn is given, and the model's forward takes labels itself: give one of the two")
+        if not takes_any and (unknown := self.undivided - known):
+            raise PrepareError(
+                f"whole_inputs names {', '.join(sorted(unknown))}, which the model's forward does not take"
+            )
+
+    def split(self, args: Args, kwargs: Kwargs, first: bool) -> MicroBatches:
+        """Split the inputs of a call.
+
+        Raises:
+            PrepareError: for inputs that cannot be split; with `first`, also for a batch of too few samples.
+        """
+        # An input that stays complete has to be known by its name.
+        while self.undivided and args and any(name in self.undivided for name in self.positions[: len(args)]):
+            kwargs = {self.positions[len(args) - 1]: args[-1], **kwargs}
+            args = args[:-1]
+        if requested := [name for name in COLLECTING if kwargs.get(name) is True]:
+            raise PrepareError(
+                f"the pipelined model was called with {requested[0]}=True: outputs of the blocks of other stages are "
+                "not collected"
+            )
+        tensors = [
+            leaf
+            for value in (*args, *(value for name, value in kwargs.items() if name not in self.undivided))
+            for leaf in trees.leaves(value)
+        ]
+        if any(tensor.requires_grad for tensor in tensors):
+            raise PrepareError("an input of the pipelined model requires grad: a pipeline returns no input gradients")
+        batch = next((int(tensor.shape[0]) for tensor in tensors if tensor.dim()), None)
+        if batch is None:
+            raise PrepareError("the pipelined model was called without a tensor of samples: there is nothing to split")
+        if first and batch < self.num_microbatches:
+            raise PrepareError(
+                f"a batch of {batch} samples cannot be divided into num_microbatches={self.num_microbatches}: lower "
+                "it, or give each process larger batches"
+            )
+        count = min(self.num_microbatches, max(batch, 1))
+        return MicroBatches(args, kwargs, batch, count, self.undivided, self.positions)
+
+
+def restrict_outputs(model: nn.Module) -> None:
+    """Turn off the caches of a transformers model.
+
+    Raises:
+        PrepareError: where its configuration requests outputs of all blocks.
+    """
+    config = getattr(model, "config", None)
+    for flag in COLLECTING:
+        if getattr(config, flag, False):
+            raise PrepareError(
+                f"the model's config has {flag}=True: outputs of the blocks of other stages are not collected"
+            )
+    # An encoder and a decoder have copies of the configuration.
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    caching = [config for config in configs if getattr(config, "use_cache", False) is True]
+    if caching:
+        logger.info("use_cache is set to False: a cache of keys and values would be spread over the stages")
+    for config in caching:
+        config.use_cache = False
+
+
+def structure_key(value: Any, shapes: bool = True) -> Hashable:
+    """Equal for inputs of equal structure, shapes (without `shapes`: numbers of dimensions) and dtypes."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape) if shapes else value.dim(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(structure_key(entry, shapes) for entry in value)
+    if isinstance(value, Mapping):
+        return tuple((name, structure_key(entry, shapes)) for name, entry in value.items())
+    if isinstance(value, (type(None), bool, int, str)):
+        return value
+    return type(value).__qualname__
+
+
+# -- outputs
+
+
+def is_batched(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> bool:
+    """Whether the first dimension of each tensor is that of its micro-batch."""
+    return all(tensor.dim() and tensor.shape[0] == size for tensor, size in zip(tensors, sizes, strict=True))
+
+
+@dataclass(frozen=True)
+class JoinedOutput:
+    """A block's outputs for all micro-batches as one output for the batch.
+
+    Fields:
+        description: the described output. tensors: detached.
+        batched: whether each tensor has a batch dimension. Others are those of the first micro-batch.
+        unequal: whether each tensor is not batched, and has other shapes in other micro-batches.
+    """
+
+    description: Any
+    tensors: list[torch.Tensor]
+    batched: list[bool]
+    unequal: list[bool]
+
+
+def join(outputs: Sequence[Any], sizes: Sequence[int]) -> JoinedOutput:
+    """Join a block's outputs for all micro-batches."""
+    columns = list(zip(*(list(trees.leaves(output)) for output in outputs), strict=True))
+    batched = [is_batched(column, sizes) for column in columns]
+    unequal = [
+        not is_one and len({tensor.shape for tensor in column}) > 1
+        for column, is_one in zip(columns, batched, strict=True)
+    ]
+    for column, differs in zip(columns, unequal, strict=True):
+        if differs and not column[0].is_floating_point():
+            # Whether the tail uses it cannot be seen by putting NaN in its place.
+            raise not_batched(column[0], sizes)
+    tensors = [
+        torch.cat([tensor.detach() for tensor in column]) if is_one else column[0].detach()
+        for column, is_one in zip(columns, batched, strict=True)
+    ]
+    specs = [
+        TensorSpec(tuple(tensor.shape), tensor.dtype, column[0].requires_grad)
+        for tensor, column in zip(tensors, columns, strict=True)
+    ]
+    described = trees.replace_leaves(describe(outputs[0], "the output of a block"), specs, is_spec)
+    return JoinedOutput(described, tensors, batched, unequal)
+
+
+def not_batched(tensor: torch.Tensor, sizes: Sequence[int]) -> PrepareError:
+    """Return the error for a block whose output does not have the batch as its first dimension."""
+    return PrepareError(
+        f"a block returned a tensor of shape {tuple(tensor.shape)} for a micro-batch of {sizes[0]} samples: what the "
+        "blocks pass to the end of the model must have the batch as its first dimension"
+    )
+
+
+def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any | None:
+    """Outputs of micro-batches as one output of the batch, detached; None where a tensor is not batched."""
+    columns = list(zip(*(list(trees.leaves(output)) for output in outputs), strict=True))
+    if not all(is_batched(column, sizes) for column in columns):
+        return None
+    described = describe(outputs[0], "the model's output")
+    return fill(described, [torch.cat([tensor.detach() for tensor in column]) for column in columns])
+
+
+def outputs_match(one: Any, other: Any) -> bool:
+    """Whether two outputs agree in structure, and in values up to rounding."""
+    mine, theirs = list(trees.leaves(one)), list(trees.leaves(other))
+    if [(t.shape, t.dtype) for t in mine] != [(t.shape, t.dtype) for t in theirs]:
+        return False
+    return all(_is_close(a.detach(), b.detach()) for a, b in zip(mine, theirs, strict=True))
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    tolerance = _TOLERANCE.get(one.dtype)
+    if tolerance is None:
+        return torch.equal(one, other)
+    scale = float(other.abs().nan_to_num(0.0).max()) if other.numel() else 0.0
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * scale)
+
+
+def resize(unit_outputs: Mapping[int, list[Any]], size: int, batch_size: int) -> dict[int, list[Any]]:
+    """The described outputs of units for a micro-batch of `size` samples, as for `batch_size` samples."""
+
+    def resized(spec: TensorSpec) -> TensorSpec:
+        if spec.shape and spec.shape[0] == size:
+            return replace(spec, shape=(batch_size, *spec.shape[1:]))
+        return spec
+
+    return {unit: [trees.map_leaves(resized, call, is_spec) for call in calls] for unit, calls in unit_outputs.items()}
+
+
+def loss_of(output: Any) -> torch.Tensor | None:
+    """The loss in a model's output: `output.loss`, else the first floating point scalar; None without one."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, torch.Tensor):
+        return named
+    return next((tensor for tensor in trees.leaves(output) if tensor.dim() == 0 and tensor.is_floating_point()), None)
+
+
+def holds_nan(output: Any) -> bool:
+    """Whether a tensor of `output` contains NaN."""
+    return any(bool(torch.isnan(tensor).any()) for tensor in trees.leaves(output) if tensor.dtype.is_floating_point)

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prepared pipelined model: its step, its state, and what `explain()` reports of it."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...core.errors import CheckpointError, PrepareError
+from ..accumulated import AccumulatedGradients
+from ..prepared import CommunicationVolume, GroupShapes
+from ..report import memory
+from ..report.communication import shard_gradients, shard_volume, tensor_parallel_volume
+from ..sharded import ShardedModel
+from . import state
+from .batch import BatchShapes, Stage
+from .gradients import TiedParameters, average, local, reduce_shards
+from .p2p import P2PChannel, TensorSpec, specs_in
+from .random import StageRandom
+from .runner import Runner
+from .schedules import ScheduleRunner
+
+
+@dataclass
+class Stages:
+    """What one pipelined model consists of on this rank.
+
+    Fields:
+        schedules: runs its stages. tied: parameters on stages of several ranks. random: its random streams.
+        shapes: the parameters of the complete model in its order, name -> shape. template: a module whose state has
+            the names and shapes of the complete model's.
+        channel: the messages between stages.
+        replica_group: the ranks that have the same stages; None where only this one has them.
+        is_sharded: whether FSDP2 shards the stages.
+        unsharded: trainable parameters that FSDP2 does not shard, whose gradients are averaged over the replicas.
+        is_deferred: whether this backward is not the last one of its window.
+        names: the name of each parameter, as the user's object and as its replacement.
+        groups: by optimizer, the names in each of its groups on all stages.
+        shared: optimizers that step parameters of other models, too.
+    """
+
+    schedules: ScheduleRunner
+    tied: TiedParameters
+    random: StageRandom
+    shapes: dict[str, list[int]]
+    template: nn.Module
+    channel: P2PChannel
+    replica_group: dist.ProcessGroup | None
+    is_sharded: bool
+    unsharded: list[nn.Parameter]
+    is_deferred: bool = False
+    names: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    groups: weakref.WeakKeyDictionary[Any, list[list[str]]] = field(default_factory=weakref.WeakKeyDictionary)
+    shared: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+    @property
+    def modules(self) -> Mapping[int, Stage]:
+        """The stages of this rank by their number."""
+        return self.schedules.runner.stages
+
+    def finish_window(self) -> None:
+        """Reduce gradients over ranks, after the last backward of a window."""
+        if self.is_deferred:
+            return
+        reduce_shards(self.modules.values())
+        self.tied.sum()
+        if self.replica_group is not None:
+            average(self.unsharded, self.replica_group)
+
+    def names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """The names of this model's parameters in each group of an optimizer on this rank."""
+        return [
+            [self.names[parameter] for parameter in group["params"] if parameter in self.names]
+            for group in optimizer.param_groups
+        ]
+
+    def merge_names(self, of_ranks: Sequence[list[list[str]]]) -> list[list[str]]:
+        """The names in each group of an optimizer on all stages, from what `names_in` returned on each rank.
+
+        An optimizer that was made before the model was cut has all of them on every rank, in the user's order.
+        """
+        if all(groups == of_ranks[0] for groups in of_ranks):
+            return of_ranks[0]
+        found = [set().union(*groups) for groups in zip(*of_ranks, strict=True)]
+        return [[name for name in self.shapes if name in names] for names in found]
+
+
+class PipelinedModel(ShardedModel):
+    """A model of which this rank has some blocks. `stages` raises where it was not prepared for training."""
+
+    def __init__(self, *arguments: Any, stages: Stages | None, saves_shards: bool) -> None:
+        super().__init__(*arguments)
+        self._stages = stages
+        self._saves_shards = saves_shards
+
+    @property
+    def stages(self) -> Stages:
+        """The stages of this rank.
+
+        Raises:
+            PrepareError: the model was not prepared for training.
+        """
+        if self._stages is None:
+            raise PrepareError(f"{type(self.inner).__name__} was not prepared for training: it has no stages")
+        return self._stages
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether it was prepared for training."""
+        return self._stages is not None
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether a checkpoint stores this model's state as shards."""
+        return self._saves_shards
+
+    @property
+    def template(self) -> nn.Module | None:
+        """A module without storage with the full model's names and shapes; None for evaluation."""
+        return None if self._stages is None else self._stages.template
+
+    def units(self) -> Iterable[nn.Module]:
+        """Return the modules of this rank's stages."""
+        return [self.inner] if self._stages is None else self._stages.modules.values()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communicating them between replicas."""
+        stages = self._stages
+        if stages is None:
+            yield
+            return
+        before, stages.is_deferred = stages.is_deferred, True
+        try:
+            yield
+        finally:
+            stages.is_deferred = before
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the full state, collected on rank 0."""
+        return state.full_model_state(self.inner, self.stages.channel)
+
+    def load_state_dict(self, state_: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a full state into this rank's stages."""
+        state.load_full_model_state(self.inner, dict(state_), self.device, strict)
+
+    def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Also where this rank's stages have none of the optimizer's parameters."""
+        return (self._stages is not None and optimizer in self._stages.groups) or super().trains_with(optimizer)
+
+    def _names_of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """The names in each group of an optimizer, of all stages."""
+        stages = self.stages
+        if optimizer in stages.shared:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} steps parameters of {type(self.inner).__name__} and of another pipelined "
+                "model: its state cannot be collected from their stages. Make an optimizer for each model"
+            )
+        return stages.groups[optimizer]
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the optimizer's full state, collected on rank 0."""
+        return state.full_optimizer_state(self.inner, optimizer, self._names_of(optimizer), self.stages.channel)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_: Mapping[str, Any]) -> None:
+        """Load an optimizer's full state."""
+        state.load_full_optimizer_state(self.inner, optimizer, dict(state_), self._names_of(optimizer), self.device)
+
+    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
+        """Return the shape of each parameter of the full model, for each group of the optimizer."""
+        shapes = self.stages.shapes
+        return [{name: shapes[name] for name in group} for group in self._names_of(optimizer)]
+
+    def accumulated_gradients(self) -> AccumulatedGradients | None:
+        """Return the gradients of an unfinished accumulation window."""
+        return AccumulatedGradients(self.inner) if self._stages is None else self._stages.schedules.accumulated
+
+    def rank_state(self) -> dict[str, Any] | None:
+        """The place in the model's random stream, and the rules of its loss."""
+        if self._stages is None:
+            return None
+        return {"calls": self._stages.random.calls, "rules": self._stages.schedules.rules}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `rank_state` returned."""
+        self.stages.random.calls, self.stages.schedules.rules = state["calls"], tuple(state["rules"])
+
+    # -- the report
+
+    def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
+        """Return the messages that this rank sends in an optimizer step."""
+        stages = self.stages
+        # The parameters of a stage stay gathered until its gradients are reduced: once a step.
+        shards = [one for stage in stages.modules.values() for one in shard_volume(stage, 1)]
+        split = tensor_parallel_volume(self.inner, backwards)
+        found = [*_stage_volume(stages.schedules.runner, backwards), *shards, *split]
+        unsharded = [local(parameter) for parameter in stages.unsharded]
+        if stages.replica_group is not None and unsharded:
+            size = sum(parameter.nbytes for parameter in unsharded)
+            found.append(CommunicationVolume("all-reduce of gradients between replicas", 1, size))
+        if tied := [local(parameter) for parameter in stages.tied.parameters()]:
+            size = sum(parameter.nbytes for parameter in tied)
+            found.append(CommunicationVolume("sums of tied gradients", len(tied), size))
+        return found
+
+    def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
+        """Return the memory of this rank in bytes by kind."""
+        found = super().memory_usage(windows, seen)
+        if windows and self._stages is not None and self._stages.is_sharded:
+            # Until the last backward of a window, every rank keeps unsharded gradients of its stages.
+            modules = list(self._stages.modules.values())
+            inside = {id(parameter) for stage in modules for parameter in stage.parameters()}
+            rest = (p for p in self.inner.parameters() if p.requires_grad and id(p) not in inside)
+            found[memory.GRADIENTS] = sum(shard_gradients(stage) for stage in modules) + memory.local_bytes(rest)
+        return found
+
+
+def _stage_volume(runner: Runner, backwards: int) -> list[CommunicationVolume]:
+    """Messages between stages, and of the output. Bytes are those of the batch shapes that were trained on last."""
+    shapes = next((found for key, found in reversed(runner.shapes.items()) if key.training and key.grad), None)
+    count = runner.splitter.num_microbatches * backwards
+    if shapes is None:
+        hops = sum(number < runner.last for number in runner.stages) + sum(number > 0 for number in runner.stages)
+        return [CommunicationVolume("tensors between stages", hops * count, 0, " (unknown before the first batch)")]
+    forward = _sent_specs(shapes, runner, forward=True)
+    back = [spec for spec in _sent_specs(shapes, runner, forward=False) if spec.requires_grad]
+    found = [
+        CommunicationVolume("activations to the next stage", len(forward) * count, _bytes(forward) * count),
+        CommunicationVolume("gradients to the former stage", len(back) * count, _bytes(back) * count),
+    ]
+    if runner.channel.rank == runner.source:
+        output = specs_in(shapes.output)
+        found.append(CommunicationVolume("output to all stages", len(output) * backwards, _bytes(output) * backwards))
+    return [one for one in found if one.messages]
+
+
+def _sent_specs(shapes: BatchShapes, runner: Runner, forward: bool) -> list[TensorSpec]:
+    """What the largest micro-batch sends to other ranks: stage outputs forward, gradients of stage inputs back."""
+    boundaries = shapes.stage_outputs if forward else shapes.stage_inputs
+    largest = max((size for _, size in boundaries), default=0)
+    found = []
+    for (stage, size), boundary in boundaries.items():
+        other = stage + 1 if forward else stage - 1
+        if size == largest and runner.ranks[other] != runner.channel.rank:
+            found += boundary.specs
+    return found
+
+
+def _bytes(specs: Iterable[TensorSpec]) -> int:
+    return sum(spec.nbytes for spec in specs)

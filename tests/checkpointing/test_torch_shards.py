@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of torch's own shards: nothing outside of its folder is opened, and no memory is taken on its word."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from accelerate.checkpointing.sharded import check_shards, load_entries
+from accelerate.core.errors import CheckpointError
+
+STATE = {"a": torch.arange(600.0).reshape(20, 30), "b": torch.ones(7)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "pytorch_model_fsdp_0"
+    dcp.save({name: value.clone() for name, value in STATE.items()}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def change(folder, **fields):
+    """Give the first shard of the index other fields."""
+    index = folder / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    first = next(iter(metadata.storage_data))
+    metadata.storage_data[first] = dataclasses.replace(metadata.storage_data[first], **fields)
+    index.write_bytes(pickle.dumps(metadata))
+
+
+def test_sound_shards_are_read(folder):
+    check_shards(folder)
+    found = {name: torch.zeros_like(value) for name, value in STATE.items()}
+    load_entries(found, folder)
+    assert all(torch.equal(found[name], value) for name, value in STATE.items())
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"relative_path": "../secret"}, "outside of its folder"),
+        ({"relative_path": "/etc/hostname"}, "outside of its folder"),
+        ({"relative_path": 7}, "outside of its folder"),
+        ({"relative_path": "pipe"}, "it names pipe"),
+        ({"relative_path": "absent"}, "it names absent"),
+        ({"length": 1 << 40}, "names bytes that"),
+        ({"offset": -1}, "names bytes that"),
+        ({"length": 20}, "cannot be read"),
+    ],
+    ids=str,
+)
+def test_a_changed_index_is_refused(folder, fields, message):
+    (folder.parent / "secret").write_bytes(next(folder.glob("*.distcp")).read_bytes())
+    os.mkfifo(folder / "pipe")
+    change(folder, **fields)
+    with pytest.raises(CheckpointError, match=message) as error:
+        check_shards(folder)
+    assert str(folder) in str(error.value)
+
+
+def test_an_index_of_another_shape_is_refused_before_reading(folder):
+    index = folder / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    entry = metadata.state_dict_metadata["a"]
+    entry.size = entry.chunks[0].sizes = torch.Size([30, 20])
+    index.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"the shard of a cannot be read: it has the shape \[20, 30\]"):
+        check_shards(folder)
+
+
+def test_an_index_takes_no_memory_for_a_large_memo(folder):
+    # LONG_BINPUT to place 2**31: the unpickler written in C makes a table of that length.
+    (folder / ".metadata").write_bytes(b"\x80\x02}r" + (1 << 31).to_bytes(4, "little") + b".")
+    with pytest.raises(CheckpointError, match="no index of shards"):
+        check_shards(folder)
+
+
+def test_code_in_an_index_is_not_run(folder):
+    class Runs:
+        def __reduce__(self):
+            return os.system, (f"touch {folder}/ran",)
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(CheckpointError, match=r"it names posix.system"):
+        check_shards(folder)
+    assert not (folder / "ran").exists()

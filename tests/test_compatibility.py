@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What public scripts and libraries use beyond the documented names: import paths, attributes, older spellings."""
+
+import importlib
+import os
+import unittest
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import accelerate
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import GeneralTracker, register_tracker_class
+from accelerate.utils import TorchDynamoPlugin, concatenate, get_model_tp_size, purge_accelerate_environment, save
+
+API_MODULES = [
+    "accelerator", "big_modeling", "checkpointing", "data_loader", "hooks", "inference", "launchers", "local_sgd",
+    "optimizer", "scheduler", "state", "tracking", "utils.dataclasses", "utils.fsdp_utils", "utils.imports",
+    "utils.launch", "utils.memory", "utils.modeling", "utils.offload", "utils.operations", "utils.other",
+    "utils.random",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", API_MODULES)
+def test_each_module_of_the_api_gives_every_public_name(module):
+    found = importlib.import_module(f"accelerate.{module}")
+    for name in ("DataLoaderConfiguration", "GradientAccumulationPlugin", "DistributedType", "gather", "set_seed"):
+        assert getattr(found, name) is getattr(accelerate.utils, name)
+    for name in ("Accelerator", "PartialState", "GradientState", "AcceleratorState", "GeneralTracker"):
+        assert getattr(found, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'nothing_of_the_kind'"):
+        _ = found.nothing_of_the_kind
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("commands.accelerate_cli", ["main", "launch_command_parser"]),
+        ("commands.utils", ["CustomArgumentParser"]),
+        ("commands.estimate", ["check_has_model", "create_empty_model", "estimate_command", "gather_data"]),
+        ("utils.constants", ["BETA_TP_AVAILABLE_PYTORCH_VERSION", "FSDP2_PYTORCH_VERSION", "FSDP_MODEL_NAME"]),
+        ("utils.constants", ["SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING"]),
+        ("utils.megatron_lm", ["AbstractTrainStep", "BertTrainStep", "GPTTrainStep", "T5TrainStep"]),
+        ("utils", ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler"]),
+    ],
+)
+def test_names_that_scripts_import(module, names):
+    found = importlib.import_module(f"accelerate.{module}")
+    assert all(callable(getattr(found, name)) or getattr(found, name) for name in names)
+
+
+def test_training_estimate_from_bytes():
+    from accelerate.commands.estimate import estimate_training_usage
+
+    assert estimate_training_usage(1000, "float32") == {
+        "model": 1000, "optimizer": 2000, "gradients": 1000, "step": 4000,
+    }  # fmt: skip
+    assert estimate_training_usage(1000, "float16")["gradients"] == 1500
+    assert set(estimate_training_usage(1000, "int8").values()) == {-1}
+
+
+def test_rows_of_a_memory_estimate(tmp_path):
+    from accelerate.commands.estimate import estimate_command_parser, gather_data
+
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "bert", "architectures": ["BertModel"], "hidden_size": 8, "num_hidden_layers": 1, '
+        '"num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 10}'
+    )
+    args = estimate_command_parser().parse_args([str(tmp_path), "--dtypes", "float32", "float16", "int8"])
+    full, half, quantized = gather_data(args)
+    assert [row[0] for row in (full, half, quantized)] == ["float32", "float16", "int8"]
+    assert full[2] > half[2] > quantized[2]
+    assert full[3]["step"] == 4 * full[2] and half[3]["model"] == full[2]
+
+
+def test_prepared_objects_are_marked():
+    model, accelerator = nn.Linear(2, 2), Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = torch.utils.data.DataLoader(torch.zeros(8, 2), batch_size=2)
+    prepared = accelerator.prepare(model, optimizer, scheduler, loader)
+    assert all(item._is_accelerate_prepared is True for item in prepared)
+    assert not hasattr(loader, "_is_accelerate_prepared")
+
+
+def test_names_of_non_persistent_buffers():
+    from accelerate.utils.modeling import get_non_persistent_buffers
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert get_non_persistent_buffers(model) == set()
+    assert get_non_persistent_buffers(model, recurse=True) == {"scratch"}
+    assert get_non_persistent_buffers(model, recurse=True, fqns=True) == {"1.scratch"}
+
+
+def test_state_dict_entries_of_an_offloaded_module():
+    from accelerate import cpu_offload
+    from accelerate.utils.modeling import get_state_dict_from_offload
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    cpu_offload(model, execution_device="cpu")
+    assert model[0].weight.is_meta
+    state = dict.fromkeys(["0.weight", "0.bias", "1.bias"], "")
+    returned = get_state_dict_from_offload(model[0], "0.weight", state)
+    assert returned is state and state["1.bias"] == ""
+    assert torch.equal(state["0.weight"], expected["0.weight"]) and torch.equal(state["0.bias"], expected["0.bias"])
+    assert model[0].weight.is_meta
+
+
+def test_a_plugin_of_torch_compile_hands_on_what_was_set():
+    assert TorchDynamoPlugin().to_kwargs() == {}
+    assert TorchDynamoPlugin(backend="inductor").to_kwargs() == {"backend": "inductor"}
+
+
+def test_one_batch_with_other_leaves_is_its_own_concatenation():
+    batch = {"x": torch.ones(2), "text": "a"}
+    assert concatenate([batch])["text"] == "a" and concatenate(["a"]) == "a"
+    with pytest.raises(TypeError, match="Can only concatenate tensors"):
+        concatenate([batch, batch])
+
+
+@pytest.mark.parametrize("layout", [SimpleNamespace(tp_size=4), {"tp_size": 4}])
+def test_tensor_parallel_size_in_a_configuration(layout):
+    model = nn.Linear(2, 2)
+    model.config = SimpleNamespace(distributed_config=layout)
+    assert get_model_tp_size(model) == 4
+    model.config.distributed_config = None
+    assert get_model_tp_size(model) is None
+
+
+def test_attributes_after_a_reset():
+    state = AcceleratorState(cpu=True)
+    AcceleratorState._reset_state(True)
+    for name in ("mixed_precision", "deepspeed_plugin", "num_processes", "device", "fsdp_plugin"):
+        with pytest.raises(AttributeError, match="the state was reset"):
+            getattr(state, name)
+
+
+def test_saving_tied_tensors_says_what_is_left_out(tmp_path):
+    tensor = torch.ones(3)
+    with pytest.warns(UserWarning, match=r"written once.*b \(a\)"):
+        save({"a": tensor, "b": tensor}, tmp_path / "tied.safetensors", safe_serialization=True)
+
+
+def test_a_configuration_file_that_does_not_exist(tmp_path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    for kind in (FileNotFoundError, ValueError):
+        with pytest.raises(kind, match=r"absent\.yaml does not exist"):
+            load_config_from_file(str(tmp_path / "absent.yaml"))
+
+
+def test_environment_of_several_processes_without_a_script():
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    args = launch_command_parser().parse_args(["--num_processes", "2", "--mixed_precision", "bf16", "script.py"])
+    del args.training_script
+    assert prepare_multi_gpu_env(args)["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert args.nproc_per_node == "2"
+
+
+def test_tracker_classes_are_checked_at_registration():
+    class Nameless(GeneralTracker):
+        requires_logging_directory = False
+
+    class Undecided(GeneralTracker):
+        name = "undecided"
+
+    for tracker, lacks in ((Nameless, "name"), (Undecided, "requires_logging_directory")):
+        with pytest.raises(ValueError, match=lacks):
+            register_tracker_class(tracker)
+
+
+def test_purging_covers_inherited_tests_and_not_their_setup(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_A", raising=False)
+
+    class Base(unittest.TestCase):
+        def setUp(self):
+            os.environ["ACCELERATE_A"] = "setup"
+
+        def test_inherited(self):
+            os.environ["ACCELERATE_B"] = "test"
+
+    @purge_accelerate_environment
+    class Purged(Base):
+        def test_own(self):
+            assert os.environ["ACCELERATE_A"] == "setup"
+            os.environ["ACCELERATE_B"] = "test"
+
+    try:
+        for name in ("test_inherited", "test_own"):
+            case = Purged(name)
+            case.setUp()
+            getattr(case, name)()
+            assert "ACCELERATE_B" not in os.environ and os.environ["ACCELERATE_A"] == "setup"
+        Base("test_inherited").test_inherited()
+        assert os.environ.pop("ACCELERATE_B") == "test", "the base class itself is not changed"
+    finally:
+        os.environ.pop("ACCELERATE_A", None)
+
+
+@pytest.mark.parametrize(
+    ("argument", "use"),
+    [("fp16", 'mixed_precision="fp16"'), ("logging_dir", "project_dir"), ("dispatch_batches", "dataloader_config")],
+)
+def test_retired_arguments_name_the_present_ones(argument, use):
+    with pytest.raises(TypeError, match=rf"Accelerator no longer takes {argument}=: use {use}"):
+        Accelerator(**{argument: True})
+
+
+def test_retired_attributes_name_the_present_ones():
+    with pytest.raises(AttributeError, match='use mixed_precision == "fp16"'):
+        _ = Accelerator(cpu=True).state.use_fp16
+
+
+def test_steps_of_megatron_models_are_refused():
+    from accelerate.utils.megatron_lm import GPTTrainStep
+
+    with pytest.raises(ValueError, match="GPTTrainStep drives a model class of Megatron-LM"):
+        GPTTrainStep(None, None)
