@@ -17,11 +17,12 @@ from .checkpointing.commit import can_restore
 from .checkpointing.gradients import OpenWindow, PendingGradients, RankState
 from .checkpointing.loading import LoadReport, load_newest, load_run
 from .checkpointing.loading import resume as resume_run
+from .checkpointing.opening import DamagedCheckpoint, Options
 from .checkpointing.preemption import DEFAULT_SIGNALS
 from .checkpointing.resume_controller import ResumeController
 from .checkpointing.run_lock import RunLocks, claim_directory
-from .checkpointing.saving import DamagedCheckpoint, Options, save_run
-from .checkpointing.session import RunState, check_custom
+from .checkpointing.run_state import RunState, check_custom
+from .checkpointing.saving import save_run
 from .checkpointing.writer import Writer
 from .config.training import ProjectConfiguration
 from .core.errors import CheckpointError, ConfigurationError

@@ -98,7 +98,7 @@ os.chdir(mine)
 import torch
 from accelerate.checkpointing import (
     ShardedState, Options, PreemptionWatch, PreparedModel, PreparedOptimizer, RunState, load_fsdp_model,
-    load_fsdp_optimizer, load_run, merge_fsdp_weights, save_fsdp_model, save_fsdp_optimizer, save_run, saving, verify,
+    load_fsdp_optimizer, load_run, merge_fsdp_weights, save_fsdp_model, save_fsdp_optimizer, save_run, opening, verify,
 )
 from accelerate.core.errors import CheckpointError
 from accelerate.state import PartialState
@@ -109,7 +109,7 @@ model = torch.nn.Linear(30, 4)
 run = RunState(models=[PreparedModel(model)], progress={"step": 1})
 
 # Each machine sees its own disk only.
-saving._VISIBLE = 0.5
+opening._VISIBLE = 0.5
 try:
     save_run(run, "out/checkpoint_0", process=state)
     raise AssertionError("no error")

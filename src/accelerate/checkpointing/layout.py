@@ -11,19 +11,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
+from ..core.constants import MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME
 from ..core.errors import CheckpointError
 from .manifest import MANIFEST, check_sizes, is_api_file, read_manifest
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+RANK_DOCUMENT = re.compile(rf"{RNG_STATE_NAME}_(\d{{1,9}})\.json")
 _SET_ASIDE = re.compile(_NUMBERED.pattern + r"\.damaged(-\d+)?")
-
-SESSION_NAME = "session.json"
 
 
 def numbered(name: str, index: int, ending: str) -> str:
     """`model.safetensors`, `model_1.safetensors`, ...: the API's way of counting files of a kind."""
     return f"{name}{ending}" if index == 0 else f"{name}_{index}{ending}"
+
+
+def rank_document_name(rank: int) -> str:
+    """The document of a rank's own state, which begins with its random states."""
+    return f"{RNG_STATE_NAME}_{rank}"
 
 
 def model_shards(folder: Path, index: int) -> Path:
