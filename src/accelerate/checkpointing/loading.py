@@ -232,10 +232,10 @@ def load_newest(
     """
     directory = Path(directory)
     agreement = Agreement(process)
-    found = candidates(directory) if process.process_index == 0 else None
     mine = None
-    if found is not None:
-        mine = [[str(folder) for folder in found.folders], [[str(folder), why] for folder, why in found.skipped]]
+    if process.process_index == 0:
+        folders, unfit = candidates(directory)
+        mine = [[str(folder) for folder in folders], [[str(folder), why] for folder, why in unfit]]
     names, skipped = agreement.exchange("load_state", mine, arrival_timeout, _ABSENT)[0]
     passed = [(Path(name), why) for name, why in skipped]
     for name in names:

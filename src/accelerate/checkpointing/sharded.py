@@ -95,7 +95,7 @@ class ShardedState:
             with _states_of(model, optimizer):
                 flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
             tensors = only_tensors(flat)
-            rest = {name: value for name, value in flat.items() if name not in tensors}
+            rest: dict[str, Any] = {name: value for name, value in flat.items() if name not in tensors}
             rest = _of_all_ranks(rest) if self.templates else rest
             jobs.append((optimizer_shards(Path(), index), tensors, rest))
         group = None
@@ -166,7 +166,7 @@ class ShardedState:
     def load(self, folder: Path, strict: bool, models_only: bool = False) -> None:
         """Read the shards of this rank from what any number of ranks has written."""
         for index, model in self.models:
-            weights = self._model_state(model)
+            weights: dict[str, Any] = self._model_state(model)
             read_shards(model_shards(folder, index), weights, strict)
             set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
         for index, model, optimizer in () if models_only else self.optimizers:
@@ -177,7 +177,7 @@ class ShardedState:
             flat, tensors, without = _optimizer_state(path, model, optimizer)
             read_shards(path, tensors, strict=True)
             options = {name: value for name, value in read_options(path).items() if name in flat or not self.templates}
-            state: dict[str, object] = {**flat, **options, **tensors}
+            state: dict[str, Any] = {**flat, **options, **tensors}
             set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
             drop_states(model, optimizer, without)
 

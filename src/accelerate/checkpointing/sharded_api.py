@@ -194,7 +194,8 @@ def load_fsdp_optimizer(
     state = get_optimizer_state_dict(model, inner, options=flat)
     tensors = only_tensors(state)
     read_shards(path, tensors, strict=not adapter_only)
-    set_optimizer_state_dict(model, inner, {**state, **read_options(path), **tensors}, options=flat)
+    merged: dict[str, Any] = {**state, **read_options(path), **tensors}
+    set_optimizer_state_dict(model, inner, merged, options=flat)
 
 
 def _write(value: object, path: Path) -> None:

@@ -93,7 +93,7 @@ def save_model(
     if not (process.is_local_main_process if save_on_each_node else process.is_main_process):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    kept: dict[str, object] = dict(state)
+    kept: Mapping[str, object] = dict(state)
     aliases: dict[str, str] = {}
     if safe_serialization:
         kept, aliases = without_aliases(clean_tensors(state))
@@ -124,7 +124,7 @@ def clean_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
             f"these entries are no tensors and have no place in a safetensors file: {', '.join(bad[:20])}. "
             "Pass safe_serialization=False, or leave them out of the state dict."
         )
-    return dict(state)
+    return only_tensors(state)
 
 
 def _write_shards(
@@ -139,7 +139,7 @@ def _write_shards(
             for name, content in files.items():
                 if safe:
                     here = {alias: kept for alias, kept in aliases.items() if kept in content}
-                    io.write(temporary[name], segments(content, here))
+                    io.write(temporary[name], segments(only_tensors(content), here))
                 else:
                     torch.save(dict(content), temporary[name])
                     fsync_path(temporary[name])
