@@ -88,15 +88,16 @@ def check_same_entries(rows: Sequence[Mapping[str, str] | None]) -> None:
     names = {rank: sorted(row) for rank, row in enumerate(rows) if row is not None}
     if len(set(map(tuple, names.values()))) <= 1:
         return
-    counts = "; ".join(
-        f"rank {rank}: "
-        + ", ".join(
-            f"{sum(key.startswith(f'{kind.name}[') for key in keys)} {kind.label}s" for kind in kinds(Written.ONCE)
-        )
-        for rank, keys in names.items()
+    counts = {
+        f"{kind.label}s": {rank: sum(key.startswith(f"{kind.name}[") for key in keys) for rank, keys in names.items()}
+        for kind in kinds(Written.ONCE)
+    }
+    uneven = {label: row for label, row in counts.items() if len(set(row.values())) > 1}
+    text = "; ".join(
+        f"rank {rank}: " + ", ".join(f"{row[rank]} {label}" for label, row in uneven.items()) for rank in names
     )
     raise CheckpointError(
-        f"the ranks have different objects to save: {counts}. Prepare and register the same objects on every rank."
+        f"the ranks have different objects to save: {text}. Prepare and register the same objects on every rank."
     )
 
 
