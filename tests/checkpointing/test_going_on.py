@@ -224,6 +224,6 @@ def test_a_save_and_a_resume_log_one_line_each(tmp_path, caplog):
     os.remove(os.path.join(folders[1], "model.safetensors"))
     Run(tmp_path).accelerator.resume(signals=())
     assert [record.getMessage() for record in caplog.records if record.levelname == "INFO"] == [
-        *(f"saved {folder}: epoch 0, step 1" for folder in folders),
-        f"resumed {folders[0]}: epoch 0, step 1, 1 damaged skipped",
+        *(f"[RANK 0] saved {folder}: epoch 0, step 1" for folder in folders),
+        f"[RANK 0] resumed {folders[0]}: epoch 0, step 1, 1 damaged skipped",
     ]

@@ -15,7 +15,7 @@ from ..core.devices import accelerator_type, module_of
 _HOST = ("python", "numpy", "torch")
 
 
-class Generators:
+class GlobalGenerators:
     """The generators of this process, as an object with a state."""
 
     def state_dict(self) -> dict[str, Any]:

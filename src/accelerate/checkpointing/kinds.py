@@ -19,7 +19,7 @@ from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME, SC
 from ..core.errors import CheckpointError
 from . import compat
 from .documents import damage
-from .generators import Generators, check_generators
+from .generators import GlobalGenerators, check_generators
 from .gradients import is_empty as is_empty_rank_state
 from .layout import numbered
 from .manifest import LOADER_NAME, check_progress
@@ -143,7 +143,7 @@ class _Loaders(StateKind):
 
 class _Generators(StateKind):
     def objects(self, run: RunState) -> Sequence[Any]:
-        return (Generators(),)
+        return (GlobalGenerators(),)
 
     def compat_files(self, states: Sequence[Any], run: RunState, rank: int, is_first: bool) -> dict[str, object]:
         step = run.progress.get("accumulation_step", 0)
