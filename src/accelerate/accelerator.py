@@ -47,6 +47,7 @@ from .tracking.group import TrackerGroup
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
+    from torch.utils.hooks import RemovableHandle
 
     from .config.deepspeed import DeepSpeedPlugin
     from .config.fsdp import FullyShardedDataParallelPlugin
@@ -902,7 +903,7 @@ class Accelerator(ProcessControl, RunOptions):
         """
         self._checkpoints.register(*objects)
 
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> torch.utils.hooks.RemovableHandle:
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before `save_state` writes.
 
         Args:
@@ -913,7 +914,7 @@ class Accelerator(ProcessControl, RunOptions):
         """
         return self._checkpoints.register_save_hook(hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> torch.utils.hooks.RemovableHandle:
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before `load_state` loads.
 
         Args:
