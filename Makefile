@@ -9,6 +9,8 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 TORCH ?= torch==2.13.0
 DEEPSPEED ?= deepspeed==0.19.8
 VENV ?= .venv
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_4_VENV ?= .venv-clients-4
 PEER_VENV ?= .venv-peer
 PEER ?= accelerate==1.15.0
 WORKERS ?= 2
@@ -20,9 +22,13 @@ ENGINES_STAMP := $(VENV)/.installed-engines
 # The engine programs that the tests run, and the Debian packages that provide them.
 ENGINE_PROGRAMS := mpirun.openmpi mpirun.mpich munged slurmctld slurmd sbatch ip pdsh
 ENGINE_PACKAGES := openmpi-bin mpich munge slurmctld slurmd slurm-client iproute2 pdsh
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
+CLIENTS_4_STAMP := $(CLIENTS_4_VENV)/.installed
 PEER_STAMP := $(PEER_VENV)/.installed
+# The peer without its dependencies, to run the clients with it in their own environment.
+PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
-.PHONY: help install demo test test-engines test-faults check format bench gpu-check clean
+.PHONY: help install demo test test-engines test-faults test-clients check format bench bench-clients gpu-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -43,6 +49,12 @@ test-faults: $(STAMP)  ## kill runs at a hundred random moments, and test all ot
 		tests/distributed/test_exit.py tests/distributed/test_checkpoint.py tests/distributed/test_checkpoint_faults.py \
 		tests/distributed/test_preemption.py
 
+# The tests run with the clients' newest versions, and those of transformers' Trainer with version 4 too.
+test-clients: $(CLIENTS_STAMP) $(CLIENTS_4_STAMP)  ## run transformers, peft, trl, diffusers and others on this package
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -p no:xdist tests/clients $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(CLIENTS_4_VENV)/bin/python -m pytest -p no:xdist tests/clients/test_trainer.py \
+		tests/clients/test_trainer_layouts.py tests/clients/test_pretrained.py $(PYTEST_ARGS)
+
 check: $(STAMP)  ## check lint, format, types, import layers and public names
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,11 +69,15 @@ format: $(STAMP)  ## apply automatic lint fixes and format the code
 bench: $(STAMP) $(PEER_STAMP)  ## compare this package, Hugging Face's accelerate and raw PyTorch
 	$(BIN)/python benchmarks/run.py --peer $(PEER_VENV)/bin/python
 
+bench-clients: $(CLIENTS_STAMP)  ## compare the clients' time and memory on this package and on its peer
+	test -d $(PEER_PACKAGE) || $(CLIENTS_VENV)/bin/python -m pip install --quiet --no-deps --target $(PEER_PACKAGE) "$(PEER)"
+	$(CLIENTS_VENV)/bin/python benchmarks/clients.py --peer $(PEER_PACKAGE)
+
 gpu-check: $(STAMP)  ## run the checks that need a GPU; succeeds without one
 	$(BIN)/python benchmarks/gpu_check.py $(if $(wildcard $(PEER_STAMP)),--peer $(PEER_VENV)/bin/python)
 
 clean:  ## remove the environments and all generated files
-	rm -rf $(VENV) $(PEER_VENV) build dist src/*.egg-info runs outputs
+	rm -rf $(VENV) $(PEER_VENV) $(CLIENTS_VENV) $(CLIENTS_4_VENV) build dist src/*.egg-info runs outputs
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -85,6 +101,24 @@ $(ENGINES_STAMP): $(STAMP)
 	}
 	$(BIN)/python -m pip install --quiet --editable ".[engines]"
 	touch $@
+
+# Environments of pinned clients, which take torch and all else from $(VENV). This package is installed first: the
+# clients require accelerate, and find it.
+define install_clients
+test -x $(1)/bin/python || $(BIN)/python -m venv $(1)
+$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	>"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+$(1)/bin/python -m pip install --quiet --no-deps --editable .
+$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' >$(1)/constraints.txt
+$(1)/bin/python -m pip install --quiet --constraint $(1)/constraints.txt --requirement $(2)
+touch $(1)/.installed
+endef
+
+$(CLIENTS_STAMP): $(STAMP) tests/clients/requirements.txt
+	$(call install_clients,$(CLIENTS_VENV),tests/clients/requirements.txt)
+
+$(CLIENTS_4_STAMP): $(STAMP) tests/clients/requirements-4.txt
+	$(call install_clients,$(CLIENTS_4_VENV),tests/clients/requirements-4.txt)
 
 # The peer has a separate environment, with the same torch.
 $(PEER_STAMP): $(STAMP)

@@ -153,10 +153,13 @@ class PartialState:
         if self.num_processes > 1:
             channel.barrier("wait_for_everyone", self.device, self.backend)
 
-    def _meet(self, operation: str, error: str) -> None:
-        """A barrier of another operation, which passes on the error of a process that failed in it."""
+    def _wait_for_first(self, error: str) -> None:
+        """The barrier of both kinds of order, which passes on the error of a process that failed in its block.
+
+        One kind inside the other pairs the end of the inner block with the beginning of the outer one.
+        """
         if self.num_processes > 1:
-            channel.barrier(operation, self.device, self.backend, error)
+            channel.barrier("main_process_first", self.device, self.backend, error)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the process group (the default one). At the end of the run this happens automatically."""
@@ -188,13 +191,13 @@ class PartialState:
         Raises:
             DistributedOperationException: on the other processes, where the block fails on the main process.
         """
-        with process.goes_first(self.is_main_process, functools.partial(self._meet, "main_process_first")):
+        with process.goes_first(self.is_main_process, self._wait_for_first):
             yield
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Run the block on each machine's first process first, then on all others."""
-        with process.goes_first(self.is_local_main_process, functools.partial(self._meet, "local_main_process_first")):
+        with process.goes_first(self.is_local_main_process, self._wait_for_first):
             yield
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""sentence-transformers and setfit train on two ranks as on one.
+
+Both refuse to train with this distribution, because they look for "huggingface" in the home page of the installed one.
+This package does not claim that. The tests replace the check, to run all that follows it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from rank_pool import on_ranks
+from toys import distance, on_cpu
+
+pytest.importorskip("sentence_transformers")
+PRELOADED = ("transformers.models.bert.modeling_bert", "sentence_transformers", "setfit", "datasets")
+
+
+def encoder(folder):
+    """A sentence encoder of a one-layer BERT, whose vocabulary is w0 to w39."""
+    from sentence_transformers import SentenceTransformer, models
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    torch.manual_seed(0)
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(40))]
+    folder.mkdir(parents=True)
+    BertTokenizerFast(vocab={name: number for number, name in enumerate(names)}, model_max_length=16).save_pretrained(
+        folder
+    )
+    BertModel(
+        BertConfig(
+            vocab_size=len(names), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    transformer = models.Transformer(str(folder))
+    return SentenceTransformer(modules=[transformer, models.Pooling(16)], device="cpu")
+
+
+def replace_the_check():
+    import sentence_transformers  # noqa: F401
+    import setfit  # noqa: F401
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("sentence_transformers", "setfit")) and hasattr(module, "is_training_available"):
+            module.is_training_available = lambda: True
+
+
+def training(folder, nproc, kind):
+    """Two epochs of global batches of 8 pairs with an in-batch loss over all ranks; losses and weights."""
+    replace_the_check()
+    from datasets import Dataset
+    from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments, losses
+
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    model = encoder(folder / f"encoder{rank}-{nproc}")
+    data = Dataset.from_dict(
+        {
+            "anchor": [f"w{row} w{(3 * row + 1) % 40}" for row in range(32)],
+            "positive": [f"w{(row + 7) % 40} w{(3 * row + 1) % 40}" for row in range(32)],
+        }
+    )
+    if kind == "gathered":
+        loss = losses.MultipleNegativesRankingLoss(model, gather_across_devices=True)
+    else:
+        # No negatives of other pairs: the mean over ranks is the mean over all pairs.
+        loss = losses.CosineSimilarityLoss(model)
+        data = data.add_column("score", [float(row % 2) for row in range(32)])
+    arguments = SentenceTransformerTrainingArguments(
+        output_dir=str(folder / "out"), per_device_train_batch_size=8 // nproc, num_train_epochs=2, report_to=[],
+        use_cpu=True, disable_tqdm=True, logging_steps=1, save_strategy="no", learning_rate=1e-2, seed=0,
+    )  # fmt: skip
+    trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=data, eval_dataset=data, loss=loss)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+    found = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return found, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["pairs", "gathered"])
+def test_ranks_train_as_one_process(kind, ranks, tmp_path):
+    alone = ranks(1).run(training, tmp_path, 1, kind, env=on_cpu())[0]
+    both = ranks(2).run(training, tmp_path, 2, kind, env=on_cpu())[0]
+    assert both[0] == pytest.approx(alone[0], abs=2e-4) and len(set(alone[0])) > 1
+    assert distance(alone[1], both[1]) < 2e-5
+
+
+@on_ranks(1, env=on_cpu())
+def test_few_shot_training(tmp_path):
+    """setfit: contrastive training of the encoder, then of the head."""
+    pytest.importorskip("setfit")
+    replace_the_check()
+    from datasets import Dataset
+    from setfit import SetFitModel, Trainer, TrainingArguments
+    from sklearn.linear_model import LogisticRegression
+
+    data = Dataset.from_dict(
+        {
+            "text": [f"w{row % 2 * 20 + row} w{row % 2 * 20}" for row in range(16)],
+            "label": [row % 2 for row in range(16)],
+        }
+    )
+    model = SetFitModel(model_body=encoder(tmp_path / "encoder"), model_head=LogisticRegression())
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"), batch_size=4, num_epochs=1, report_to="none", num_iterations=2
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    assert trainer.evaluate()["accuracy"] == 1.0
+
+
+def test_the_check_of_the_home_page():
+    """Fails when sentence-transformers drops the check: then `replace_the_check` is not needed."""
+    from sentence_transformers.util import environment
+
+    assert not environment.is_accelerate_available()
