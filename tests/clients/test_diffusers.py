@@ -86,7 +86,8 @@ def plain(model):
 
 @on_ranks(1, 2, env=on_cpu())
 @pytest.mark.parametrize("make", [unet, dit])
-def test_training(nproc, make, tmp_path, float64):
+def test_training(nproc, make, tmp_path):
+    torch.set_default_dtype(torch.float64)
     """The loop of diffusers' examples, with their hooks of `save_state` and `load_state`."""
     from diffusers.training_utils import EMAModel
 

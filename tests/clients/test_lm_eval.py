@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from toys import llama, on_cpu
+from toys import llama, on_cpu, word_tokenizer, words
 
 pytest.importorskip("lm_eval")
 PRELOADED = ("transformers.models.llama.modeling_llama", "lm_eval", "lm_eval.models.huggingface", "datasets")
@@ -17,16 +17,9 @@ ROWS = 11
 
 def save(folder):
     """A model with its tokenizer, and a task of three choices."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["[UNK]", "[EOS]", *map(str, range(29))]
-    own = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
-    own.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, unk_token="[UNK]", eos_token="[EOS]", pad_token="[EOS]")
-    llama(vocab_size=31).eval().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    lines = [json.dumps({"text": f"{row} {row + 1} {row + 2}", "answer": row % 3}) for row in range(ROWS)]
+    llama().eval().save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    lines = [json.dumps({"text": words(row, 3), "answer": row % 3}) for row in range(ROWS)]
     (folder / "task.jsonl").write_text("\n".join(lines))
 
 
@@ -40,7 +33,7 @@ def scores(folder, **options):
         config={
             "task": "toy", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice",
             "dataset_kwargs": {"data_files": {"test": str(folder / "task.jsonl")}, "cache_dir": str(folder / "cache")},
-            "doc_to_text": "{{text}}", "doc_to_target": "answer", "doc_to_choice": ["1", "2", "3"],
+            "doc_to_text": "{{text}}", "doc_to_target": "answer", "doc_to_choice": ["w1", "w2", "w3"],
             "metric_list": [{"metric": "acc"}],
         }
     )  # fmt: skip
@@ -56,8 +49,8 @@ def test_ranks_score_as_one_process(ranks, tmp_path):
     save(tmp_path)
     found = ranks(1).run(scores, tmp_path, env=on_cpu())[0]
     assert len(found[0]) == ROWS
-    logits = llama(vocab_size=31).eval()(torch.tensor([[2, 3, 4]])).logits[0, -1].log_softmax(0)
-    assert found[0][0] == pytest.approx(logits[[3, 4, 5]].tolist(), abs=1e-4)
+    logits = llama().eval()(torch.tensor([[3, 6, 9]])).logits[0, -1].log_softmax(0)
+    assert found[0][0] == pytest.approx(logits[[4, 5, 6]].tolist(), abs=1e-4)
     both = ranks(2).run(scores, tmp_path, env=on_cpu())[0]
     assert (
         both[0] == [pytest.approx(row, abs=1e-4) for row in found[0]] and both[1]["acc,none"] == found[1]["acc,none"]

@@ -44,7 +44,7 @@ def run(accelerator, folder):
     """Prepare, train 4 global batches of 8 rows, save the adapter; the weights of the adapter and its folder."""
     data, nproc = Sequences(32, length=8), accelerator.num_processes
     model = adapted()
-    if accelerator.state.fsdp_plugin is not None:
+    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
         accelerator.state.fsdp_plugin.auto_wrap_policy = peft.utils.other.fsdp_auto_wrap_policy(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     loader = torch.utils.data.DataLoader(data, batch_size=8 // nproc, collate_fn=list)
@@ -64,7 +64,8 @@ def run(accelerator, folder):
 
 @on_ranks(1, 2, env=on_cpu())
 @pytest.mark.parametrize("version", [None, 2, 1])
-def test_training(nproc, version, tmp_path, float64):
+def test_training(nproc, version, tmp_path):
+    torch.set_default_dtype(torch.float64)
     if version is not None and nproc == 1:
         pytest.skip("FSDP needs two ranks")
     plugin = None

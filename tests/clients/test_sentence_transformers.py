@@ -7,55 +7,25 @@ This package does not claim that. The tests replace the check, to run all that f
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from rank_pool import on_ranks
-from toys import distance, on_cpu
+from toys import distance, on_cpu, replace_owner_check, sentence_encoder
 
 pytest.importorskip("sentence_transformers")
 PRELOADED = ("transformers.models.bert.modeling_bert", "sentence_transformers", "setfit", "datasets")
 
 
-def encoder(folder):
-    """A sentence encoder of a one-layer BERT, whose vocabulary is w0 to w39."""
-    from sentence_transformers import SentenceTransformer, models
-    from transformers import BertConfig, BertModel, BertTokenizerFast
-
-    torch.manual_seed(0)
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(40))]
-    folder.mkdir(parents=True)
-    BertTokenizerFast(vocab={name: number for number, name in enumerate(names)}, model_max_length=16).save_pretrained(
-        folder
-    )
-    BertModel(
-        BertConfig(
-            vocab_size=len(names), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )
-    ).save_pretrained(folder)  # fmt: skip
-    transformer = models.Transformer(str(folder))
-    return SentenceTransformer(modules=[transformer, models.Pooling(16)], device="cpu")
-
-
-def replace_the_check():
-    import sentence_transformers  # noqa: F401
-    import setfit  # noqa: F401
-
-    for name, module in list(sys.modules.items()):
-        if name.startswith(("sentence_transformers", "setfit")) and hasattr(module, "is_training_available"):
-            module.is_training_available = lambda: True
-
-
 def training(folder, nproc, kind):
     """Two epochs of global batches of 8 pairs with an in-batch loss over all ranks; losses and weights."""
-    replace_the_check()
+    import sentence_transformers  # noqa: F401
+
+    replace_owner_check()
     from datasets import Dataset
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments, losses
 
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    model = encoder(folder / f"encoder{rank}-{nproc}")
+    model = sentence_encoder(folder / f"encoder{rank}-{nproc}")
     data = Dataset.from_dict(
         {
             "anchor": [f"w{row} w{(3 * row + 1) % 40}" for row in range(32)],
@@ -91,7 +61,7 @@ def test_ranks_train_as_one_process(kind, ranks, tmp_path):
 def test_few_shot_training(tmp_path):
     """setfit: contrastive training of the encoder, then of the head."""
     pytest.importorskip("setfit")
-    replace_the_check()
+    replace_owner_check()
     from datasets import Dataset
     from setfit import SetFitModel, Trainer, TrainingArguments
     from sklearn.linear_model import LogisticRegression
@@ -102,7 +72,7 @@ def test_few_shot_training(tmp_path):
             "label": [row % 2 for row in range(16)],
         }
     )
-    model = SetFitModel(model_body=encoder(tmp_path / "encoder"), model_head=LogisticRegression())
+    model = SetFitModel(model_body=sentence_encoder(tmp_path / "encoder"), model_head=LogisticRegression())
     arguments = TrainingArguments(
         output_dir=str(tmp_path / "out"), batch_size=4, num_epochs=1, report_to="none", num_iterations=2
     )
@@ -112,7 +82,7 @@ def test_few_shot_training(tmp_path):
 
 
 def test_the_check_of_the_home_page():
-    """Fails when sentence-transformers drops the check: then `replace_the_check` is not needed."""
+    """Fails when sentence-transformers drops the check: then `replace_owner_check` is not needed."""
     from sentence_transformers.util import environment
 
     assert not environment.is_accelerate_available()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from toys import (
     llama,
     on_cpu,
     plain_training,
+    token_mean,
     trained,
     transformers_4,
     unsharded_state,
@@ -146,19 +148,14 @@ def test_predict_and_evaluate(nproc, tmp_path):
     batch = {name: torch.stack([row[name] for row in rows.rows]) for name in rows.rows[0]}
     with torch.no_grad():
         logits = model(batch["input_ids"], batch["attention_mask"]).logits
-        losses = [
-            float(
-                model(
-                    **{name: torch.stack([row[name] for row in whole.rows[start : start + 2]]) for name in batch}
-                ).loss
-            )
-            for start in range(0, 16, 2)
-        ]
+        # The mean over the tokens of a step: of all ranks, in transformers 4 of each.
+        size = 2 if transformers_4() else 2 * nproc
+        losses = [float(token_mean(model, whole.rows[start : start + size])) for start in range(0, 16, size)]
     found = trainer.predict(rows)
     assert found.predictions.shape == (13, 16, 32)
     assert float((torch.from_numpy(found.predictions) - logits).abs().max()) < 1e-9
     assert (found.label_ids == batch["labels"].numpy()).all()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(sum(losses) / 8, abs=1e-6)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-6)
 
 
 @on_ranks(2, thorough=[1], env=on_cpu())
@@ -176,7 +173,9 @@ def test_generation(nproc, tmp_path):
         generation_max_length=8,
     )  # fmt: skip
     found = transformers.Seq2SeqTrainer(model=model, args=options).predict(rows).predictions
-    for row, predicted in zip(rows.rows, found, strict=True):
+    # transformers gathers these with `gather`, which keeps the rows that fill the last step.
+    assert len(found) == (13 if nproc == 1 else 16)
+    for row, predicted in zip(rows.rows, found[:13], strict=True):
         inputs = {name: row[name][None] for name in ("input_ids", "attention_mask")}
         expected = model.generate(**inputs, max_length=8)[0].tolist()
         assert [token for token in predicted.tolist() if token >= 0][: len(expected)] == expected
@@ -189,12 +188,18 @@ def test_bf16(nproc, tmp_path):
     data = Sequences(48)
     trainer = trained(tmp_path, data, per_device_train_batch_size=8 // nproc, bf16=True)
     batches = [[data.rows[row] for row in batch] for batch in batches_read(data, 8, nproc)]
+    full = plain_training(llama(), batches).state_dict()
     with torch.autocast("cpu", torch.bfloat16):
-        expected = plain_training(llama(), batches)
-    found = unsharded_state(trainer)
+        half = plain_training(llama(), batches).state_dict()
+    found, initial = unsharded_state(trainer), llama().state_dict()
     assert {value.dtype for value in found.values()} == {torch.float32}
-    assert 0 < distance(plain_training(llama(), batches).state_dict(), found) < 0.05
-    assert distance(expected.state_dict(), found) < 0.02
+
+    def size(first, second):
+        return math.sqrt(sum(float((value - second[name]).square().sum()) for name, value in first.items()))
+
+    # Both runs in bfloat16 are about as far from the run in float32.
+    moved = size(full, initial)
+    assert 0 < size(found, full) < 0.1 * moved and size(found, half) < 0.1 * moved
 
 
 @pytest.mark.slow

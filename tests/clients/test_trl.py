@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 from rank_pool import on_ranks
-from toys import LEARNING_RATE, distance, llama, on_cpu, unsharded_state
+from toys import LEARNING_RATE, distance, llama, on_cpu, unsharded_state, word_tokenizer, words
 
 trl = pytest.importorskip("trl")
 PRELOADED = (
@@ -28,22 +28,6 @@ LAYOUTS = {
         }
     },
 }
-
-
-def words(start, count):
-    return " ".join(f"w{(start + 3 * step) % 29}" for step in range(count))
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["[PAD]", "[UNK]", "[EOS]", *(f"w{number}" for number in range(29))]
-    own = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
-    own.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=own, unk_token="[UNK]", eos_token="[EOS]", pad_token="[PAD]", padding_side="left"
-    )
 
 
 def model():
@@ -77,7 +61,7 @@ def train(kind, folder, nproc, lora=False, **layout):
         import peft
 
         more["peft_config"] = peft.LoraConfig(target_modules=["q_proj"], r=4)
-    given = {"train_dataset": data, "eval_dataset": data, "processing_class": tokenizer(), **more}
+    given = {"train_dataset": data, "eval_dataset": data, "processing_class": word_tokenizer(), **more}
     if kind == "sft":
         trainer = trl.SFTTrainer(model=model(), args=trl.SFTConfig(max_length=16, **options), **given)
     elif kind == "dpo":
@@ -129,7 +113,7 @@ def policy_training(folder, nproc, **layout):
 
     home = folder / f"model{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}"
     model().save_pretrained(home, is_main_process=True)
-    tokenizer().save_pretrained(home)
+    word_tokenizer().save_pretrained(home)
     before = model().state_dict()
 
     def variety(completions, **kwargs):

@@ -155,7 +155,8 @@ def plain_training(model, batches, accumulation=1, parts=1):
     for window in windows:
         rows = [row for batch in window for row in batch]
         for part in range(parts):
-            (token_mean(model, rows[part * len(rows) // parts : (part + 1) * len(rows) // parts]) / parts).backward()
+            own = rows[part * len(rows) // parts : (part + 1) * len(rows) // parts]
+            (token_mean(model, own, counts_first=transformers_4()) / parts).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -163,11 +164,12 @@ def plain_training(model, batches, accumulation=1, parts=1):
     return model
 
 
-def token_mean(model, rows):
-    """The mean loss over the counted tokens of rows."""
+def token_mean(model, rows, counts_first=False):
+    """The mean loss over the labels of rows, except the first of a row unless `counts_first`, which has no loss."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    count = int((batch["labels"][:, 0 if counts_first else 1 :] != -100).sum())
+    return next_token_loss(logits, batch["labels"], None, count)
 
 
 def distance(first, second):
