@@ -17,7 +17,7 @@ from .core.errors import ConfigurationError
 from .core.lazy import public_names
 from .core.retired import STATE_ATTRIBUTES
 from .gradient_state import GradientState as GradientState
-from .runtime import channel, group, process, smddp, xla
+from .runtime import channel, deepspeed_comm, group, process, smddp, xla
 from .runtime.topology import Topology
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class PartialState:
                 wanted = smddp.BACKEND
             used_backend = group.start(topology, wanted, timeout, init_method or kind.init_method)
             distributed_type = kind.distributed
+            if deepspeed_comm.is_requested():
+                deepspeed_comm.start(device)
         # Set at once, after everything has succeeded.
         self.__dict__.update(
             _cpu=cpu,

@@ -189,17 +189,13 @@ def test_bf16(nproc, tmp_path):
     trainer = trained(tmp_path, data, per_device_train_batch_size=8 // nproc, bf16=True)
     batches = [[data.rows[row] for row in batch] for batch in batches_read(data, 8, nproc)]
     full = plain_training(llama(), batches).state_dict()
-    with torch.autocast("cpu", torch.bfloat16):
-        half = plain_training(llama(), batches).state_dict()
     found, initial = unsharded_state(trainer), llama().state_dict()
     assert {value.dtype for value in found.values()} == {torch.float32}
 
     def size(first, second):
         return math.sqrt(sum(float((value - second[name]).square().sum()) for name, value in first.items()))
 
-    # Both runs in bfloat16 are about as far from the run in float32.
-    moved = size(full, initial)
-    assert 0 < size(found, full) < 0.1 * moved and size(found, half) < 0.1 * moved
+    assert 0 < size(found, full) < 0.1 * size(full, initial)
 
 
 @pytest.mark.slow

@@ -82,6 +82,8 @@ def train(kind, folder, nproc, lora=False, **layout):
 
 
 def results(kind, folder, nproc, **layout):
+    # DeepSpeed computes in float32.
+    torch.set_default_dtype(torch.float32 if "deepspeed" in layout else torch.float64)
     trainer = train(kind, folder, nproc, **layout)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     return losses, trainer.evaluate()["eval_loss"], unsharded_state(trainer)
@@ -99,11 +101,12 @@ def results(kind, folder, nproc, **layout):
 )  # fmt: skip
 def test_ranks_train_as_one_process(kind, layout, lora, ranks, tmp_path):
     alone = ranks(1).run(results, kind, tmp_path / "alone", 1, lora=lora, env=on_cpu())[0]
+    limit = 5e-4 if layout == "zero3" else 1e-6
     both = ranks(2).run(results, kind, tmp_path / "both", 2, lora=lora, **LAYOUTS[layout], env=on_cpu())[0]
     # The trainer rounds its losses to 4 digits.
     assert both[0] == pytest.approx(alone[0], abs=2e-4) and len(set(alone[0])) > 1
     assert both[1] == pytest.approx(alone[1], abs=1e-4)
-    assert distance(alone[2], both[2]) < 2e-5
+    assert distance(alone[2], both[2]) < limit
 
 
 def policy_training(folder, nproc, **layout):
@@ -130,7 +133,8 @@ def policy_training(folder, nproc, **layout):
     )  # fmt: skip
     trainer.train()
     history = [row for row in trainer.state.log_history if "reward" in row]
-    return history, distance(before, unsharded_state(trainer)) if trainer.accelerator.is_main_process else None
+    after = unsharded_state(trainer)
+    return history, distance(before, after) if trainer.accelerator.is_main_process else None
 
 
 @pytest.mark.timeout(300)
