@@ -99,17 +99,21 @@ def offloaded(tmp_path):
     return load, tmp_path / "adapter"
 
 
-def test_adapter_of_an_offloaded_model(offloaded, tmp_path):
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"device_map": {f"base_model.model.{name}": place for name, place in MAP.items()}},
+        {"max_memory": {"cpu": 40_000}},
+    ],
+    ids=["map", "limit"],
+)
+def test_adapter_of_an_offloaded_model(placement, offloaded, tmp_path):
+    """peft dispatches the model again, with its adapter, and merges into weights on the disk."""
     load, folder = offloaded
     expected = probe(peft.PeftModel.from_pretrained(llama(), folder))
     model = load()
     assert model.model.layers[1].mlp.up_proj.weight.is_meta
-    model = peft.PeftModel.from_pretrained(model, folder, offload_folder=str(tmp_path / "second"))
+    model = peft.PeftModel.from_pretrained(model, folder, offload_folder=str(tmp_path / "second"), **placement)
+    assert "disk" in model.hf_device_map.values()
     assert torch.equal(probe(model), expected)
     assert torch.allclose(probe(model.merge_and_unload()), expected, atol=1e-5)
-
-
-def test_new_adapter_on_an_offloaded_model(offloaded):
-    load, _ = offloaded
-    model = adapted(load())
-    assert torch.equal(probe(model), probe(llama()))

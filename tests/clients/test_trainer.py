@@ -148,9 +148,9 @@ def test_predict_and_evaluate(nproc, tmp_path):
     batch = {name: torch.stack([row[name] for row in rows.rows]) for name in rows.rows[0]}
     with torch.no_grad():
         logits = model(batch["input_ids"], batch["attention_mask"]).logits
-        # The mean over the tokens of a step: of all ranks, in transformers 4 of each.
-        size = 2 if transformers_4() else 2 * nproc
-        losses = [float(token_mean(model, whole.rows[start : start + size])) for start in range(0, 16, size)]
+        # The mean over the tokens of a step, of all ranks.
+        steps = [whole.rows[start : start + 2 * nproc] for start in range(0, 16, 2 * nproc)]
+        losses = [float(token_mean(model, step, counts_first=transformers_4())) for step in steps]
     found = trainer.predict(rows)
     assert found.predictions.shape == (13, 16, 32)
     assert float((torch.from_numpy(found.predictions) - logits).abs().max()) < 1e-9

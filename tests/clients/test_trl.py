@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ def policy_training(folder, nproc, **layout):
     from datasets import Dataset
     from transformers import LlamaForCausalLM
 
-    home = folder / f"model{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}"
+    home = folder / f"model{os.environ.get('RANK', 0)}"
     model().save_pretrained(home, is_main_process=True)
     word_tokenizer().save_pretrained(home)
     before = model().state_dict()
