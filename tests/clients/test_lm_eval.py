@@ -28,6 +28,7 @@ def scores(folder, **options):
     import lm_eval
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
     task = ConfigurableTask(
         config={
@@ -38,7 +39,9 @@ def scores(folder, **options):
         }
     )  # fmt: skip
     model = HFLM(pretrained=str(folder), device="cpu", batch_size=4, dtype="float32", **options)
-    found = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)
+    # Without the thousands of tasks that it comes with.
+    manager = TaskManager(include_defaults=False)
+    found = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0, task_manager=manager)
     if found is None:
         return None
     samples = sorted(found["samples"]["toy"], key=lambda sample: sample["doc_id"])
