@@ -77,9 +77,10 @@ def test_training(nproc, version, tmp_path):
     expected = plain([data.rows[start : start + 8] for start in range(0, 32, 8)])
     found = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter")
     saved = peft.get_peft_model_state_dict(found)
-    assert distance(peft.get_peft_model_state_dict(expected), saved) < 1e-8
+    # peft reads an adapter in float32.
+    assert distance(peft.get_peft_model_state_dict(expected), saved) < 1e-7
     logits = probe(found)
-    assert float((probe(expected) - logits).abs().max()) < 1e-8
+    assert float((probe(expected) - logits).abs().max()) < 1e-6
     assert torch.allclose(probe(found.merge_and_unload()), logits, atol=1e-9)
 
 
@@ -107,8 +108,10 @@ def offloaded(tmp_path):
     ],
     ids=["map", "limit"],
 )
-def test_adapter_of_an_offloaded_model(placement, offloaded, tmp_path):
+def test_adapter_of_an_offloaded_model(placement, offloaded, tmp_path, monkeypatch):
     """peft dispatches the model again, with its adapter, and merges into weights on the disk."""
+    # It writes merged weights to a path in the current folder.
+    monkeypatch.chdir(tmp_path)
     load, folder = offloaded
     expected = probe(peft.PeftModel.from_pretrained(llama(), folder))
     model = load()
