@@ -9,12 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..core.errors import ConfigurationError
+from ..core.errors import CheckpointError, ConfigurationError
 from ..state import PartialState
 from .assign import AssignedStep, BatchAssigner, SliceFunction
 from .channel import READER, BatchChannel, BatchMessage, pack
 from .loader import PreparedLoader
-from .order import Order, is_distributed
+from .order import Order, draw_worker_seed, is_distributed
 from .position import StreamPosition
 from .shard import check_part
 from .steps import ReadPlan, ShardSplit, ShardStep
@@ -108,6 +108,13 @@ class DataLoaderDispatcher(PreparedLoader):
     def __len__(self) -> int:
         return len(self.plan())
 
+    def _check_parts(self, place: StreamPosition) -> None:
+        if place.parts is not None:
+            raise CheckpointError(
+                "the position was saved by processes that each read a part of the dataset: load it with "
+                "dispatch_batches=False"
+            )
+
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         world = dist.get_world_size() if is_distributed() else 1
         if world == 1:
@@ -119,6 +126,9 @@ class DataLoaderDispatcher(PreparedLoader):
             return self._source.open(plan, order, start)
         channel = BatchChannel(plan.cut.index)
         if dist.get_rank() != READER:
+            if not order.resumes:
+                # Every rank draws the number that rank 0's loader draws, so equal generators stay equal.
+                draw_worker_seed(None)
             return _received(channel)
         order.isolate(shared=False)
         unsplit = dataclasses.replace(plan, cut=ShardSplit(exact=plan.cut.exact))

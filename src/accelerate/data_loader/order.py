@@ -66,14 +66,23 @@ class History:
     overtaken: bool = False
 
 
-def draws_at_once(sampler: Any) -> bool:
-    """Whether `sampler` is known to draw its full order at the first index, and only from torch's generators."""
+def draws_at_once(sampler: Any, private: bool = False) -> bool:
+    """Whether `sampler` is known to draw its full order at the first index, and only from torch's generators.
+
+    Args:
+        sampler: the sampler.
+        private: nothing else draws from its generator.
+    """
     if type(sampler) in _DRAWN_AT_ONCE or isinstance(sampler, SeedableRandomSampler):
         return True
     if not isinstance(sampler, RandomSampler) or type(sampler).__iter__ is not RandomSampler.__iter__:
         return False
     # Without a generator it creates one for each pass. Others may draw from a given one in between.
-    return sampler.generator is None or not (sampler.replacement or sampler.num_samples > len(sampler.data_source))
+    return (
+        private
+        or sampler.generator is None
+        or not (sampler.replacement or sampler.num_samples > len(sampler.data_source))
+    )
 
 
 class Order:
