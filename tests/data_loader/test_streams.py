@@ -52,13 +52,14 @@ def test_prepare_seeds_the_sampler_from_the_global_generator(name):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["map", "generator", "stream"])
+@pytest.mark.parametrize("kind", ["map", "workers", "generator", "stream"])
 def test_dispatching_draws_one_number_on_every_rank(kind):
     rank = PartialState().process_index
     seed(5)
     generator = torch.Generator().manual_seed(9)
     raw = {
         "map": lambda: DataLoader(Ids(12), batch_size=2, shuffle=True),
+        "workers": lambda: DataLoader(Ids(12), batch_size=2, shuffle=True, num_workers=1),
         "generator": lambda: DataLoader(Ids(12), batch_size=2, shuffle=True, generator=generator),
         "stream": lambda: DataLoader(Numbers(12), batch_size=2),
     }[kind]()
@@ -72,7 +73,7 @@ def test_dispatching_draws_one_number_on_every_rank(kind):
             assert batches == part_of(list(RandomSampler(range(12), generator=generator)), rank)
         elif kind == "stream":
             assert batches == part_of(list(range(12)), rank)
-        elif rank == 0:
+        elif kind == "workers" or rank == 0:
             assert batches == part_of(list(RandomSampler(range(12))), rank)
         assert after == torch.rand(()).item()
 

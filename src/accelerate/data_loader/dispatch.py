@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from ..core.errors import CheckpointError, ConfigurationError
 from ..state import PartialState
 from .assign import AssignedStep, BatchAssigner, SliceFunction
+from .batch_source import is_iterable
 from .channel import READER, BatchChannel, BatchMessage, pack
 from .loader import PreparedLoader
 from .order import Order, draw_worker_seed, is_distributed
@@ -127,14 +130,22 @@ class DataLoaderDispatcher(PreparedLoader):
         channel = BatchChannel(plan.cut.index)
         if dist.get_rank() != READER:
             if not order.resumes:
-                # Every rank draws the number that rank 0's loader draws, so equal generators stay equal.
-                draw_worker_seed(None)
+                self._draw_as_reader()
             return _received(channel)
         order.isolate(shared=False)
         unsplit = dataclasses.replace(plan, cut=ShardSplit(exact=plan.cut.exact))
         # Opened by `_assigned`, so that an error there is reported to the other ranks as well.
         assigner = BatchAssigner(plan, self.slice_fn)
         return _assigned(lambda: assigner.steps(self._source.open(unsplit, order, start)), channel, plan.cut.index)
+
+    def _draw_as_reader(self) -> None:
+        """Draw the numbers that the start of a torch loader draws, as the API does on every rank."""
+        base = self.base_dataloader
+        draw_worker_seed(None)
+        if base.num_workers and not is_iterable(base):
+            # Torch requests the first batches from its workers at once.
+            ahead = itertools.islice(base._index_sampler, base.num_workers * (base.prefetch_factor or 2))
+            collections.deque(ahead, maxlen=0)
 
 
 def _assigned(
