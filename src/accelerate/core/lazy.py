@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
+from .errors import nearest
+from .version import implemented
+
 ROOT = __name__.partition(".")[0]
 # Public names that neither the package nor its `utils` exports, and the modules that define them.
 _DEFINED_IN = {
@@ -48,7 +51,7 @@ def attach(
         elif all_public or module.startswith(f"{ROOT}.utils."):
             value = public_name(module, name)
         else:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            raise _missing(module, name, public)
         setattr(sys.modules[module], name, value)
         return value
 
@@ -80,7 +83,26 @@ def public_name(module: str, name: str) -> Any:
             exporting = _load(package)
             if name in exporting.__all__:
                 return getattr(exporting, name)
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    names = [*_DEFINED_IN, *_load(ROOT).__all__]
+    raise _missing(module, name, names if name.startswith("_") else [*names, *_load(f"{ROOT}.utils").__all__])
+
+
+def _missing(module: str, name: str, known: list[str]) -> Exception:
+    """The error for a name that does not exist, with our version and the nearest name."""
+    text = f"module {module!r} has no attribute {name!r}"
+    if name.startswith("_"):
+        return AttributeError(text)
+    from opcode import opmap
+
+    near = nearest(name, known)
+    text += f" ({implemented()}{f'; did you mean {near}?' if near else ''})"
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    if frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]:
+        # `from module import name` would replace an AttributeError, and its text, by an ImportError of its own.
+        return ImportError(text, name=module)
+    return AttributeError(text)
 
 
 def _is_submodule(module: str, name: str) -> bool:
