@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -13,6 +14,12 @@ import termios
 import pytest
 
 MAIN = [sys.executable, "-m", "accelerate.commands.main"]
+
+
+def _on_its_terminal():
+    """In the new process: the terminal controls it, also where the tests run in the background and ignore Ctrl-C."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -24,7 +31,7 @@ class Terminal:
         env = {**os.environ, "HF_HOME": str(home), "TERM": "xterm"}
         self.process = subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_on_its_terminal,
         )  # fmt: skip
         os.close(theirs)
         self.text = b""
