@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from loaders import Ids, Numbers, ids, seed, seeded
+from loaders import Ids, Numbers, StreamAsItGoes, ids, keep_states, seed, seeded
 from rank_pool import on_ranks
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
@@ -106,3 +106,27 @@ def test_an_epoch_resumes_on_another_number_of_processes(name, saved_on, resumed
         found.append((read(loader), read(loader)))
     for rests in zip(zip(*wanted, strict=True), zip(*found, strict=True), strict=True):
         assert joined(rests[0]) == joined(rests[1])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("dispatch", [True, False])
+def test_the_epoch_after_a_resumed_one_is_that_of_the_uninterrupted_run(dispatch, step):
+    def prepared(number):
+        seed(number)
+        return prepare_data_loader(DataLoader(StreamAsItGoes(23, "torch"), batch_size=2), dispatch_batches=dispatch)
+
+    def read(batches):
+        return [(ids(batch), torch.rand(()).item()) for batch in batches]
+
+    loader = prepared(5)
+    wanted = [read(loader), read(loader)]
+    loader = prepared(5)
+    batches = iter(loader)
+    read(itertools.islice(batches, step))
+    position, put_back = loader.state_dict(), keep_states()
+    batches.close()
+    resumed = prepared(6)
+    resumed.load_state_dict(position)
+    put_back()
+    assert [read(resumed), read(resumed)] == [wanted[0][step:], wanted[1]]

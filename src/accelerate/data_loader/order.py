@@ -168,6 +168,8 @@ class Order:
             later.append((self.drawn, packed({kind: present[kind] for kind in sorted(self._used)})))
         if later:
             states["later"] = [[count, listed(found)] for count, found in later]
+        if self.history.overtaken:
+            states["overtaken"] = True
         if self.unrecorded:
             states["unrecorded"] = True
             warnings.warn(
@@ -213,6 +215,7 @@ class Order:
             )
         self.states = dict(states)
         self.later = [(count, found) for count, found in self.states.pop("later", [])]
+        self.history.overtaken = bool(self.states.pop("overtaken", self.history.overtaken))
         self._expected = (place.consumed, place.digest)
         self.resumes = self.begun = True
 
@@ -245,7 +248,7 @@ class Order:
     @property
     def _leads(self) -> bool:
         """Whether the process's generators follow the order's stream."""
-        return not (self.resumes or self._follows or "rekeyed" in self.states)
+        return not (self._follows or "rekeyed" in self.states)
 
     # -- drawing
 

@@ -34,7 +34,7 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
             inside.setdefault(ancestor, set()).add(device_map[name])
             entries[ancestor] += 1
     for name, line in lines.items():
-        outermost = next(ancestor for ancestor in line if len(inside[ancestor]) == 1)
+        outermost = next((ancestor for ancestor in line if len(inside[ancestor]) == 1), name)
         if entries[outermost] > 1:
             device = device_map.pop(name)
             device_map[outermost] = device
