@@ -28,18 +28,24 @@ PEER_STAMP := $(PEER_VENV)/.installed
 # The peer without its dependencies, to run the clients with it in their own environment.
 PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
-.PHONY: help install demo test test-engines test-faults test-clients check format bench bench-clients gpu-check clean
+.PHONY: help install demo test test-all engines test-engines test-faults test-clients check check-style check-types check-names format bench \
+	bench-clients gpu-check clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 install: $(STAMP)  ## create .venv with this package (editable) and everything that its tests need
 
 demo: $(STAMP)  ## train a small GPT on two processes
 	PATH="$(abspath $(BIN)):$$PATH" accelerate launch --num_processes 2 examples/train_gpt.py
 
-test: $(STAMP)  ## run the tests (PYTEST_ARGS is passed to pytest)
+test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is passed to pytest)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not engines and not thorough" $(PYTEST_ARGS)
+
+test-all: $(STAMP)  ## run all tests: also those that repeat others with more settings, and those of installed engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+engines: $(ENGINES_STAMP)
 
 test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others; install missing ones (Debian, root)
 	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/engines $(PYTEST_ARGS)
@@ -55,11 +61,16 @@ test-clients: $(CLIENTS_STAMP) $(CLIENTS_4_STAMP)  ## run transformers, peft, tr
 	OMP_NUM_THREADS=1 $(CLIENTS_4_VENV)/bin/python -m pytest -p no:xdist tests/clients/test_trainer.py \
 		tests/clients/test_trainer_layouts.py tests/clients/test_pretrained.py $(PYTEST_ARGS)
 
-check: $(STAMP)  ## check lint, format, types, import layers and public names
+check: check-style check-types check-names  ## check lint, format, types, import layers and public names
+
+check-style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check-types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+
+check-names: $(STAMP)  # the import layers too
 	$(BIN)/python -m pytest -q -p no:xdist tests/test_public_api.py tests/test_imports.py
 
 format: $(STAMP)  ## apply automatic lint fixes and format the code
