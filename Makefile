@@ -22,7 +22,7 @@ ENGINE_PROGRAMS := mpirun.openmpi mpirun.mpich munged slurmctld slurmd sbatch ip
 ENGINE_PACKAGES := openmpi-bin mpich munge slurmctld slurmd slurm-client iproute2 pdsh
 PEER_STAMP := $(PEER_VENV)/.installed
 
-.PHONY: help install demo test test-all engines test-engines test-faults check check-style check-types check-names format bench \
+.PHONY: help install demo test test-all test-engines test-faults check check-style check-types check-names format bench \
 	gpu-check clean
 
 help:  ## show this list
@@ -38,8 +38,6 @@ test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is 
 
 test-all: $(STAMP)  ## run all tests: also those that repeat others with more settings, and those of installed engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
-
-engines: $(ENGINES_STAMP)
 
 test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others; install missing ones (Debian, root)
 	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/engines $(PYTEST_ARGS)
