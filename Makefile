@@ -28,8 +28,8 @@ PEER_STAMP := $(PEER_VENV)/.installed
 # The peer without its dependencies, to run the clients with it in their own environment.
 PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
-.PHONY: help install demo test test-all engines test-engines test-faults test-clients check check-style check-types check-names format bench \
-	bench-clients gpu-check clean
+.PHONY: help install demo test test-all test-engines test-faults test-clients check check-style check-types check-names \
+	format bench bench-clients gpu-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -44,8 +44,6 @@ test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is 
 
 test-all: $(STAMP)  ## run all tests: also those that repeat others with more settings, and those of installed engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
-
-engines: $(ENGINES_STAMP)
 
 test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others; install missing ones (Debian, root)
 	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/engines $(PYTEST_ARGS)

@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
-from .errors import nearest
-from .version import implemented
-
 ROOT = __name__.partition(".")[0]
 # Public names that neither the package nor its `utils` exports, and the modules that define them.
 _DEFINED_IN = {
@@ -99,6 +96,9 @@ def _missing(module: str, name: str, known: list[str]) -> Exception:
         # `from package import submodule` looks for an attribute first.
         return AttributeError(text)
     from opcode import opmap
+
+    from .errors import nearest
+    from .version import implemented
 
     near = nearest(name, known)
     text += f" ({implemented()}{f'; did you mean {near}?' if near else ''})"
