@@ -69,8 +69,8 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         if not self.has_level or logging.lastResort is None or self.logger.hasHandlers():
             self.logger.log(level, text, *args, **options)
             return
-        # Without a handler, `logging` writes to stderr only what its handler of last resort accepts: warnings. A handler
-        # of our own would make a later `logging.basicConfig` of the script do nothing.
+        # Without a handler, `logging` writes to stderr only what its handler of last resort accepts: warnings. If we
+        # added a handler, a later `logging.basicConfig` of the script would do nothing.
         accepted = logging.lastResort.level
         logging.lastResort.setLevel(min(level, accepted))
         try:

@@ -9,7 +9,7 @@ from typing import Any
 from ..core import env
 from ..core.errors import ConfigurationError
 from .base import ClientTracker, checked, on_main_process
-from .values import flat, number, plain
+from .values import configuration, flat, number
 
 # Prefixes of names that select the series of a chart: `eval_loss` is the series `eval` of the chart `loss`.
 SERIES = ("train", "eval", "test")
@@ -59,7 +59,7 @@ class ClearMLTracker(ClientTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyperparameters of the run."""
-        self.tracker.connect_configuration(plain(checked(values, "store_init_configuration")))
+        self.tracker.connect_configuration(configuration(checked(values, "store_init_configuration")))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

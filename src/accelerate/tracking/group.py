@@ -3,11 +3,33 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import threading
 from collections.abc import Mapping
 from typing import Any
 
-from .base import GeneralTracker
+from .base import ClientTracker, GeneralTracker, logger
 from .registry import filter_trackers, start_trackers
+
+# {group with open trackers: the process that opened them}
+_open: dict[TrackerGroup, int] = {}
+
+
+def _finish_open() -> None:
+    """Close the trackers of a process that ends without `end_training`: returned, raised, interrupted or exited.
+
+    A client package closes its runs itself at exit and records whether the script failed. It cannot do so in a child
+    of multiprocessing, such as a rank of `notebook_launcher`, which runs no `atexit` function.
+    """
+    for group, process in list(_open.items()):
+        if process == os.getpid():
+            in_child = multiprocessing.parent_process() is not None
+            group.finish_trackers([one for one in group.trackers if in_child or not isinstance(one, ClientTracker)])
+
+
+# Unlike `atexit`, this also runs in children of multiprocessing, and while thread pools still accept work.
+threading._register_atexit(_finish_open)  # type: ignore[attr-defined]
 
 
 class TrackerGroup:
@@ -35,6 +57,7 @@ class TrackerGroup:
         self.trackers = start_trackers(
             self.log_with, project_name, self.logging_dir, config, init_kwargs, self.resumed_keys
         )
+        _open[self] = os.getpid()
 
     def get(self, name: str, unwrap: bool = False) -> Any:
         """Return a started tracker.
@@ -72,6 +95,22 @@ class TrackerGroup:
         return {tracker.name: tracker.run_key for tracker in self.trackers if tracker.run_key is not None}
 
     def finish(self) -> None:
-        """Close the trackers."""
-        for tracker in self.trackers:
-            tracker.finish()
+        """Close the trackers. If one cannot be closed, the others are, and its error is raised."""
+        _open.pop(self, None)
+        errors = self.finish_trackers(self.trackers)
+        if errors:
+            raise errors[0]
+
+    @staticmethod
+    def finish_trackers(trackers: list[GeneralTracker]) -> list[Exception]:
+        """Close these trackers, log what fails, and return the errors."""
+        errors = []
+        for tracker in trackers:
+            try:
+                tracker.finish()
+            except Exception as error:
+                logger.error(
+                    "the tracker %s could not be closed, its last values may be lost: %r", tracker.name, error
+                )
+                errors.append(error)
+        return errors
