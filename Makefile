@@ -12,6 +12,7 @@ VENV ?= .venv
 PEER_VENV ?= .venv-peer
 PEER ?= accelerate==1.15.0
 TRACKERS_VENV ?= .venv-trackers
+INSTALL_VENV ?= .venv-install
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
@@ -23,8 +24,9 @@ ENGINE_PROGRAMS := mpirun.openmpi mpirun.mpich munged slurmctld slurmd sbatch ip
 ENGINE_PACKAGES := openmpi-bin mpich munge slurmctld slurmd slurm-client iproute2 pdsh
 PEER_STAMP := $(PEER_VENV)/.installed
 TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
+INSTALL_STAMP := $(INSTALL_VENV)/.installed
 
-.PHONY: help install demo test test-engines test-faults test-trackers check format bench gpu-check clean
+.PHONY: help install demo test test-engines test-faults test-trackers test-install check format bench gpu-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -45,8 +47,12 @@ test-faults: $(STAMP)  ## kill runs at a hundred random moments, and test all ot
 		tests/distributed/test_exit.py tests/distributed/test_checkpoint.py tests/distributed/test_checkpoint_faults.py \
 		tests/distributed/test_preemption.py
 
-test-trackers: $(TRACKERS_STAMP)  ## log through the real package of every tracker, offline, and read back what it stored
-	TRACKERS_REQUIRED=1 OMP_NUM_THREADS=1 $(TRACKERS_VENV)/bin/python -m pytest -p no:xdist tests/tracking $(PYTEST_ARGS)
+test-trackers: $(TRACKERS_STAMP)  ## log through every tracker's real package, offline, and read it back; launch from a Jupyter kernel
+	TRACKERS_REQUIRED=1 OMP_NUM_THREADS=1 $(TRACKERS_VENV)/bin/python -m pytest -p no:xdist tests/tracking \
+		tests/launchers/test_notebook_kernel.py $(PYTEST_ARGS)
+
+test-install: $(INSTALL_STAMP)  ## install the wheel and its clients in fresh environments; needs the package index
+	INSTALL_TESTS=1 OMP_NUM_THREADS=1 $(INSTALL_VENV)/bin/python -m pytest -p no:xdist tests/packaging $(PYTEST_ARGS)
 
 check: $(STAMP)  ## check lint, format, types, import layers and public names
 	$(BIN)/ruff check .
@@ -62,14 +68,11 @@ format: $(STAMP)  ## apply automatic lint fixes and format the code
 bench: $(STAMP) $(PEER_STAMP)  ## compare this package, Hugging Face's accelerate and raw PyTorch
 	$(BIN)/python benchmarks/run.py --peer $(PEER_VENV)/bin/python
 
-gpu-test-trackers: $(TRACKERS_STAMP)  ## log through the real package of every tracker, offline, and read back what it stored
-	TRACKERS_REQUIRED=1 OMP_NUM_THREADS=1 $(TRACKERS_VENV)/bin/python -m pytest -p no:xdist tests/tracking $(PYTEST_ARGS)
-
-check: $(STAMP)  ## run the checks that need a GPU; succeeds without one
+gpu-check: $(STAMP)  ## run the checks that need a GPU; succeeds without one
 	$(BIN)/python benchmarks/gpu_check.py $(if $(wildcard $(PEER_STAMP)),--peer $(PEER_VENV)/bin/python)
 
 clean:  ## remove the environments and all generated files
-	rm -rf $(VENV) $(PEER_VENV) $(TRACKERS_VENV) build dist src/*.egg-info runs outputs
+	rm -rf $(VENV) $(PEER_VENV) $(TRACKERS_VENV) $(INSTALL_VENV) build dist src/*.egg-info runs outputs
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -103,11 +106,20 @@ $(PEER_STAMP): $(STAMP)
 	$(PEER_VENV)/bin/python -m pip install --quiet "$(PEER)"
 	touch $@
 
-# The tracker packages need other versions of some packages. All else, torch too, comes from $(VENV).
-$(TRACKERS_STAMP): $(STAMP) tests/tracking/real/requirements.txt
-	test -x $(TRACKERS_VENV)/bin/python || $(BIN)/python -m venv $(TRACKERS_VENV)
+# An environment that shares the packages of $(VENV), torch too, and this package's sources.
+define shared_venv
+	test -x $(1)/bin/python || $(BIN)/python -m venv $(1)
 	path='import sysconfig; print(sysconfig.get_path("purelib"))'; \
-	printf '%s\n' "$$($(BIN)/python -c "$$path")" "$(CURDIR)/src" \
-		> "$$($(TRACKERS_VENV)/bin/python -c "$$path")/shared.pth"
+	printf '%s\n' "$$($(BIN)/python -c "$$path")" "$(CURDIR)/src" > "$$($(1)/bin/python -c "$$path")/shared.pth"
+endef
+
+# The tracker packages need other versions of some packages.
+$(TRACKERS_STAMP): $(STAMP) tests/tracking/real/requirements.txt
+	$(call shared_venv,$(TRACKERS_VENV))
 	$(TRACKERS_VENV)/bin/python -m pip install --quiet --requirement tests/tracking/real/requirements.txt
+	touch $@
+
+$(INSTALL_STAMP): $(STAMP)
+	$(call shared_venv,$(INSTALL_VENV))
+	$(INSTALL_VENV)/bin/python -m pip install --quiet --upgrade pip setuptools twine
 	touch $@

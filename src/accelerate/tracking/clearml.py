@@ -51,6 +51,12 @@ class ClearMLTracker(ClientTracker):
         if self._owns_task:
             client.close()
 
+    @on_main_process
+    def finish_at_exit(self) -> None:
+        """Write what is pending. ClearML closes the task itself, but too early for the values of the last seconds."""
+        if self._is_open:
+            self.tracker.flush(wait_for_uploads=True)
+
     @classmethod
     def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
         """Return the constructor's arguments that continue the run `run_key`."""

@@ -6,10 +6,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from .base import ClientTracker, GeneralTracker, logger
+from .base import GeneralTracker, logger
 from .registry import filter_trackers, start_trackers
 
 # {group with open trackers: the process that opened them}
@@ -17,15 +17,25 @@ _open: dict[TrackerGroup, int] = {}
 
 
 def _finish_open() -> None:
-    """Close the trackers of a process that ends without `end_training`: returned, raised, interrupted or exited.
-
-    A client package closes its runs itself at exit and records whether the script failed. It cannot do so in a child
-    of multiprocessing, such as a rank of `notebook_launcher`, which runs no `atexit` function.
-    """
+    """Finish the trackers of a process that ends without `end_training`."""
+    # A child of multiprocessing, such as a rank of `notebook_launcher`, runs no `atexit` function, with which client
+    # packages close their runs.
+    in_child = multiprocessing.parent_process() is not None
     for group, process in list(_open.items()):
         if process == os.getpid():
-            in_child = multiprocessing.parent_process() is not None
-            group.finish_trackers([one for one in group.trackers if in_child or not isinstance(one, ClientTracker)])
+            _each(group.trackers, lambda tracker: tracker.finish() if in_child else tracker.finish_at_exit())
+
+
+def _each(trackers: list[GeneralTracker], finish: Callable[[GeneralTracker], None]) -> list[Exception]:
+    """Finish these trackers, log what fails, and return the errors."""
+    errors = []
+    for tracker in trackers:
+        try:
+            finish(tracker)
+        except Exception as error:
+            logger.error("the tracker %s failed at its end, the last values may be lost: %r", tracker.name, error)
+            errors.append(error)
+    return errors
 
 
 # Unlike `atexit`, this also runs in children of multiprocessing, and while thread pools still accept work.
@@ -97,20 +107,6 @@ class TrackerGroup:
     def finish(self) -> None:
         """Close the trackers. If one cannot be closed, the others are, and its error is raised."""
         _open.pop(self, None)
-        errors = self.finish_trackers(self.trackers)
+        errors = _each(self.trackers, lambda tracker: tracker.finish())
         if errors:
             raise errors[0]
-
-    @staticmethod
-    def finish_trackers(trackers: list[GeneralTracker]) -> list[Exception]:
-        """Close these trackers, log what fails, and return the errors."""
-        errors = []
-        for tracker in trackers:
-            try:
-                tracker.finish()
-            except Exception as error:
-                logger.error(
-                    "the tracker %s could not be closed, its last values may be lost: %r", tracker.name, error
-                )
-                errors.append(error)
-        return errors

@@ -65,9 +65,11 @@ def wandb(folder: Path) -> Stored:
         for item in record.config.update:
             run.config[item.key] = json.loads(item.value_json)
         if record.HasField("history"):
-            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            # Media have keys of several parts.
+            items = [(item.nested_key or [item.key], item.value_json) for item in record.history.item]
+            row = {key[0]: json.loads(value) for key, value in items if len(key) == 1}
             for name, value in row.items():
-                if isinstance(value, (int, float)) and not name.startswith("_") and name != "picture":
+                if isinstance(value, (int, float)) and not name.startswith("_"):
                     run.add(name, row["_step"], value)
     (files,) = (folder / "wandb").glob("offline-run-*/files")
     run.images = [size(path) for path in files.rglob("*.png")]
