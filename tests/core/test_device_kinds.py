@@ -37,4 +37,4 @@ def test_devices_of_an_extension_are_counted_without_torch(kind, tmp_path, monke
     assert system.accelerators() == system.Accelerators(kind.type, 2, kind.visible)
     assert machine_defaults()["distributed_type"] == kind.distributed.value
     monkeypatch.setenv(kind.visible, "1")
-    assert system.accelerators().count == 1
+    assert system.accelerators().number == 1

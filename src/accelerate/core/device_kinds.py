@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .enums import DistributedType
 
 
-@dataclass(frozen=True, eq=False)
-class DeviceKind:
+class DeviceKind(NamedTuple):
     """What differs between kinds of devices. Everything else goes through `torch.accelerator`.
 
     Fields:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -174,6 +173,8 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
     """Decorator of a function, or of a test class: ACCELERATE_* variables set inside are gone afterwards."""
+    import inspect
+
     if inspect.isclass(func_or_cls):
         for name in dir(func_or_cls):
             member = inspect.getattr_static(func_or_cls, name)

@@ -9,8 +9,8 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from . import env
 from .device_kinds import DEVICES, DeviceKind
@@ -18,12 +18,11 @@ from .device_kinds import DEVICES, DeviceKind
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class Accelerators:
+class Accelerators(NamedTuple):
     """The accelerators this process may use: their kind (torch's device type) and how many. ("cpu", 0) for none."""
 
     kind: str
-    count: int
+    number: int
     visible: str | None = None
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,7 +83,7 @@ class MpiLauncher(Launcher):
 
     def __init__(self, spec: LaunchSpec) -> None:
         if spec.hostfile and not spec.main_process_ip_given:
-            spec = replace(spec, main_process_ip=first_host(spec.hostfile))
+            spec = spec._replace(main_process_ip=first_host(spec.hostfile))
         super().__init__(spec)
 
     def check(self) -> None:

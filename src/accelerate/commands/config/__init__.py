@@ -15,6 +15,7 @@ from ..parser import Parser, table
 from . import config_args
 from .config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from .default import write_basic_config
+from .questions import ask
 
 __all__ = ["ClusterConfig", "SageMakerConfig", "default_config_file", "load_config_from_file", "write_basic_config"]
 
@@ -71,8 +72,6 @@ def _run(action: str, arguments: list[str]) -> None:
     elif action == "update":
         _update(args.config_file)
     else:
-        from .questions import ask
-
         path = ask(Path(args.config_file) if args.config_file else launch_file.default_file())
         print(f"accelerate configuration saved at {path}")
 
