@@ -38,16 +38,16 @@ def problems() -> list[str]:
     Returns:
         One sentence for each problem, with what to do; an empty list if all files are those of this distribution.
     """
-    present = {str(one.locate_file("")): one for one in importlib.metadata.distributions(name=NAME)}
+    present = list(importlib.metadata.distributions(name=NAME))
     found = []
-    others = [f"{one.version} in {folder}" for folder, one in present.items() if one.version != __version__]
+    others = [f"{one.version} in {one.locate_file('')}" for one in present if one.version != __version__]
     if others:
         found.append(
             f"the files in {FOLDER} are version {__version__}, but the metadata, from which client packages read the "
             f"version, is that of {', '.join(others)}. Install this package again. If it is the other distribution: "
             f"{REMEDY}"
         )
-    for one in present.values():
+    for one in present:
         recorded = {file.as_posix(): file for file in one.files or []}
         if one.version == __version__ and f"{NAME}/__init__.py" in recorded:  # else an editable installation
             found += _differences(recorded)
