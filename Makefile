@@ -26,7 +26,8 @@ PEER_STAMP := $(PEER_VENV)/.installed
 TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
 INSTALL_STAMP := $(INSTALL_VENV)/.installed
 
-.PHONY: help install demo test test-engines test-faults test-trackers test-install check format bench gpu-check clean
+.PHONY: help install demo test test-all test-engines test-faults test-trackers test-install check check-style check-types \
+	check-names format bench gpu-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -36,7 +37,10 @@ install: $(STAMP)  ## create .venv with this package (editable) and everything t
 demo: $(STAMP)  ## train a small GPT on two processes
 	PATH="$(abspath $(BIN)):$$PATH" accelerate launch --num_processes 2 examples/train_gpt.py
 
-test: $(STAMP)  ## run the tests (PYTEST_ARGS is passed to pytest)
+test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is passed to pytest)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not engines and not thorough" $(PYTEST_ARGS)
+
+test-all: $(STAMP)  ## run all tests: also those that repeat others with more settings, and those of installed engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others; install missing ones (Debian, root)
@@ -54,11 +58,16 @@ test-trackers: $(TRACKERS_STAMP)  ## log through every tracker's real package, o
 test-install: $(INSTALL_STAMP)  ## install the wheel and its clients in fresh environments; needs the package index
 	INSTALL_TESTS=1 OMP_NUM_THREADS=1 $(INSTALL_VENV)/bin/python -m pytest -p no:xdist tests/packaging $(PYTEST_ARGS)
 
-check: $(STAMP)  ## check lint, format, types, import layers and public names
+check: check-style check-types check-names  ## check lint, format, types, import layers and public names
+
+check-style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check-types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+
+check-names: $(STAMP)  # the import layers too
 	$(BIN)/python -m pytest -q -p no:xdist tests/test_public_api.py tests/test_imports.py
 
 format: $(STAMP)  ## apply automatic lint fixes and format the code

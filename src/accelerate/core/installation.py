@@ -9,13 +9,11 @@ import importlib.metadata
 import warnings
 from pathlib import Path
 
-from .version import __version__
+from .version import API_VERSION, __version__
 
 NAME = __name__.partition(".")[0]
 FOLDER = Path(__file__).parent.parent
-# The API's version: ours has 1000 added to the minor number.
-API = "{}.{}".format(*(int(part) % 1000 for part in __version__.split(".")[:2]))
-IMPLEMENTATION = f"independent implementation of the Accelerate API {API}"
+IMPLEMENTATION = f"independent implementation of the Accelerate API {API_VERSION}"
 REMEDY = (
     "Run `pip uninstall -y accelerate` until it finds nothing, delete the folder if it is still there, and install "
     "the distribution that you want"
