@@ -13,6 +13,8 @@ CLIENTS_VENV ?= .venv-clients
 CLIENTS_4_VENV ?= .venv-clients-4
 PEER_VENV ?= .venv-peer
 PEER ?= accelerate==1.15.0
+TRACKERS_VENV ?= .venv-trackers
+INSTALL_VENV ?= .venv-install
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
@@ -25,11 +27,13 @@ ENGINE_PACKAGES := openmpi-bin mpich munge slurmctld slurmd slurm-client iproute
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
 CLIENTS_4_STAMP := $(CLIENTS_4_VENV)/.installed
 PEER_STAMP := $(PEER_VENV)/.installed
+TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
+INSTALL_STAMP := $(INSTALL_VENV)/.installed
 # The peer without its dependencies, to run the clients with it in their own environment.
 PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
-.PHONY: help install demo test test-all test-engines test-faults test-clients check check-style check-types check-names \
-	format bench bench-clients gpu-check clean
+.PHONY: help install demo test test-all test-engines test-faults test-clients test-trackers test-install check \
+	check-style check-types check-names format bench bench-clients gpu-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -59,6 +63,13 @@ test-clients: $(CLIENTS_STAMP) $(CLIENTS_4_STAMP)  ## run transformers, peft, tr
 	OMP_NUM_THREADS=1 $(CLIENTS_4_VENV)/bin/python -m pytest -p no:xdist tests/clients/test_trainer.py \
 		tests/clients/test_trainer_layouts.py tests/clients/test_pretrained.py $(PYTEST_ARGS)
 
+test-trackers: $(TRACKERS_STAMP)  ## log through every tracker's real package, offline, and read it back; launch from a Jupyter kernel
+	TRACKERS_REQUIRED=1 OMP_NUM_THREADS=1 $(TRACKERS_VENV)/bin/python -m pytest -p no:xdist tests/tracking \
+		tests/launchers/test_notebook_kernel.py $(PYTEST_ARGS)
+
+test-install: $(INSTALL_STAMP)  ## install the wheel and its clients in fresh environments; needs the package index
+	INSTALL_TESTS=1 OMP_NUM_THREADS=1 $(INSTALL_VENV)/bin/python -m pytest -p no:xdist tests/packaging $(PYTEST_ARGS)
+
 check: check-style check-types check-names  ## check lint, format, types, import layers and public names
 
 check-style: $(STAMP)
@@ -86,7 +97,8 @@ gpu-check: $(STAMP)  ## run the checks that need a GPU; succeeds without one
 	$(BIN)/python benchmarks/gpu_check.py $(if $(wildcard $(PEER_STAMP)),--peer $(PEER_VENV)/bin/python)
 
 clean:  ## remove the environments and all generated files
-	rm -rf $(VENV) $(PEER_VENV) $(CLIENTS_VENV) $(CLIENTS_4_VENV) build dist src/*.egg-info runs outputs
+	rm -rf $(VENV) $(PEER_VENV) $(CLIENTS_VENV) $(CLIENTS_4_VENV) $(TRACKERS_VENV) $(INSTALL_VENV)
+	rm -rf build dist src/*.egg-info runs outputs
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -136,4 +148,22 @@ $(PEER_STAMP): $(STAMP)
 	$(PEER_VENV)/bin/python -c "import torch; assert torch.__version__.startswith('$$torch')" 2>/dev/null \
 		|| $(PEER_VENV)/bin/python -m pip install --quiet "torch==$$torch"
 	$(PEER_VENV)/bin/python -m pip install --quiet "$(PEER)"
+	touch $@
+
+# An environment that shares the packages of $(VENV), torch too, and this package's sources.
+define shared_venv
+	test -x $(1)/bin/python || $(BIN)/python -m venv $(1)
+	path='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	printf '%s\n' "$$($(BIN)/python -c "$$path")" "$(CURDIR)/src" > "$$($(1)/bin/python -c "$$path")/shared.pth"
+endef
+
+# The tracker packages need other versions of some packages.
+$(TRACKERS_STAMP): $(STAMP) tests/tracking/real/requirements.txt
+	$(call shared_venv,$(TRACKERS_VENV))
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --requirement tests/tracking/real/requirements.txt
+	touch $@
+
+$(INSTALL_STAMP): $(STAMP)
+	$(call shared_venv,$(INSTALL_VENV))
+	$(INSTALL_VENV)/bin/python -m pip install --quiet --upgrade pip setuptools twine
 	touch $@
