@@ -12,10 +12,11 @@ import pytest
 MAIN = [sys.executable, "-m", "accelerate.commands.main"]
 
 
-# Makes standard input the controlling terminal, and becomes the command.
+# Makes standard input the controlling terminal, and becomes the command. Tests in the background may ignore Ctrl-C.
 TAKE_TERMINAL = """
-import fcntl, os, sys, termios
+import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.execv(sys.argv[1], sys.argv[1:])
 """
 

@@ -12,7 +12,7 @@ from accelerate import cpu_offload, disk_offload, init_empty_weights, load_check
 from accelerate.core.errors import CheckpointError
 from accelerate.placement import streaming
 from accelerate.placement.offload import OffloadedWeightsLoader
-from accelerate.placement.streaming import Request, WeightStream
+from accelerate.placement.streaming import FetchRequest, WeightStream
 
 CPU = torch.device("cpu")
 
@@ -33,7 +33,7 @@ class Source(dict):
 def run():
     """Run modules in an order; return those whose weights had been fetched ahead."""
     source, stream = Source(9), WeightStream()
-    requests = [Request(number, source, (str(number),), 1 << 18, CPU) for number in range(9)]
+    requests = [FetchRequest(number, source, (str(number),), 1 << 18, CPU) for number in range(9)]
 
     def run(order):
         ahead = []
@@ -77,7 +77,7 @@ def test_a_wrong_guess_is_dropped(run):
 def test_small_modules_are_fetched_together_within_the_size_of_the_largest():
     source, stream = Source(6), WeightStream()
     sizes = [4 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20]
-    requests = [Request(number, source, (str(number),), size, CPU) for number, size in enumerate(sizes)]
+    requests = [FetchRequest(number, source, (str(number),), size, CPU) for number, size in enumerate(sizes)]
     ahead = []
     for _ in range(3):
         for number, request in enumerate(requests):
@@ -96,7 +96,7 @@ def test_an_error_of_the_background_is_raised_by_the_module_that_needs_the_weigh
 
 
 def test_a_small_weight_is_left_to_its_module(run):
-    request = Request(0, run.source, ("0",), streaming.MINIMUM - 1, CPU)
+    request = FetchRequest(0, run.source, ("0",), streaming.MINIMUM - 1, CPU)
     assert run.stream.fetch(request) == {} and run.source.reads == []
 
 

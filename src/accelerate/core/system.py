@@ -8,6 +8,8 @@ import functools
 import importlib.util
 import os
 import re
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -230,6 +232,11 @@ def _group_memory(folder: Path) -> int | None:
         return max(0, int(limit) - int((folder / used).read_text()) + int(stat.get(dropped, 0)))
     except (OSError, ValueError):
         return None
+
+
+def find_program(name: str) -> str | None:
+    """The path of a program on the PATH, else beside this interpreter, whose environment need not be activated."""
+    return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
 
 
 def handles_signal(pid: int, number: int) -> bool:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core import env
+from ..core import env, system
 from ..core.errors import ConfigurationError
 from .base import Launcher
 from .ports import DEFAULT_PORT
@@ -26,7 +25,7 @@ CARRIED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "GLOO_SOCKET_IFNA
 
 def find_mpirun() -> str:
     """The path of mpirun or mpiexec. ConfigurationError where neither is installed."""
-    found = shutil.which("mpirun") or shutil.which("mpiexec")
+    found = system.find_program("mpirun") or system.find_program("mpiexec")
     if found is None:
         raise ConfigurationError("neither mpirun nor mpiexec is on the PATH: install Open MPI, MPICH or Intel MPI")
     return found

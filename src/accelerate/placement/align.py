@@ -15,7 +15,7 @@ from .module_hooks import ModelHook, SequentialHook, add_hook_to_module, remove_
 from .names import Place, join, owner_of
 from .offload import OffloadedWeightsLoader, PrefixedDataset
 from .sizes import named_module_tensors
-from .streaming import Request
+from .streaming import FetchRequest
 from .tensors import QUANTIZED, TiedCopies, as_device, register, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 
@@ -72,7 +72,7 @@ class AlignDevicesHook(ModelHook):
         # What the module holds on the meta device while its weights are here, to be put back afterwards.
         self._placeholders: dict[str, torch.Tensor] = {}
         self._borrowed: list[tuple[int, torch.device]] = []
-        self._streamed: dict[torch.device, Request] = {}
+        self._streamed: dict[torch.device, FetchRequest] = {}
         self._stream = (
             weights_map.stream if isinstance(weights_map, (PrefixedDataset, OffloadedWeightsLoader)) else None
         )
@@ -171,7 +171,7 @@ class AlignDevicesHook(ModelHook):
                 for name, tensor in offloaded
                 if type(tensor).__name__ not in QUANTIZED and source.can_stream(name, device, tied)
             }
-            streamed = self._streamed[device] = Request(
+            streamed = self._streamed[device] = FetchRequest(
                 id(self), source, tuple(tensors), sum(tensors.values()), device
             )
         return self._stream.fetch(streamed)

@@ -20,7 +20,7 @@ _MADV_POPULATE_READ = 22  # Linux 5.14
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
+class FetchRequest:
     """The weights of one module that may be fetched ahead.
 
     Fields:
@@ -66,7 +66,7 @@ class WeightStream:
     """
 
     def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, FetchRequest] = {}
         self._next: dict[tuple[int, int], int] = {}
         self._last = (-1, -1)  # the last two modules
         self._ahead: dict[int, Future[_Fetched]] = {}
@@ -78,7 +78,7 @@ class WeightStream:
         # A copy of a model learns its own order.
         return WeightStream, ()
 
-    def fetch(self, request: Request) -> dict[str, torch.Tensor]:
+    def fetch(self, request: FetchRequest) -> dict[str, torch.Tensor]:
         """Return what was fetched for the module that starts now, and begin to fetch for the modules after it.
 
         Returns:
@@ -123,7 +123,7 @@ class WeightStream:
             self._executor = ThreadPoolExecutor(1, "weights")
         return self._executor.submit(function, *arguments)
 
-    def _fetch(self, request: Request) -> _Fetched:
+    def _fetch(self, request: FetchRequest) -> _Fetched:
         values = {name: request.source[name] for name in request.names}
         device = request.device
         if device.type == "cpu":

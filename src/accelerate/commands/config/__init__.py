@@ -9,7 +9,7 @@ from typing import Any
 
 from ...config import launch_file
 from ...config.launch_settings import Settings
-from ...core.errors import ConfigurationError
+from ...core.errors import ConfigurationError, nearest
 from ...core.options import PRECISIONS, options
 from ..parser import Parser, table
 from . import config_args
@@ -59,7 +59,11 @@ def _run(action: str, arguments: list[str]) -> None:
         _explain(arguments)
         return
     if action not in (*ACTIONS, "ask"):
-        raise ConfigurationError(f"unknown action {action!r}: one of {', '.join(ACTIONS)}, or none for questions")
+        near = nearest(action, list(ACTIONS))
+        meant = f" (did you mean {near}?)" if near else ""
+        raise ConfigurationError(
+            f"unknown action {action!r}{meant}: one of {', '.join(ACTIONS)}, or none for questions"
+        )
     parser = Parser(prog=f"accelerate config {action}".removesuffix(" ask"), add_help=False)
     parser.add_argument("--config_file", "--config-file", default=None)
     if action == "default":
