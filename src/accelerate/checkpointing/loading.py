@@ -157,7 +157,7 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
     notes: list[str] = []
     source.check_sizes()
     if not models_only:
-        source.check_counts()
+        source.check_counts(source.counts())
     plan = _LoadPlan([], source.progress, notes)
     if not run.load_hooks:
         plan.models = _match(run.models, source, strict, notes)

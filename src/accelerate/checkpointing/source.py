@@ -119,9 +119,8 @@ class CheckpointReader:
             return {}
         return {"models": len(self.manifest.models), "optimizers": len(self.manifest.optimizers)}
 
-    def check_counts(self) -> None:
+    def check_counts(self, saved: dict[str, int]) -> None:
         """Raise CheckpointMismatch when the run has more or fewer objects of a kind than were saved."""
-        saved = self.counts()
         if self.run.load_hooks:
             # A hook may have taken models out when they were saved.
             saved.pop("models", None)
@@ -198,9 +197,6 @@ class NativeReader(CheckpointReader):
         for kind in kinds(Written.FILE):
             pattern = re.compile(rf"{kind.file}(_\d+)?\.json")
             found[kind.name] = sum(pattern.fullmatch(name) is not None for name in self.manifest.files)
-        for kind in kinds(Written.RANK):
-            if not kind.single:
-                found[kind.name] = len(kind.states(self._own or self._first_rank))
         return {**found, **super().counts()}
 
     def model_extra(self, index: int) -> dict[str, object]:
@@ -256,6 +252,7 @@ class NativeReader(CheckpointReader):
             notes.append(f"{', '.join(unknown)[:200]}: not loaded, because this version has no such kind of state")
         found = {kind.name: kind.states(session) for kind in kinds(Written.ONCE)}
         found.update({kind.name: kind.states(own) for kind in kinds(Written.RANK)})
+        self.check_counts({kind.name: len(found[kind.name]) for kind in kinds(Written.RANK) if not kind.single})
         return found, session["progress"]
 
     def _session_of_rank(self, notes: list[str]) -> dict[str, Any]:
@@ -290,9 +287,13 @@ class NativeReader(CheckpointReader):
             )
         else:
             notes.append(no_generators(self.rank))
+
+        def none(kind: StateKind) -> list[None] | None:
+            return None if kind.single else [None] * len(kind.objects(self.run))
+
         documents = {"own": own, "first": self._first_rank}
         return {
-            kind.name: documents[kind.resized].get(kind.name) if kind.resized else None if kind.single else []
+            kind.name: documents[kind.resized].get(kind.name) if kind.resized else none(kind)
             for kind in kinds(Written.RANK)
         }
 
