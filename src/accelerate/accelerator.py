@@ -295,7 +295,8 @@ class Accelerator(ProcessControl, RunOptions):
                     )
             if quantized:
                 bundle.place[i] = False
-        if any(model_has_dtensor(model) for model in bundle.models):
+        # transformers.Trainer prepares models that transformers has sharded for evaluation, and trains them itself.
+        if not evaluation and any(model_has_dtensor(model) for model in bundle.models):
             self._adopt(bundle.models)
         for model in bundle.models:
             self.precision.convert(model, functools.partial(_repoint, bundle.optimizers))
