@@ -22,7 +22,8 @@ ENGINE_PROGRAMS := mpirun.openmpi mpirun.mpich munged slurmctld slurmd sbatch ip
 ENGINE_PACKAGES := openmpi-bin mpich munge slurmctld slurmd slurm-client iproute2 pdsh
 PEER_STAMP := $(PEER_VENV)/.installed
 
-.PHONY: help install demo test test-engines test-faults check format bench gpu-check clean
+.PHONY: help install demo test test-all engines test-engines test-faults check check-style check-types check-names format bench \
+	gpu-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -32,8 +33,13 @@ install: $(STAMP)  ## create .venv with this package (editable) and everything t
 demo: $(STAMP)  ## train a small GPT on two processes
 	PATH="$(abspath $(BIN)):$$PATH" accelerate launch --num_processes 2 examples/train_gpt.py
 
-test: $(STAMP)  ## run the tests (PYTEST_ARGS is passed to pytest)
+test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is passed to pytest)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not engines and not thorough" $(PYTEST_ARGS)
+
+test-all: $(STAMP)  ## run all tests: also those that repeat others with more settings, and those of installed engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+engines: $(ENGINES_STAMP)
 
 test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others; install missing ones (Debian, root)
 	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/engines $(PYTEST_ARGS)
@@ -43,11 +49,16 @@ test-faults: $(STAMP)  ## kill runs at a hundred random moments, and test all ot
 		tests/distributed/test_exit.py tests/distributed/test_checkpoint.py tests/distributed/test_checkpoint_faults.py \
 		tests/distributed/test_preemption.py
 
-check: $(STAMP)  ## check lint, format, types, import layers and public names
+check: check-style check-types check-names  ## check lint, format, types, import layers and public names
+
+check-style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check-types: $(STAMP)
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+
+check-names: $(STAMP)  # the import layers too
 	$(BIN)/python -m pytest -q -p no:xdist tests/test_public_api.py tests/test_imports.py
 
 format: $(STAMP)  ## apply automatic lint fixes and format the code

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import functools
 import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -156,6 +159,21 @@ def check_launched(device: torch.device, processes: int) -> None:
     assert_close(losses, raw_losses(device, None), 1e-3)
 
 
+def check_streamed_weights(device: torch.device) -> None:
+    """Check that a model whose weights come from main memory and from disk computes the same in each pass."""
+    from accelerate import cpu_offload, disk_offload
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    batch = torch.randn(16, 1024)
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        expected = copy.deepcopy(model).to(device)(batch.to(device)).cpu()
+        for offload in (cpu_offload, functools.partial(disk_offload, offload_dir=folder)):
+            offloaded = offload(copy.deepcopy(model), execution_device=device)
+            for _ in range(20):
+                output = offloaded(batch).cpu()
+                assert torch.equal(output, expected), "streamed weights differ from resident ones"
+
+
 def worker() -> None:
     """Train on one rank with the same global batches, and print the mean losses over all ranks."""
     from accelerate import Accelerator
@@ -252,6 +270,7 @@ def checks(device: torch.device) -> dict[str, Callable[[], None]]:
     result: dict[str, Callable[[], None]] = {
         f"training in {name}": lambda name=name: check_precision(device, name) for name in DTYPES
     }
+    result["streamed weights"] = lambda: check_streamed_weights(device)
     result["skipped step in fp16"] = lambda: check_skipped_step(device)
     result["prefetched batches"] = lambda: check_loader_values(device)
     result["pinned memory, non-blocking copies"] = lambda: check_pinned(device)

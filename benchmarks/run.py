@@ -118,6 +118,19 @@ SCRIPTS = [
         },
     ),
     Script(
+        "big_model.py",
+        {
+            "big model load": Row("load of 403 MB to the CPU", "time", 100),
+            "big model load half": Row("load of 403 MB, half of it on disk", "time", 100),
+            "big model written": Row("bytes that this load writes", "time", 0.1),
+            "big model forward": Row("forward with half of the weights on disk / all in memory", "ratio", 1.15),
+            "big model cold forward": Row(
+                "the same with nothing in the file cache / max(compute, reading the bytes)", "ratio", 1.1
+            ),
+            "big model memory": Row("memory that this forward takes (a layer: 16.8 MB)", "time", 34),
+        },
+    ),
+    Script(
         "data_loader.py",
         {
             f"loader: {kind}, batch {size}": Row(f"prepared loader / raw, {kind}, batch {size}", "ratio", 1.0)

@@ -30,11 +30,11 @@ def alternate(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-SCALE = {"s": 1.0, "ms": 1e3, "us": 1e6}
+SCALE = {"s": 1.0, "ms": 1e3, "us": 1e6, "MB": 1e-6}
 
 
 def emit(name: str, unit: str, raw: float | None, own: float, **more: object) -> None:
-    """Print one result. `raw` (None if there is no baseline) and `own` are in seconds and printed in `unit`."""
+    """Print one result. `raw` (None if there is no baseline) and `own` are in seconds or bytes, printed in `unit`."""
     scale = SCALE[unit]
     line = {"name": name, "unit": unit, "raw": None if raw is None else raw * scale, "own": own * scale, **more}
     print(json.dumps(line), flush=True)

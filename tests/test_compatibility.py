@@ -213,6 +213,18 @@ def test_retired_arguments_name_the_present_ones(argument, use):
         Accelerator(**{argument: True})
 
 
+def test_unknown_arguments_and_names_name_the_nearest_and_the_version_of_the_api():
+    with pytest.raises(
+        TypeError, match=r"argument 'mixed_precison' .*version 1\.15 of the API; did you mean mixed_pre"
+    ):
+        Accelerator(mixed_precison="no")
+    with pytest.raises(ImportError, match=r"'gathr_object' .*version 1\.15 of the API; did you mean gather_object\?"):
+        from accelerate.utils import gathr_object  # noqa: F401
+    with pytest.raises(ImportError, match="did you mean Accelerator"):
+        from accelerate import Acelerator  # noqa: F401
+    assert not hasattr(importlib.import_module("accelerate.state"), "PartialStat")
+
+
 def test_retired_attributes_name_the_present_ones():
     with pytest.raises(AttributeError, match='use mixed_precision == "fp16"'):
         _ = Accelerator(cpu=True).state.use_fp16

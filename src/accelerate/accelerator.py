@@ -22,7 +22,7 @@ from .core.enums import DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .core.lazy import public_names
 from .core.modules import model_has_dtensor
-from .core.retired import ACCELERATOR_ARGUMENTS, explain_retired
+from .core.retired import ACCELERATOR_ARGUMENTS, explain_arguments
 from .data_loader import prepare_data_loader, skip_first_batches
 from .first_step import FirstStepCheck
 from .logging import MultiProcessAdapter, get_logger
@@ -113,7 +113,7 @@ class Accelerator(ProcessControl, RunOptions):
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     """
 
-    @explain_retired(ACCELERATOR_ARGUMENTS)
+    @explain_arguments(ACCELERATOR_ARGUMENTS)
     def __init__(
         self,
         device_placement: bool = True,

@@ -35,6 +35,15 @@ def test_every_command_shows_help_without_torch():
     assert all(name in done.stdout for name in command.COMMANDS)
 
 
+def test_a_launch_starts_light(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    script = tmp_path / "script.py"
+    heavy = ("accelerate.utils", "dataclasses", "difflib", "inspect", "torch", "yaml")
+    script.write_text(f"import sys; print(*(set({heavy}) & set(sys.modules)))")
+    done = run("launch", "--cpu", "--num_processes", "1", str(script))
+    assert done.returncode == 0 and not done.stdout.strip(), done.stdout + done.stderr
+
+
 def test_env_as_json():
     told = json.loads(run("env", "--json").stdout)
     assert told["packages"]["torch"].startswith("2.") and told["cores"] >= 1

@@ -20,6 +20,15 @@ def test_each_kind_of_run_over_accelerators_has_a_row():
     assert named <= runs
 
 
+def test_programs_of_this_environment_are_found_without_the_path(tmp_path, monkeypatch):
+    """As under `.venv/bin/python -m accelerate...` of an environment that is not activated."""
+    program = tmp_path / "deepspeed"
+    program.touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(system.sys, "executable", str(tmp_path / "python"))
+    assert system.find_program("deepspeed") == str(program) and system.find_program("mpirun") is None
+
+
 @pytest.mark.parametrize("kind", PLUGINS, ids=lambda kind: kind.type)
 def test_devices_of_an_extension_are_counted_without_torch(kind, tmp_path, monkeypatch):
     """What `launch` and `config default` see on a machine with two devices of a kind and its extension."""
@@ -37,4 +46,4 @@ def test_devices_of_an_extension_are_counted_without_torch(kind, tmp_path, monke
     assert system.accelerators() == system.Accelerators(kind.type, 2, kind.visible)
     assert machine_defaults()["distributed_type"] == kind.distributed.value
     monkeypatch.setenv(kind.visible, "1")
-    assert system.accelerators().count == 1
+    assert system.accelerators().number == 1

@@ -40,6 +40,16 @@ def test_the_words_of_a_flag(monkeypatch, text):
     env.check_run()
 
 
+def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(monkeypatch, recwarn):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISON", "bf16")
+    monkeypatch.setenv("RANK", "1")
+    env.check_run()
+    assert not recwarn
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(UserWarning, match="ACCELERATE_MIXED_PRECISON; did you mean ACCELERATE_MIXED_PRECISION"):
+        env.check_run()
+
+
 def test_the_state_and_the_launcher_check(monkeypatch):
     from accelerate.config.launch_settings import resolve_settings
     from accelerate.state import AcceleratorState, PartialState

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -19,7 +20,6 @@ from accelerate.core import env, options
 from accelerate.core.errors import ConfigurationError
 
 PACKAGE = Path(accelerate.__file__).parent
-TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 KINDS = {
     "get": {"text", "int", "float", "truth", "switch"},
     "raw": {"text", "int", "float", "truth", "switch"},
@@ -29,9 +29,15 @@ KINDS = {
 }
 
 
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """The modules of the package, by their path in it."""
+    return {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
 def reads() -> Iterator[tuple[str, str, str]]:
     """(place, function, variable) of each read of a variable that is written out."""
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if (
                 isinstance(node, ast.Call)
@@ -62,7 +68,7 @@ def test_each_name_that_looks_like_a_variable_is_one() -> None:
     rows = options.variables()
     unknown = {
         f"{path}:{node.lineno} {node.value}"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and ours.fullmatch(node.value)
         if node.value not in rows and node.value not in vars(accelerate.core.constants)

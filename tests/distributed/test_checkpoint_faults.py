@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -11,11 +12,31 @@ import sys
 import textwrap
 import time
 
+import pytest
 import torch
-from ranks import run_ranks
+from rank_pool import on_ranks
+from safetensors.torch import load_file
 from torch.distributed import TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from accelerate.checkpointing import PreparedModel, RunState, load_newest, verify
+from accelerate.checkpointing import (
+    Options,
+    PreemptionWatch,
+    PreparedModel,
+    RunState,
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    load_newest,
+    load_run,
+    merge_fsdp_weights,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+    save_run,
+    saving,
+    verify,
+)
+from accelerate.core.errors import CheckpointError
 from accelerate.state import PartialState
 
 KILLED = """
@@ -84,120 +105,115 @@ def test_ranks_killed_in_the_middle_lose_nothing(tmp_path):
             assert entry.name.startswith(".") or verify(entry)
 
 
-NODES = """
-import os, signal, sys
-from pathlib import Path
-os.environ["LOCAL_RANK"] = "0"
-os.environ["LOCAL_WORLD_SIZE"] = "1"
-root = Path(sys.argv[1])
-rank = int(os.environ["RANK"])
-mine = root / f"machine_{rank}"
-mine.mkdir()
-os.chdir(mine)
+# Each rank is a machine of its own, and sees its own disk only.
+MACHINES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
-import torch
-from accelerate.checkpointing import (
-    ShardedState, Options, PreemptionWatch, PreparedModel, PreparedOptimizer, RunState, load_fsdp_model,
-    load_fsdp_optimizer, load_run, merge_fsdp_weights, save_fsdp_model, save_fsdp_optimizer, save_run, saving, verify,
-)
-from accelerate.core.errors import CheckpointError
-from accelerate.state import PartialState
 
-state = PartialState(cpu=True)
-torch.manual_seed(3)
-model = torch.nn.Linear(30, 4)
-run = RunState(models=[PreparedModel(model)], progress={"step": 1})
+def linear(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Linear(30, 4)
 
-# Each machine sees its own disk only.
-saving._VISIBLE = 0.5
-try:
-    save_run(run, "out/checkpoint_0", process=state)
-    raise AssertionError("no error")
-except CheckpointError as error:
-    assert "rank 1" in str(error) and "save_on_each_node=True" in str(error), error
-assert list(mine.rglob("*")) == [mine / "out"] or not list(mine.rglob("*"))
-save_run(run, "out/checkpoint_0", process=state, options=Options(save_on_each_node=True))
-names = set(verify("out/checkpoint_0").files)
-assert f"random_states_{rank}.json" in names and f"random_states_{1 - rank}.json" not in names
-assert "model.safetensors" in names
-drawn = torch.rand(3)
-other = torch.nn.Linear(30, 4)
-report = load_run(RunState(models=[PreparedModel(other)]), "out/checkpoint_0", process=state)
-assert torch.equal(other.weight, model.weight) and torch.equal(torch.rand(3), drawn) and report.notes == []
-# On a shared disk the same option writes one checkpoint.
-save_run(run, root / "shared", process=state, options=Options(save_on_each_node=True))
-assert {"random_states_0.json", "random_states_1.json"} <= set(verify(root / "shared").files)
 
-# A signal to one rank is an answer on both, at the same call.
-watch = PreemptionWatch(state, ["SIGUSR1"], interval=4)
-answers = []
-for step in range(12):
-    if rank == 1 and step == 5:
-        os.kill(os.getpid(), signal.SIGUSR1)
-    answers.append(watch.requested())
-assert answers == [False] * 7 + [True] * 5, answers
-watch.close()
+@on_ranks(2, env=MACHINES)
+def test_machines_with_their_own_disks(tmp_path):
+    state = PartialState(cpu=True)
+    rank = state.process_index
+    mine = tmp_path / f"machine_{rank}"
+    mine.mkdir()
+    os.chdir(mine)
+    model = linear(3)
+    run = RunState(models=[PreparedModel(model)], progress={"step": 1})
+    saving._VISIBLE = 0.5
+    with pytest.raises(CheckpointError, match="save_on_each_node=True") as caught:
+        save_run(run, "out/checkpoint_0", process=state)
+    assert "rank 1" in str(caught.value)
+    assert list(mine.rglob("*")) in ([mine / "out"], [])
+    save_run(run, "out/checkpoint_0", process=state, options=Options(save_on_each_node=True))
+    names = set(verify("out/checkpoint_0").files)
+    assert f"random_states_{rank}.json" in names and f"random_states_{1 - rank}.json" not in names
+    assert "model.safetensors" in names
+    drawn = torch.rand(3)
+    other = linear(4)
+    report = load_run(RunState(models=[PreparedModel(other)]), "out/checkpoint_0", process=state)
+    assert torch.equal(other.weight, model.weight) and torch.equal(torch.rand(3), drawn) and report.notes == []
+    # On a shared disk the same option writes one checkpoint.
+    save_run(run, tmp_path / "shared", process=state, options=Options(save_on_each_node=True))
+    assert {"random_states_0.json", "random_states_1.json"} <= set(verify(tmp_path / "shared").files)
 
-# The API's own functions for sharded models.
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+
+@on_ranks(2)
+def test_a_signal_to_one_rank_is_reported_on_both_at_the_same_call():
+    state = PartialState(cpu=True)
+    watch = PreemptionWatch(state, ["SIGUSR1"], interval=4)
+    answers = []
+    for step in range(12):
+        if state.process_index == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        answers.append(watch.requested())
+    assert answers == [False] * 7 + [True] * 5, answers
+    watch.close()
+
 
 class Plugin:
-    state_dict_type = "SHARDED_STATE_DICT"
+    def __init__(self, state_dict_type):
+        self.state_dict_type = state_dict_type
 
-def build(seed):
+
+class Trap:
+    """Unpickled, it would make a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def sharded(seed):
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
-def step(model, optimizer):
-    model(torch.linspace(-1, 1, 24).reshape(4, 6)).square().mean().backward()
-    optimizer.step(); optimizer.zero_grad()
 
-model, optimizer = build(0)
-step(model, optimizer)
-for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-    Plugin.state_dict_type = kind
-    folder = root / kind
-    save_fsdp_model(Plugin, state, model, folder)
-    save_fsdp_optimizer(Plugin, state, optimizer, model, folder)
-    other, other_optimizer = build(1)
-    load_fsdp_model(Plugin, state, other, folder)
-    load_fsdp_optimizer(Plugin, state, other_optimizer, other, folder)
-    reference, reference_optimizer = build(0)
-    step(reference, reference_optimizer); step(reference, reference_optimizer)
-    step(other, other_optimizer)
-    for a, b in zip(reference.parameters(), other.parameters()):
-        torch.testing.assert_close(a.full_tensor(), b.full_tensor())
-assert (root / "SHARDED_STATE_DICT/pytorch_model_fsdp_0/.metadata").exists()
-assert (root / "SHARDED_STATE_DICT/optimizer_0").is_dir()
-assert (root / "FULL_STATE_DICT/pytorch_model_fsdp.bin").exists()
-merge_fsdp_weights(root / "SHARDED_STATE_DICT/pytorch_model_fsdp_0", root / "merged")
-from safetensors.torch import load_file
-merged = load_file(root / "merged/model.safetensors")
-for name, parameter in model.named_parameters():
-    assert torch.equal(merged[name], parameter.full_tensor()), name
-
-# An index of shards that would run something is refused.
-state.wait_for_everyone()
-import pickle
-class Trap:
-    def __reduce__(self): return os.mkdir, (str(root / "owned"),)
-if rank == 0:
-    (root / "SHARDED_STATE_DICT/pytorch_model_fsdp_0/.metadata").write_bytes(pickle.dumps(Trap()))
-state.wait_for_everyone()
-Plugin.state_dict_type = "SHARDED_STATE_DICT"
-try:
-    load_fsdp_model(Plugin, state, model, root / "SHARDED_STATE_DICT")
-    raise AssertionError("no error")
-except CheckpointError as error:
-    assert "mkdir" in str(error), error
-assert not (root / "owned").exists()
-print("all of it")
-"""
+def train(model, optimizer, steps=1):
+    for _ in range(steps):
+        model(torch.linspace(-1, 1, 24).reshape(4, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
-def test_machines_of_their_own_signals_and_the_api_s_shards(tmp_path):
-    for result in run_ranks(NODES, 2, tmp_path, timeout=150):
-        assert "all of it" in result.stdout
+@on_ranks(2)
+def test_the_functions_of_the_api_for_sharded_models(tmp_path):
+    state = PartialState(cpu=True)
+    model, optimizer = sharded(0)
+    train(model, optimizer)
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        plugin, folder = Plugin(kind), tmp_path / kind
+        save_fsdp_model(plugin, state, model, folder)
+        save_fsdp_optimizer(plugin, state, optimizer, model, folder)
+        other, other_optimizer = sharded(1)
+        load_fsdp_model(plugin, state, other, folder)
+        load_fsdp_optimizer(plugin, state, other_optimizer, other, folder)
+        reference, reference_optimizer = sharded(0)
+        train(reference, reference_optimizer, steps=2)
+        train(other, other_optimizer)
+        for a, b in zip(reference.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(a.full_tensor(), b.full_tensor())
+    shards = tmp_path / "SHARDED_STATE_DICT"
+    index = shards / "pytorch_model_fsdp_0" / ".metadata"
+    assert index.exists() and (shards / "optimizer_0").is_dir()
+    assert (tmp_path / "FULL_STATE_DICT" / "pytorch_model_fsdp.bin").exists()
+    merge_fsdp_weights(index.parent, tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(merged[name], parameter.full_tensor()), name
+
+    # An index of shards that would run something is refused.
+    state.wait_for_everyone()
+    if state.is_main_process:
+        index.write_bytes(pickle.dumps(Trap(str(tmp_path / "owned"))))
+    state.wait_for_everyone()
+    with pytest.raises(CheckpointError, match="mkdir"):
+        load_fsdp_model(Plugin("SHARDED_STATE_DICT"), state, model, shards)
+    assert not (tmp_path / "owned").exists()

@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "parallel"))
 import test_layout_chain as chain
 
 BLOCKS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_cls_names_to_wrap": ["Block"]}
+PRELOADED = ("torch._inductor.compile_fx",)
 pytestmark = pytest.mark.usefixtures("float64")
 
 
@@ -49,7 +50,18 @@ def layouts():
 @pytest.mark.parametrize(
     "regional", [pytest.param(True, id="regional"), pytest.param(False, id="whole", marks=pytest.mark.thorough)]
 )
-@pytest.mark.parametrize("layout", ["fsdp1", "cp", "sp", "pp", "megatron tp", "megatron pp"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "fsdp1",
+        "cp",
+        "sp",
+        "pp",
+        # The strategies of tests/parallel/test_compile_layouts.py and of "pp".
+        pytest.param("megatron tp", marks=pytest.mark.thorough),
+        pytest.param("megatron pp", marks=pytest.mark.thorough),
+    ],
+)
 def test_other_layouts(layout, regional):
     logging.disable(logging.WARNING)
     options, strategy = layouts()[layout]

@@ -86,28 +86,37 @@ for step in range(4):
 EARLY = "it ended with exit code 0 while rank {other} still needed it"
 
 
-@pytest.mark.parametrize("who", [0, 1])
+# How a rank leaves, the exit code of the run and what is reported; who leaves is 0 or 1.
+WAYS = {
+    "exit": (1, EARLY),
+    "text": (1, "exit code 1; the last line of its standard error: the reason"),
+    "SIGKILL": (137, "SIGKILL"),
+    "end": (1, "ValueError: with an end that is in order"),
+    "_exit": (1, EARLY),
+    "atexit": (1, EARLY),
+    "thread": (1, EARLY),
+    "code": (3, "it ended with exit code 3"),
+    "abort": (134, "SIGABRT"),
+    "interrupt": (130, "SIGINT"),
+    "SIGTERM": (143, "SIGTERM"),
+    "SIGSEGV": (139, "SIGSEGV"),
+}
+USUAL = {("exit", 0), ("exit", 1), ("text", 0), ("SIGKILL", 1)}
+
+
 @pytest.mark.parametrize(
-    ("way", "code", "told"),
+    ("way", "who"),
     [
-        ("exit", 1, EARLY),
-        ("text", 1, "exit code 1; the last line of its standard error: the reason"),
-        ("SIGKILL", 137, "SIGKILL"),
-        pytest.param("end", 1, "ValueError: with an end that is in order", marks=pytest.mark.thorough),
-        pytest.param("_exit", 1, EARLY, marks=pytest.mark.thorough),
-        pytest.param("atexit", 1, EARLY, marks=pytest.mark.thorough),
-        pytest.param("thread", 1, EARLY, marks=pytest.mark.thorough),
-        pytest.param("code", 3, "it ended with exit code 3", marks=pytest.mark.thorough),
-        pytest.param("abort", 134, "SIGABRT", marks=pytest.mark.thorough),
-        pytest.param("interrupt", 130, "SIGINT", marks=pytest.mark.thorough),
-        pytest.param("SIGTERM", 143, "SIGTERM", marks=pytest.mark.thorough),
-        pytest.param("SIGSEGV", 139, "SIGSEGV", marks=pytest.mark.thorough),
+        pytest.param(way, who, marks=() if (way, who) in USUAL else pytest.mark.thorough)
+        for way in WAYS
+        for who in (0, 1)
     ],
 )
-def test_the_rank_that_left_is_named(launch, way, code, told, who):
+def test_the_rank_that_left_is_named(launch, way, who):
+    code, cause = WAYS[way]
     done = launch(LEAVE, way, who)
     assert done.returncode == code, done.stderr
-    assert f"rank {who} failed: " in done.stderr and told.format(other=1 - who) in done.report["cause"], done.stderr
+    assert f"rank {who} failed: " in done.stderr and cause.format(other=1 - who) in done.report["cause"], done.stderr
     assert done.report["rank"] == who and done.report["exit_code"] == code
     assert set(done.report["others"]) == {str(1 - who)}
     assert done.stderr.count("\n  other ranks: ") == 1

@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks say where another one fails, stops before them, or waits elsewhere."""
+"""What the ranks report where another one fails, stops before them, or waits elsewhere."""
 
 from pathlib import Path
 
 import pytest
+import torch
+from rank_pool import on_ranks
 from ranks import run_ranks
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.collectives import gather_object
+from accelerate.core.errors import CheckpointError, DistributedOperationException
 
 WORKERS = Path(__file__).parent / "workers"
 UNEVEN = ("Uneven batches?", "join_uneven_inputs", "exact=True")
@@ -13,9 +20,69 @@ LEFT = "it left the loop over its loader in epoch 0 after 3 batches"
 thorough = pytest.mark.thorough
 
 
-def test_an_error_on_one_rank_is_heard_by_all(tmp_path):
-    results = run_ranks(WORKERS / "rank_errors.py", 2, tmp_path, timeout=120)
-    assert all("all ok" in result.stdout for result in results)
+class Moody:
+    """Registered state, which can fail."""
+
+    fails = False
+
+    def state_dict(self):
+        if self.fails:
+            raise ValueError("bad state")
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def all_raise(kinds, words, function):
+    """The failing rank may raise its own ValueError; the others raise one of `kinds`. All name rank and error."""
+    with pytest.raises((*kinds, ValueError)) as caught:
+        function()
+    raised = gather_object([f"{caught.type.__name__}: {caught.value}"])
+    assert all(words in text for text in raised), raised
+    assert sum("ValueError: " in text[:20] for text in raised) <= 1, raised
+
+
+@on_ranks(2)
+def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
+    """In a checkpoint, a hook, an ordered block; then the run goes on."""
+    accelerator = Accelerator(cpu=True)
+    here = accelerator.process_index
+
+    def fail(*args):
+        raise ValueError(f"bad hook of rank {here}")
+
+    def save(name="bad"):
+        accelerator.save_state(tmp_path / name)
+
+    def load():
+        accelerator.load_state(tmp_path / "good")
+
+    def ordered():
+        with accelerator.main_process_first():
+            assert accelerator.is_main_process, "the block must not run after it failed on the first process"
+            raise ValueError("bad block")
+
+    model = nn.Linear(2, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    moody = Moody()
+    accelerator.register_for_checkpointing(moody)
+    save("good")
+    for rank in (0, 1):
+        moody.fails = rank == here
+        all_raise([CheckpointError], f"rank {rank}: ValueError: bad state", save)
+        moody.fails = False
+        hook = fail if rank == here else print
+        words = f"rank {rank}: ValueError: bad hook of rank {rank}"
+        handle = accelerator.register_save_state_pre_hook(hook)
+        all_raise([CheckpointError], words, save)
+        handle.remove()
+        handle = accelerator.register_load_state_pre_hook(hook)
+        all_raise([CheckpointError], f"bad hook of rank {rank}", load)
+        handle.remove()
+    all_raise([DistributedOperationException], "bad block", ordered)
+    load()
+    save()
 
 
 @pytest.mark.parametrize(

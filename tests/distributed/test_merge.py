@@ -5,15 +5,14 @@ import shutil
 
 import pytest
 import torch
-from ranks import run_ranks
+from rank_pool import Ranks
 from safetensors.torch import load_file
 
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.checkpointing import merging
 from accelerate.commands.merge import main
-from accelerate.utils import merge_fsdp_weights
+from accelerate.utils import merge_fsdp_weights, save_fsdp_model
 
-MODELS = '''
-import torch
 
 class Tied(torch.nn.Module):
     """Rows that do not divide by two, a tied pair, buffers of other dtypes, a part in bfloat16."""
@@ -31,66 +30,56 @@ class Tied(torch.nn.Module):
     def forward(self, x):
         return self.head(self.inner(x)) * self.scale
 
-def models():
+
+def make():
     torch.manual_seed(3)
-    return Tied(), torch.nn.Linear(3, 9)
+    models = Tied(), torch.nn.Linear(3, 9)
+    return models, [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
 
 def inputs():
     return torch.linspace(-1, 1, 24).reshape(4, 6), torch.linspace(0, 1, 12).reshape(4, 3)
 
+
 def train(models, optimizers, inputs, backward):
-    for model, optimizer, x in zip(models, optimizers, inputs):
+    for model, optimizer, x in zip(models, optimizers, inputs, strict=True):
         backward(model(x).square().mean())
         optimizer.step()
-'''
 
-WORKER = (
-    MODELS
-    + """
-import sys
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import save_fsdp_model
 
-plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-made = models()
-optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in made]
-a, b, first, second = accelerator.prepare(*made, *optimizers)
-rank = accelerator.process_index
-mine = [x[2 * rank : 2 * rank + 2] for x in inputs()]
-train((a, b), (first, second), mine, accelerator.backward)
-accelerator.save_state(sys.argv[1] + "/run")
-kept = [parameter.full_tensor().clone() for model in (a, b) for parameter in model.parameters()]
-with torch.no_grad():
-    for model in (a, b):
-        for parameter in model.parameters():
+def train_and_save(root):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    models, optimizers = make()
+    a, b, *optimizers = accelerator.prepare(*models, *optimizers)
+    rank = accelerator.process_index
+    train((a, b), optimizers, [x[2 * rank : 2 * rank + 2] for x in inputs()], accelerator.backward)
+    accelerator.save_state(root / "run")
+    kept = [parameter.full_tensor().clone() for model in (a, b) for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in (*a.parameters(), *b.parameters()):
             parameter.zero_()
-accelerator.load_state(sys.argv[1] + "/run")
-for before, parameter in zip(kept, [*a.parameters(), *b.parameters()], strict=True):
-    assert torch.equal(before, parameter.full_tensor())
-assert a.head.weight is a.embed.weight
-for index, model in enumerate((a, b)):
-    save_fsdp_model(plugin, accelerator, model, sys.argv[1] + "/api", model_index=index)
-accelerator.end_training()
-"""
-)
+    accelerator.load_state(root / "run")
+    for before, parameter in zip(kept, [*a.parameters(), *b.parameters()], strict=True):
+        assert torch.equal(before, parameter.full_tensor())
+    assert a.head.weight is a.embed.weight
+    for index, model in enumerate((a, b)):
+        save_fsdp_model(plugin, accelerator, model, str(root / "api"), model_index=index)
+    accelerator.end_training()
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(rank_pool, tmp_path_factory):
     root = tmp_path_factory.mktemp("saved")
-    run_ranks(WORKER, 2, root)
+    Ranks(rank_pool, 2).run(train_and_save, root)
     return root
 
 
 @pytest.fixture(scope="module")
 def plain():
     """The same training in one process, in plain PyTorch."""
-    space = {}
-    exec(MODELS, space)
-    models = space["models"]()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    space["train"](models, optimizers, space["inputs"](), lambda loss: loss.backward())
+    models, optimizers = make()
+    train(models, optimizers, inputs(), lambda loss: loss.backward())
     return [model.state_dict() for model in models]
 
 

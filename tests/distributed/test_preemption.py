@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_ranks, run_script
 
 WORKER = Path(__file__).parent / "workers" / "preempted.py"
 
@@ -15,14 +15,14 @@ def parameters(folder):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_stopped_and_gone_on(world, tmp_path):
+def test_stopped_and_gone_on(world, ranks, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(), cut.mkdir()
-    run_ranks(WORKER, world, whole, 0)
+    ranks(world).run(run_script, WORKER, whole, 0)
     stopped = run_ranks(WORKER, world, cut, 13)
     assert not (cut / "end.pt").exists()
     assert "saved" in stopped[0].stderr
-    run_ranks(WORKER, world, cut, 0)
+    ranks(world).run(run_script, WORKER, cut, 0)
     expected = parameters(whole)
     for name, value in parameters(cut).items():
         assert torch.equal(value, expected[name]), name

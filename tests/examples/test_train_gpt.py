@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_script
 from safetensors.torch import load_file
 
 TINY = [
@@ -95,6 +95,7 @@ def test_a_short_run_learns_and_leaves_what_it_promises(script, tmp_path):
     assert [event.step for event in events.Scalars("loss/train")] == [10, 20, 30, 40]
     assert len(events.Scalars("lr")) == 4
 
+    command[command.index("--max_steps") + 1] = 1
     again = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "moved the previous run" in again.stdout
@@ -119,14 +120,15 @@ def test_wrong_arguments_are_told(gpt, monkeypatch, capsys, wrong, told):
 
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("processes")
-def test_two_processes_go_on_from_a_checkpoint_to_the_same_weights(script, tmp_path):
+def test_two_processes_go_on_from_a_checkpoint_to_the_same_weights(script, ranks, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     options = [*TINY, "--max_steps", 9, "--save_every", 5, "--eval_every", 4, "--log_every", 2, "--warmup", 3]
-    run_ranks(script("train_gpt"), 2, *options, "--output_dir", whole)
+    two = ranks(2)
+    two.run(run_script, script("train_gpt"), *options, "--output_dir", whole)
     # the run as it would have been left by a kill after the fifth step
     shutil.copytree(whole / "checkpoints" / "checkpoint_0", resumed / "checkpoints" / "checkpoint_0")
-    first, _ = run_ranks(script("train_gpt"), 2, *options, "--output_dir", resumed, "--resume")
-    assert "resuming from step 5" in first.stdout
+    two.run(run_script, script("train_gpt"), *options, "--output_dir", resumed, "--resume")
+    assert "resuming from step 5" in two.outputs[0].stdout
     expected = load_file(whole / "model" / "model.safetensors")
     found = load_file(resumed / "model" / "model.safetensors")
     assert found.keys() == expected.keys()

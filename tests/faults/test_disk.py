@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
+from ranks import run_script
 
 WORKER = Path(__file__).parent / "disk_worker.py"
 
@@ -33,7 +33,8 @@ def small_disk(place):
 
 @pytest.mark.skipif(os.name != "posix", reason="mounts are a matter of POSIX systems")
 @pytest.mark.timeout(300)
-def test_a_disk_that_fails_is_the_same_error_on_every_rank(tmp_path):
+def test_a_disk_that_fails_is_the_same_error_on_every_rank(ranks, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
-        for result in run_ranks(WORKER, 2, disk, timeout=240):
-            assert "nothing was lost" in result.stdout
+        two = ranks(2)
+        two.run(run_script, WORKER, disk, timeout=240)
+    assert all("nothing was lost" in output.stdout for output in two.outputs)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Killed at random moments - a rank, all ranks, the launcher - a run ends at the parameters it would have had.
 
-KILLS sets how many (default 3); `make test-faults` takes 100.
+KILLS sets how many (default 2); `make test-faults` takes 100.
 """
 
 import os
@@ -15,14 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_script
 
 from accelerate.checkpointing import list_checkpoints, verify
 from accelerate.checkpointing.layout import unfit
 
 WORKER = Path(__file__).parent / "worker.py"
-KILLS = int(os.environ.get("KILLS", "3"))
+KILLS = int(os.environ.get("KILLS", "2"))
 STEPS_A_KILL = 25
 LIMIT = 180.0
+ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 
 
 STARTED: list[subprocess.Popen] = []
@@ -43,7 +45,7 @@ def launch(folder: Path, total: int, *options: str) -> subprocess.Popen:
     return STARTED[0]
 
 
-def ranks(folder: Path, launcher: subprocess.Popen) -> list[int]:
+def rank_pids(folder: Path, launcher: subprocess.Popen) -> list[int]:
     """The ranks' process ids, once both train."""
     deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline and launcher.poll() is None:
@@ -101,17 +103,16 @@ def folder(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 60 * KILLS)
-def test_killed_at_random_moments(folder):
+def test_killed_at_random_moments(folder, ranks):
     total = STEPS_A_KILL * KILLS + 40
     whole, cut = folder / "whole", folder / "cut"
     whole.mkdir(), cut.mkdir()
-    assert launch(whole, total).communicate(timeout=120 + KILLS * 10) is not None
-    assert (whole / "end.pt").exists()
+    ranks(2).run(run_script, WORKER, whole, total, env=ON_CPU, timeout=120 + KILLS * 10)
     dice = random.Random(KILLS)
     struck = 0
     while not (cut / "end.pt").exists():
         launcher = launch(cut, total)
-        pids = ranks(cut, launcher)
+        pids = rank_pids(cut, launcher)
         if struck < KILLS:
             try:
                 launcher.wait(timeout=dice.uniform(0.0, 0.4))
@@ -126,13 +127,14 @@ def test_killed_at_random_moments(folder):
     assert struck == KILLS, f"the run was over after {struck} kills"
 
 
+@pytest.mark.thorough  # tests/distributed/test_damaged_restart.py restarts a smaller run
 @pytest.mark.timeout(600)
-def test_with_restarts_of_the_launcher_a_killed_run_goes_on_alone(folder):
+def test_with_restarts_of_the_launcher_a_killed_run_goes_on_alone(folder, ranks):
     whole, cut = folder / "whole", folder / "cut"
     whole.mkdir(), cut.mkdir()
-    launch(whole, 120).communicate(timeout=LIMIT)
+    ranks(2).run(run_script, WORKER, whole, 120, env=ON_CPU)
     launcher = launch(cut, 120, "--max_restarts", "2")
-    strike("rank", ranks(cut, launcher), launcher)
+    strike("rank", rank_pids(cut, launcher), launcher)
     _, told = launcher.communicate(timeout=LIMIT)
     assert launcher.returncode == 0, told
     assert "restart 1 of 2" in told

@@ -12,8 +12,13 @@ from accelerate.core.imports import is_available
 needs_deepspeed = pytest.mark.skipif(
     not is_available("deepspeed"), reason="deepspeed is not installed (`make install` does it)"
 )
-# What an engine imports late. Not DeepSpeed itself, which looks for a device when it is imported.
-LATE_IMPORTS = ("torch._inductor.compile_fx", "accelerate.parallel.deepspeed.strategy")
+# What an engine imports late.
+LATE_IMPORTS = (
+    "deepspeed_cpu",
+    "torch._inductor.compile_fx",
+    "transformers.integrations.deepspeed",
+    "accelerate.parallel.deepspeed.strategy",
+)
 # DeepSpeed chooses its device when it is imported.
 on_engine_ranks = functools.partial(on_ranks, env={"DS_ACCELERATOR": "cpu"})
 
@@ -37,10 +42,8 @@ def config(stage, clip=None, zero=None, **others):
 def import_deepspeed():
     """DeepSpeed, on a rank."""
     warnings.simplefilter("ignore")
-    import deepspeed
+    from deepspeed_cpu import deepspeed
 
-    # It would compile its own messages through shared memory first, which takes a minute.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 

@@ -228,6 +228,15 @@ class StreamAsItGoes(IterableDataset):
             yield buffer.pop(drawn(self.source, len(buffer)))
 
 
+def seeded(loader: DataLoader) -> DataLoader:
+    """`loader`, whose sampler gets the generator that `prepare` gives it on several processes."""
+    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler.sampler
+    if getattr(sampler, "generator", False) is None:
+        number = torch.empty((), dtype=torch.int64).random_().item()
+        sampler.generator = torch.Generator().manual_seed(number)
+    return loader
+
+
 def ids(batch: Any) -> list[int]:
     """The sample numbers of a batch of any of these datasets."""
     found = batch["id"] if isinstance(batch, dict) else batch

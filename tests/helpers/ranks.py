@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -65,6 +66,12 @@ def run_ranks(
             report.append(f"--- rank {rank}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}")
         raise AssertionError("\n".join(report))
     return results
+
+
+def run_script(script: Path, *args: object) -> None:
+    """On a rank of the pool: a script, where neither its first import nor how its process ends is what is tested."""
+    sys.argv = [str(script), *map(str, args)]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def _join(processes: list[subprocess.Popen], timeout: float) -> list[int]:

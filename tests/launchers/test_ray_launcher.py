@@ -3,9 +3,9 @@
 
 import pytest
 
-from accelerate.core.errors import ConfigurationError
+from accelerate.core.errors import ConfigurationError, LaunchError
 from accelerate.launchers import ray as engine
-from accelerate.launchers.ray import RayLauncher, RayMember, _bundles, _visible
+from accelerate.launchers.ray import RayLauncher, RayMember, _bundles, _placed, _visible
 from accelerate.launchers.spec import LaunchSpec, Program
 
 SCRIPT = Program(__file__, ("--lr", "1"))
@@ -31,14 +31,46 @@ def test_what_is_reserved():
     assert _bundles(spec, "GPU") == ([{"CPU": 2, "GPU": 2}] * 2, "STRICT_SPREAD")
 
 
-def test_all_devices_of_a_machine_are_seen_in_the_order_of_its_ranks():
-    def members(name, *given):
-        return [RayMember(None, {"devices": [number], "visible": {name: text}}) for number, text in given]
+@pytest.mark.parametrize(
+    ("given", "ordered"),
+    [(["10", "9", "2"], ["2", "9", "10"]), (["GPU-b", "GPU-a"], ["GPU-a", "GPU-b"]), (["MIG-1", "3"], ["3", "MIG-1"])],
+)
+def test_local_ranks_follow_the_devices_of_their_machine(given, ordered):
+    """Whatever actor got which device: the i-th process of a machine owns the i-th device of the list."""
+    members = [
+        RayMember(
+            None,
+            {
+                "node": node, "host": "h", "devices": [device],
+                "visible": {
+                    "CUDA_VISIBLE_DEVICES": device, "HIP_VISIBLE_DEVICES": device,
+                    "ONEAPI_DEVICE_SELECTOR": f"level_zero:{device}", "ROCR_VISIBLE_DEVICES": "4,5,6,7",
+                },
+            },
+        )
+        for node in ("far", "near")
+        for device in given
+    ]  # fmt: skip
+    placed = _placed(members, "near")
+    assert [member.node for member in placed] == ["near"] * len(given) + ["far"] * len(given)
+    for start in (0, len(given)):
+        here = placed[start : start + len(given)]
+        assert [member.info["devices"] for member in here] == [[device] for device in ordered]
+        listed = ",".join(ordered)
+        # What the machine's owner has set stays.
+        assert _visible(here) == {
+            "CUDA_VISIBLE_DEVICES": listed, "HIP_VISIBLE_DEVICES": listed,
+            "ONEAPI_DEVICE_SELECTOR": f"level_zero:{listed}",
+        }  # fmt: skip
 
-    assert _visible(members("CUDA_VISIBLE_DEVICES", ("3", "3"), ("1", "1"))) == {"CUDA_VISIBLE_DEVICES": "3,1"}
-    intel = members("ONEAPI_DEVICE_SELECTOR", ("0", "level_zero:0"), ("1", "level_zero:1"))
-    assert _visible(intel) == {"ONEAPI_DEVICE_SELECTOR": "level_zero:0,1"}
-    assert _visible([RayMember(None, {"devices": [], "visible": {"CUDA_VISIBLE_DEVICES": ""}})]) == {}
+
+def test_processes_without_devices_and_with_the_same_one():
+    def member(*devices):
+        return RayMember(None, {"host": "h", "devices": [*devices], "visible": {"CUDA_VISIBLE_DEVICES": ""}})
+
+    assert _visible([member(), member()]) == {}
+    with pytest.raises(LaunchError, match="one device to several processes of h"):
+        _visible([member("0"), member("0")])
 
 
 def test_a_dry_run_needs_no_cluster():

@@ -5,8 +5,10 @@ import pytest
 
 from accelerate.config.launch_settings import resolve_settings
 from accelerate.core.errors import ConfigurationError
+from accelerate.core.options import options
 from accelerate.launchers import plan as planning
 from accelerate.launchers.base import Launcher
+from accelerate.launchers.registry import ENGINES, UNUSED, unused_options
 from accelerate.launchers.spec import LaunchSpec, Program
 from accelerate.launchers.variables import idle_flags, variables
 
@@ -21,6 +23,15 @@ def _four_gpus(monkeypatch):
     )
     for name in ("ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_options_that_an_engine_does_not_use_are_reported():
+    assert set(UNUSED) == set(ENGINES) and {name for names in UNUSED.values() for name in names} <= set(options())
+    settings = resolve_settings({"role": "worker", "tee": "3", "max_restarts": 0})
+    assert unused_options("slurm", settings) == [
+        "role (flag --role), tee (flag --tee): no effect with the engine slurm"
+    ]
+    assert unused_options("elastic", settings) == []
 
 
 def test_processes_of_a_machine_have_global_ranks():

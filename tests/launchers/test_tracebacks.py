@@ -121,7 +121,7 @@ def test_tracebacks_that_differ_in_addresses_only_are_the_same():
 def test_the_summary_has_the_whole_cause_and_one_line_for_the_others():
     others = {0: "stopped by the launcher", 2: "lost the connection to another rank", 3: "stopped by the launcher"}
     others |= dict.fromkeys(range(4, 8), "lost the connection to another rank")
-    told = "\n".join(Failure(1, 1, 77, 1, f"RuntimeError: {LONG}", host="h", log="l.log", others=others).lines())
+    told = "\n".join(Failure(1, 1, 77, 1, f"RuntimeError: {LONG}", "h", 0.0, log="l.log", others=others).lines())
     assert told == textwrap.dedent(
         """\
         accelerate launch: rank 1 failed: RuntimeError: Cannot apply: rank 1 did not call it.

@@ -22,7 +22,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
 
-BATCH, LENGTH, STEPS, ACCUMULATION, CLIP = 8, 6, 20, 2, 0.3
+BATCH, LENGTH, STEPS, ACCUMULATION, CLIP = 8, 6, 10, 2, 0.3
 pytestmark = pytest.mark.usefixtures("float64")
 CONFIG = LlamaConfig(vocabulary=16, width=16, hidden=24, layers=2)
 # What each layout asks for: sizes, FSDP or not, options of tensor parallelism.
@@ -163,7 +163,7 @@ def local(tensor):
 
 @pytest.fixture(scope="module")
 def references(float64):
-    return {steps: plain(steps) for steps in (STEPS, 6)}
+    return {steps: plain(steps) for steps in (STEPS, 4)}
 
 
 @on_ranks(4)
@@ -171,7 +171,7 @@ def references(float64):
 def test_one_loop_in_every_layout(what, references):
     layout = LAYOUTS[what]
     # Options of tensor parallelism: a shorter run of a layout that has its long one.
-    steps = 6 if layout[2] else STEPS
+    steps = 4 if layout[2] else STEPS
     inside = list(LAYOUTS).index(what) % 3 < 2
     expected, losses = references[steps]
     accelerator = start(layout)

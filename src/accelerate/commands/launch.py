@@ -14,7 +14,7 @@ from ..core.options import GROUPS
 from ..launchers import capacity
 from ..launchers.base import Launcher
 from ..launchers.plan import plan, summary
-from ..launchers.registry import choose
+from ..launchers.registry import choose, unused_options
 from ..launchers.script import is_entered
 from ..launchers.spec import LaunchSpec, Program
 from ..launchers.variables import idle_flags
@@ -93,7 +93,7 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         _launch_on_sagemaker(settings, args)
         return
     spec, launcher = prepared(settings, program_of(args, settings), in_place)
-    for line in idle_flags(settings):
+    for line in (*idle_flags(settings), *unused_options(launcher.name, settings)):
         print(f"accelerate launch: {line}", file=sys.stderr)
     try:
         warnings = capacity.check(spec, launcher.name, settings["oversubscribe"])

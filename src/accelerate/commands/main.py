@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 # name -> module of this package with a `main(arguments)`, and what it is for
 COMMANDS = {
@@ -52,7 +53,7 @@ def main() -> None:
         print(f"accelerate: error: unknown command {name!r}{meant}\n\n{usage()}", file=sys.stderr)
         sys.exit(2)
     try:
-        importlib.import_module(f"{__package__}.{COMMANDS[name][0]}").main(rest)
+        _command(COMMANDS[name][0]).main(rest)
     except KeyboardInterrupt:
         if _runs_a_script():
             # The script's own traceback and end.
@@ -65,6 +66,23 @@ def main() -> None:
         # The reader of a pipe has ended (`| head`). Python would fail once more when it flushes at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + 13)
+
+
+def _command(module: str) -> Any:
+    """Import the module of a command. Ctrl-C ends the process at once meanwhile.
+
+    As an exception it could be lost: Python prints and ignores those in the callbacks that its imports use.
+    """
+    import signal
+
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if interruptible:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return importlib.import_module(f"{__package__}.{module}")
+    finally:
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _runs_a_script() -> bool:

@@ -60,6 +60,15 @@ class Parser(argparse.ArgumentParser):
         near = nearest(flag, list(self._option_string_actions))
         return f"unknown option {flag}" + (f" (did you mean {near}?)" if near else f"; see {self.prog} -h")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = nearest(str(value), [str(choice) for choice in action.choices or ()])
+            if near:
+                error.message += f" (did you mean {near}?)"
+            raise
+
     def error(self, message: str) -> NoReturn:
         """Print a message and exit with code 2."""
         # argparse lists all spellings of an option; the first is enough.

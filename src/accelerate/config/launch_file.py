@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core import env, json_text
 from ..core.errors import ConfigurationError, MissingConfigurationError, nearest
@@ -47,16 +46,14 @@ def default_file() -> Path:
     return plain if plain.is_file() and not yaml.is_file() else yaml
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """A value and where it came from: a flag, a variable, a line of a file, or the default."""
 
     value: Any
     origin: str
 
 
-@dataclass
-class LaunchFile:
+class LaunchFile(NamedTuple):
     """A file that was read and found right.
 
     data: its content with today's keys. values: option name -> value with its origin. notes: what was read
@@ -66,7 +63,7 @@ class LaunchFile:
     path: Path
     data: dict[str, Any]
     values: dict[str, Setting]
-    notes: list[str] = field(default_factory=list)
+    notes: Sequence[str] = ()
 
     @property
     def is_sagemaker(self) -> bool:

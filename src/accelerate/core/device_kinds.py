@@ -3,18 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .enums import DistributedType
 
 
-@dataclass(frozen=True, eq=False)
-class DeviceKind:
+class DeviceKind(NamedTuple):
     """What differs between kinds of devices. Everything else goes through `torch.accelerator`.
 
     Fields:
         type: torch's device type. backend: of its collectives. distributed: the kind of run over several of them.
         visible: the environment variable that limits which devices a process sees.
+        vendor_visible: further such variables, of vendors whose devices torch shows under this type.
         pin_memory: whether copies from pinned host memory are faster.
         init_method: of the process group, where it is not the environment's.
         extension: the package that brings the device to torch; None where torch has it itself.
@@ -27,6 +27,7 @@ class DeviceKind:
     backend: str
     distributed: DistributedType
     visible: str | None = None
+    vendor_visible: tuple[str, ...] = ()
     pin_memory: bool = True
     init_method: str | None = None
     extension: str | None = None
@@ -40,10 +41,11 @@ _ROWS = (
     DeviceKind("cpu", "gloo", DistributedType.MULTI_CPU, pin_memory=False),
     DeviceKind(
         "cuda", "nccl", DistributedType.MULTI_GPU, "CUDA_VISIBLE_DEVICES",
+        vendor_visible=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
         ray="GPU", kubernetes="nvidia.com/gpu", moves_modules=True,
     ),
     DeviceKind(
-        "xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK",
+        "xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK", vendor_visible=("ONEAPI_DEVICE_SELECTOR",),
         kubernetes="gpu.intel.com/i915", moves_modules=True,
     ),
     DeviceKind("mps", "gloo", DistributedType.NO, pin_memory=False),
@@ -77,3 +79,5 @@ _ROWS = (
 )  # fmt: skip
 
 DEVICES: dict[str, DeviceKind] = {row.type: row for row in _ROWS}
+# All variables that limit which devices a process sees.
+VISIBLE = tuple(name for row in _ROWS for name in (row.visible, *row.vendor_visible) if name is not None)

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from .errors import ConfigurationError
+from .errors import ConfigurationError, nearest
 from .option import as_text as as_text
 from .option import parse_bool as parse_bool
-from .options import checked_variables, row_of
+from .options import checked_variables, row_of, variables
 
 T = TypeVar("T")
 
@@ -61,11 +60,26 @@ def get_float(name: str) -> float | None:
 
 
 def check_run() -> None:
-    """Check the variables of a run. ConfigurationError names the variable, its value and what is accepted."""
+    """Check the variables of a run. ConfigurationError names the variable, its value and what is accepted.
+
+    Warns of variables with our prefix that nothing reads, on rank 0: they may be typing errors.
+    """
     for row in checked_variables():
         text = os.environ.get(row.variable)
         if text:
             row.read(text)
+    unknown = [name for name in os.environ if name.startswith("ACCELERATE_") and name not in variables()]
+    if unknown and os.environ.get("RANK", "0") == "0":
+        _warn_of(unknown)
+
+
+def _warn_of(unknown: Sequence[str]) -> None:
+    import warnings
+
+    for name in unknown:
+        near = nearest(name, [known for known in variables() if known.startswith("ACCELERATE_")])
+        meant = f"; did you mean {near}?" if near else ""
+        warnings.warn(f"nothing reads the environment variable {name}{meant}", stacklevel=3)
 
 
 def raw(name: str) -> str | None:
@@ -174,6 +188,8 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
     """Decorator of a function, or of a test class: ACCELERATE_* variables set inside are gone afterwards."""
+    import inspect
+
     if inspect.isclass(func_or_cls):
         for name in dir(func_or_cls):
             member = inspect.getattr_static(func_or_cls, name)

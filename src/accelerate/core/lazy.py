@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
+from .errors import nearest
+from .version import implemented
+
 ROOT = __name__.partition(".")[0]
 # Public names that neither the package nor its `utils` exports, and the modules that define them.
 _DEFINED_IN = {
@@ -48,7 +51,7 @@ def attach(
         elif all_public or module.startswith(f"{ROOT}.utils."):
             value = public_name(module, name)
         else:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            raise _missing(module, name, public)
         setattr(sys.modules[module], name, value)
         return value
 
@@ -75,12 +78,34 @@ def public_name(module: str, name: str) -> Any:
     """Return what the package or its `utils` exports under this name; AttributeError, in the words of `module`."""
     if name in _DEFINED_IN:
         return getattr(_load(f"{ROOT}.{_DEFINED_IN[name]}"), name)
-    if not name.startswith("_") and not _is_submodule(module, name):
-        for package in (ROOT, f"{ROOT}.utils"):
-            exporting = _load(package)
-            if name in exporting.__all__:
-                return getattr(exporting, name)
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if name.startswith("_") or _is_submodule(module, name):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    known = [*_DEFINED_IN]
+    for package in (ROOT, f"{ROOT}.utils"):
+        exporting = _load(package)
+        if name in exporting.__all__:
+            return getattr(exporting, name)
+        known += exporting.__all__
+    raise _missing(module, name, known)
+
+
+def _missing(module: str, name: str, known: list[str]) -> Exception:
+    """The error for a name that does not exist, with our version and the nearest name."""
+    text = f"module {module!r} has no attribute {name!r}"
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
+        frame = frame.f_back
+    if name.startswith("_") or frame.f_code.co_name == "_handle_fromlist":
+        # `from package import submodule` looks for an attribute first.
+        return AttributeError(text)
+    from opcode import opmap
+
+    near = nearest(name, known)
+    text += f" ({implemented()}{f'; did you mean {near}?' if near else ''})"
+    if frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]:
+        # `from module import name` would replace an AttributeError, and its text, by an ImportError of its own.
+        return ImportError(text, name=module)
+    return AttributeError(text)
 
 
 def _is_submodule(module: str, name: str) -> bool:

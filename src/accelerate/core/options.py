@@ -12,7 +12,7 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from .device_kinds import DEVICES
+from .device_kinds import VISIBLE
 from .enums import DynamoBackend, SageMakerDistributedType
 from .errors import ConfigurationError, nearest
 from .option import ALWAYS, NEVER, Group, Option
@@ -417,8 +417,7 @@ FOREIGN: tuple[Option, ...] = (
     *(_variable(f"SLURM_{word}") for word in ("JOB_ID", "STEP_ID", "JOB_NODELIST", "STEP_NODELIST")),
     _variable("SLURM_STEP_TASKS_PER_NODE"),
     # torch, devices, Ray and DeepSpeed
-    *(_variable(kind.visible) for kind in DEVICES.values() if kind.visible),
-    *(_variable(name) for name in ("HIP_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR", "RAY_TMPDIR", "DS_ACCELERATOR")),
+    *(_variable(name) for name in (*VISIBLE, "RAY_TMPDIR", "DS_ACCELERATOR")),
     *(_variable(name) for name in ("GLOO_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")),
     # Trackers and cloud clients
     *(_variable(f"MLFLOW_{word}") for word in ("EXPERIMENT_NAME", "RUN_ID", "TAGS")),

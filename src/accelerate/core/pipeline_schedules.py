@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class PipelineSchedule:
+class PipelineSchedule(NamedTuple):
     """One schedule of pipeline parallelism.
 
     Fields:

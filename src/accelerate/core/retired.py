@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments and attributes of older versions of the API: errors that name what replaced them."""
+"""Arguments and attributes that the API does not have: errors that name what replaced them, or the nearest."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from .errors import nearest
+from .version import implemented
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,7 +32,7 @@ ACCELERATOR_ARGUMENTS = {
     "sync_with_dataloader": "gradient_accumulation_plugin=GradientAccumulationPlugin(sync_with_dataloader=...)",
 }
 
-# Attributes of `Accelerator` and `AcceleratorState`, and what to read instead.
+# Attributes of `AcceleratorState`, and what to read instead.
 STATE_ATTRIBUTES = {
     "use_fp16": 'mixed_precision == "fp16"',
     "downcast_bfloat": 'mixed_precision == "bf16"',
@@ -36,20 +40,26 @@ STATE_ATTRIBUTES = {
 }
 
 
-def explain_retired(retired: dict[str, str]) -> Callable[[F], F]:
-    """Decorate a function so that an argument that it no longer takes raises a TypeError with the present spelling.
+def explain_arguments(retired: dict[str, str]) -> Callable[[F], F]:
+    """Decorate a constructor so that the TypeError for an unknown argument names the present or the nearest spelling.
 
     Args:
         retired: the names of arguments, and what to write instead.
     """
 
     def decorate(function: F) -> F:
+        owner = function.__qualname__.partition(".")[0]
+        parameters = list(inspect.signature(function).parameters)
+
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             for name in kwargs:
                 if name in retired:
-                    owner = function.__qualname__.partition(".")[0]
                     raise TypeError(f"{owner} no longer takes {name}=: use {retired[name]}")
+                if name not in parameters:
+                    near = nearest(name, parameters[1:])
+                    meant = f"; did you mean {near}=?" if near else ""
+                    raise TypeError(f"{owner} got an unexpected keyword argument {name!r} ({implemented()}{meant})")
             return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]

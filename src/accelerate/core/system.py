@@ -8,9 +8,11 @@ import functools
 import importlib.util
 import os
 import re
+import shutil
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from . import env
 from .device_kinds import DEVICES, DeviceKind
@@ -18,12 +20,11 @@ from .device_kinds import DEVICES, DeviceKind
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class Accelerators:
+class Accelerators(NamedTuple):
     """The accelerators this process may use: their kind (torch's device type) and how many. ("cpu", 0) for none."""
 
     kind: str
-    count: int
+    number: int
     visible: str | None = None
 
 
@@ -231,6 +232,11 @@ def _group_memory(folder: Path) -> int | None:
         return max(0, int(limit) - int((folder / used).read_text()) + int(stat.get(dropped, 0)))
     except (OSError, ValueError):
         return None
+
+
+def find_program(name: str) -> str | None:
+    """The path of a program on the PATH, else beside this interpreter, whose environment need not be activated."""
+    return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
 
 
 def handles_signal(pid: int, number: int) -> bool:

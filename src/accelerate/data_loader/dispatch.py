@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
-from ..core.errors import ConfigurationError
+from ..core.errors import CheckpointError, ConfigurationError
 from ..state import PartialState
 from .assign import AssignedStep, BatchAssigner, SliceFunction
+from .batch_source import is_iterable
 from .channel import READER, BatchChannel, BatchMessage, pack
 from .loader import PreparedLoader
-from .order import Order, is_distributed
+from .order import Order, draw_worker_seed, is_distributed
 from .position import StreamPosition
 from .shard import check_part
 from .steps import ReadPlan, ShardSplit, ShardStep
@@ -108,6 +111,13 @@ class DataLoaderDispatcher(PreparedLoader):
     def __len__(self) -> int:
         return len(self.plan())
 
+    def _check_parts(self, place: StreamPosition) -> None:
+        if place.parts is not None:
+            raise CheckpointError(
+                "the position was saved by processes that each read a part of the dataset: load it with "
+                "dispatch_batches=False"
+            )
+
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         world = dist.get_world_size() if is_distributed() else 1
         if world == 1:
@@ -119,12 +129,23 @@ class DataLoaderDispatcher(PreparedLoader):
             return self._source.open(plan, order, start)
         channel = BatchChannel(plan.cut.index)
         if dist.get_rank() != READER:
+            if not order.resumes:
+                self._draw_as_reader()
             return _received(channel)
         order.isolate(shared=False)
         unsplit = dataclasses.replace(plan, cut=ShardSplit(exact=plan.cut.exact))
         # Opened by `_assigned`, so that an error there is reported to the other ranks as well.
         assigner = BatchAssigner(plan, self.slice_fn)
         return _assigned(lambda: assigner.steps(self._source.open(unsplit, order, start)), channel, plan.cut.index)
+
+    def _draw_as_reader(self) -> None:
+        """Draw the numbers that the start of a torch loader draws, as the API does on every rank."""
+        base = self.base_dataloader
+        draw_worker_seed(None)
+        if base.num_workers and not is_iterable(base):
+            # Torch requests the first batches from its workers at once.
+            ahead = itertools.islice(base._index_sampler, base.num_workers * (base.prefetch_factor or 2))
+            collections.deque(ahead, maxlen=0)
 
 
 def _assigned(

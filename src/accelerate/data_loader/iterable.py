@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,6 +88,29 @@ class IterableDatasetShard(IterableDataset[Any]):
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch") and not self.exact:
             generator.manual_seed(self.epoch)
         return iter(self.dataset)
+
+
+class Rest(IterableDataset[Any]):
+    """What is left of a dataset that was read in parts: the rest of each part, one after the other.
+
+    Args:
+        dataset: a dataset with `shard` and `set_epoch`.
+        parts: the number of parts.
+        read: how many samples have been read of each part.
+        epoch: the epoch of the pass.
+    """
+
+    def __init__(self, dataset: Any, parts: int, read: int, epoch: int) -> None:
+        self.dataset = dataset
+        self.parts = parts
+        self.read = read
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.parts):
+            part = self.dataset.shard(num_shards=self.parts, index=index)
+            part.set_epoch(self.epoch)
+            yield from itertools.islice(part, self.read, None)
 
 
 def open_stream(dataset: Any) -> Iterator[Any]:

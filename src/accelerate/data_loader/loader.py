@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -11,17 +12,19 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..collectives.rng import synchronize_rng_states
+from ..core.errors import CheckpointError
 from ..runtime import marks
 from ..state import GradientState
 from .base import DataLoaderAdapter, DataLoaderStateMixin
 from .batch_source import BatchSource, is_iterable, is_native, plan_for
 from .generators import Generators, own_generators
+from .iterable import IterableDatasetShard, Rest
 from .order import History, Order, draws_at_once
 from .position import Position, StreamPosition, total_of
 from .prefetch import feed_for
 from .samplers import SeedableRandomSampler, check_skip, epoch_listeners, get_sampler, with_sampler
 from .steps import ReadPlan, ShardStep
-from .workers import keeps_state, unwrapped
+from .workers import altered, keeps_state, unwrapped
 
 # Attributes that are not copied or pickled: a copy or another process has its own.
 _PER_PROCESS = frozenset(
@@ -98,6 +101,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         _non_blocking: bool = False,
         torch_device_mesh: Any = None,
         iteration: int = 0,
+        _seeded: bool = False,
     ) -> None:
         check_skip(skip_batches)
         self.device = None if device is None else torch.device(device)
@@ -105,6 +109,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         kinds = None if rng_types is None else list(rng_types)
         self.rng_types = kinds if synchronized_generator is not None else _without_generator(kinds)
         self.synchronized_generator = synchronized_generator
+        # `prepare` gave the sampler this generator.
+        self._seeded = _seeded
         self.skip_batches = skip_batches
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
@@ -137,6 +143,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             "_non_blocking": self._non_blocking,
             "torch_device_mesh": self.torch_device_mesh,
             "iteration": self.iteration,
+            "_seeded": self._seeded,
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -173,13 +180,38 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self._pass(steps, plan, start)
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
+        if start.parts is not None:
+            return self._open_unsplit(self.base_dataloader, order, start)
+        self._isolate(plan, order)
+        return self._source.open(plan, order, start)
+
+    def _isolate(self, plan: ReadPlan, order: Order) -> None:
         cut = plan.cut
         if shared := cut.shards > 1 or self.torch_device_mesh is not None:
             # The shards of one order, or ranks that read the same samples, share a stream of random numbers.
             order.isolate(shared, equal_lengths=cut.shards == 1 or cut.even or cut.exact or plan.drop_last)
         elif cut.exact:
             order.isolate(shared=False)
-        return self._source.open(plan, order, start)
+
+    def _open_unsplit(self, base: Any, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
+        """The rest of an epoch from one stream, also of an epoch whose parts were read by other processes."""
+        read, parts = 0, start.parts
+        if parts is not None:
+            read = parts[0] * parts[1]
+            rest = Rest(unwrapped(base.dataset), parts[0], parts[1], self.iteration)
+            shard = base.dataset
+            if isinstance(shard, IterableDatasetShard):
+                shard = copy.copy(shard)
+                shard.dataset = rest
+            base = altered(base, dataset=shard if shard is not base.dataset else rest)
+            start = StreamPosition(start.consumed - read)
+        plan = plan_for(base, self.skip_batches)
+        plan.skip = max(0, plan.skip - read)
+        self._isolate(plan, order)
+        for step in BatchSource(base).open(plan, order, start):
+            if parts is not None:
+                step.position = StreamPosition(read + _consumed(step.position), parts=parts)
+            yield step
 
     def _pass(self, steps: Iterator[ShardStep], plan: ReadPlan, start: StreamPosition) -> Iterator[Any]:
         self.begin()
@@ -235,7 +267,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if streams:
             found.append(getattr(unwrapped(base.dataset), "generator", None))
         torchs, others = own_generators(unwrapped(base.dataset)) if streams else own_generators(stream, sampler)
-        known = not streams and draws_at_once(stream)
+        known = not streams and draws_at_once(stream, self._has_seeded_sampler)
         return Order(
             stream,
             Generators([one for one in (*found, *torchs) if isinstance(one, torch.Generator)], others, not known),
@@ -244,6 +276,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             known,
             self._history,
         )
+
+    @property
+    def _has_seeded_sampler(self) -> bool:
+        """Whether the sampler's generator is the one that `prepare` gave it, so that nothing else draws from it."""
+        return self._seeded and getattr(self.get_sampler(), "generator", None) is self.synchronized_generator
+
+    def _use_seeded_sampler(self, seeded: bool) -> None:
+        """Draw from the kind of generator that a loaded position was drawn from."""
+        sampler = self.get_sampler()
+        if seeded == self._has_seeded_sampler or sampler is None:
+            return
+        if not seeded:
+            sampler.generator = self.synchronized_generator = None
+        elif getattr(sampler, "generator", False) is None:
+            sampler.generator = self.synchronized_generator = torch.Generator()
+        self._seeded = seeded
 
     def __len__(self) -> int:
         if is_native(self.base_dataloader):
@@ -306,13 +354,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         position = Position(self.iteration, plan.unit, total_of(plan))
         if self._order is None or not (self._order.begun or _consumed(self._place)):
             # Between epochs, or before the first draw of one.
-            position.own = self._new_order().own()
+            states = position.own = self._new_order().own()
         else:
             place = self._place
             if isinstance(place, int):
                 place = StreamPosition(place, (place,) if is_iterable(self.base_dataloader) else None)
             position.place = place
-            position.order = self._order.as_saved()
+            states = position.order = self._order.as_saved()
+        if self._has_seeded_sampler:
+            states["seeded"] = True
         return position.to_dict()
 
     @property
@@ -341,13 +391,25 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         plan = self.plan()
         streams = self._source.workers if is_iterable(self.base_dataloader) else None
         position.check_fits(plan.unit, total_of(plan), streams)
+        if position.in_epoch:
+            self._check_parts(position.place)
         self._order = None
         self._place = 0
         self._successor = None
         self._pending = position if position.in_epoch else None
+        self._use_seeded_sampler(bool((position.order or position.own or {}).get("seeded")))
         if position.own is not None:
             self._new_order().restore_own(position.own)
         self.set_epoch(position.epoch)
+
+    def _check_parts(self, place: StreamPosition) -> None:
+        """Raise CheckpointError where the rest of an epoch that was read in parts cannot be read here."""
+        if place.parts is not None and (place.parts[2] > 1 or self._source.workers > 1):
+            raise CheckpointError(
+                f"the position was saved by {place.parts[0]} processes that each read a part of the dataset, with "
+                f"{place.parts[2]} worker(s). The rest of its epoch can be read by other numbers of processes and "
+                "workers only if there is at most one worker: use the same numbers for this epoch"
+            )
 
 
 class DataLoaderShard(PreparedLoader):

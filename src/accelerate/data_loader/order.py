@@ -66,14 +66,23 @@ class History:
     overtaken: bool = False
 
 
-def draws_at_once(sampler: Any) -> bool:
-    """Whether `sampler` is known to draw its full order at the first index, and only from torch's generators."""
+def draws_at_once(sampler: Any, private: bool = False) -> bool:
+    """Whether `sampler` is known to draw its full order at the first index, and only from torch's generators.
+
+    Args:
+        sampler: the sampler.
+        private: nothing else draws from its generator.
+    """
     if type(sampler) in _DRAWN_AT_ONCE or isinstance(sampler, SeedableRandomSampler):
         return True
     if not isinstance(sampler, RandomSampler) or type(sampler).__iter__ is not RandomSampler.__iter__:
         return False
     # Without a generator it creates one for each pass. Others may draw from a given one in between.
-    return sampler.generator is None or not (sampler.replacement or sampler.num_samples > len(sampler.data_source))
+    return (
+        private
+        or sampler.generator is None
+        or not (sampler.replacement or sampler.num_samples > len(sampler.data_source))
+    )
 
 
 class Order:
@@ -159,6 +168,8 @@ class Order:
             later.append((self.drawn, packed({kind: present[kind] for kind in sorted(self._used)})))
         if later:
             states["later"] = [[count, listed(found)] for count, found in later]
+        if self.history.overtaken:
+            states["overtaken"] = True
         if self.unrecorded:
             states["unrecorded"] = True
             warnings.warn(
@@ -204,6 +215,7 @@ class Order:
             )
         self.states = dict(states)
         self.later = [(count, found) for count, found in self.states.pop("later", [])]
+        self.history.overtaken = bool(self.states.pop("overtaken", self.history.overtaken))
         self._expected = (place.consumed, place.digest)
         self.resumes = self.begun = True
 
@@ -236,7 +248,7 @@ class Order:
     @property
     def _leads(self) -> bool:
         """Whether the process's generators follow the order's stream."""
-        return not (self.resumes or self._follows or "rekeyed" in self.states)
+        return not (self._follows or "rekeyed" in self.states)
 
     # -- drawing
 

@@ -21,6 +21,8 @@ class StreamPosition:
         turn: the worker that yields the next batch.
         inner: the states of a dataset with a `state_dict`, one for each worker.
         digest: a checksum of what was consumed, where the order cannot be known beforehand.
+        parts: for a dataset that is read in parts, their number, the samples read of each, and the workers that read
+            a part. `consumed` beyond the parts are samples of the rest, which was then read as one stream.
     """
 
     consumed: int = 0
@@ -28,6 +30,7 @@ class StreamPosition:
     turn: int = 0
     inner: list[Any] | None = None
     digest: int | None = None
+    parts: tuple[int, int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -71,6 +74,8 @@ class Position:
             found["inner"] = self.place.inner
         if self.place.digest is not None:
             found["digest"] = self.place.digest
+        if self.place.parts is not None:
+            found["parts"] = list(self.place.parts)
         if self.order is not None:
             found["order"] = self.order
         if self.own:
@@ -88,8 +93,14 @@ class Position:
                 )
             workers = state.get("workers")
             workers = None if workers is None else tuple(workers)
+            parts = state.get("parts")
             place = StreamPosition(
-                int(state["consumed"]), workers, state.get("turn", 0), state.get("inner"), state.get("digest")
+                int(state["consumed"]),
+                workers,
+                state.get("turn", 0),
+                state.get("inner"),
+                state.get("digest"),
+                None if parts is None else (parts[0], parts[1], parts[2]),
             )
             return cls(int(state["epoch"]), state["unit"], state["total"], place, state.get("order"), state.get("own"))
         except (KeyError, TypeError, ValueError) as error:

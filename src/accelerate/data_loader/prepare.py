@@ -18,7 +18,8 @@ from .batch_source import is_iterable, is_native, plan_for
 from .dispatch import DataLoaderDispatcher, shards_of_mesh
 from .iterable import IterableDatasetShard
 from .loader import DataLoaderShard, PreparedLoader, SkipDataLoader
-from .order import is_distributed
+from .order import draw_worker_seed, is_distributed
+from .parts import PartLoader, is_split, splits_evenly
 from .samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
@@ -68,6 +69,9 @@ def prepare_data_loader(
 ) -> Any:
     """Make a loader that reads this process's shard of `dataloader`'s data.
 
+    With several shards, a sampler whose attribute `generator` is None gets a generator, and its seed is the next
+    number of torch's global generator. It does not with `exact`, `dispatch_batches` or `use_seedable_sampler`.
+
     Args:
         dataloader: the loader. A prepared one is returned unchanged.
         device: where batches are put, with `put_on_device`.
@@ -110,8 +114,14 @@ def prepare_data_loader(
         warnings.warn(
             "data_seed is the seed of the seedable sampler: it has no effect without use_seedable_sampler=True"
         )
+    split = cut.shards > 1 and is_split(dataloader.dataset)
+    if split and (dispatch_batches or split_batches or exact):
+        raise PrepareError(
+            "split_dataset_by_node has split this dataset between the processes already, and dispatch_batches, "
+            "split_batches and exact need all samples: give prepare the dataset without that call"
+        )
     if dispatch_batches is None:
-        dispatch_batches = is_iterable(dataloader) and put_on_device
+        dispatch_batches = is_iterable(dataloader) and put_on_device and not split
     base = _base(dataloader, use_stateful_dataloader)
     if use_seedable_sampler:
         base = _with_seedable_sampler(base, data_seed)
@@ -126,15 +136,25 @@ def prepare_data_loader(
         "torch_device_mesh": torch_device_mesh,
     }
     if dispatch_batches:
+        if cut.shards > 1 and not exact:
+            # The API's loader has no generator then: the workers' seeds come from the global one.
+            base = altered(base, generator=None)
         return DataLoaderDispatcher.around(base, cut=cut, slice_fn=slice_fn_for_dispatch, **options)
     if slice_fn_for_dispatch is not None and cut.shards > 1:
         warnings.warn(
             "slice_fn_for_dispatch slices dispatched batches: it has no effect without dispatch_batches=True"
         )
-    generator = _synchronized_generator(base, cut)
-    loader = DataLoaderShard.around(
-        _shard(base, cut), rng_types=rng_types, synchronized_generator=generator, **options
-    )
+    seeded = cut.shards > 1 and not (exact or use_seedable_sampler or is_iterable(base)) and _seed_sampler(base)
+    if split or (_reads_parts(base, cut) and not use_stateful_dataloader):
+        unsplit = None if split else base.dataset
+        part = base.dataset if unsplit is None else unsplit.shard(num_shards=cut.shards, index=cut.index)
+        base = altered(base, dataset=part)
+        loader = PartLoader.around(base, rng_types=rng_types, unsplit=unsplit, cut=cut, **options)
+    else:
+        generator = _synchronized_generator(base, cut)
+        loader = DataLoaderShard.around(
+            _shard(base, cut), rng_types=rng_types, synchronized_generator=generator, _seeded=seeded, **options
+        )
     if target is not None and on_xla:
         from .xla import MpDeviceLoaderWrapper
 
@@ -302,6 +322,23 @@ def _check_counted(base: Any, counted: bool) -> None:
             f"exact=True has to know which samples are in a batch of this {type(base).__name__}, and {why}: use a "
             "torch DataLoader with in_order=True"
         )
+
+
+def _reads_parts(base: Any, cut: ShardSplit) -> bool:
+    """Whether each process reads its own part of the dataset. With `exact`, the order is that of one process."""
+    return cut.shards > 1 and not (cut.split or cut.exact) and splits_evenly(base.dataset, cut.shards)
+
+
+def _seed_sampler(base: Any) -> bool:
+    """Give a sampler without a generator one, with a seed from torch's global generator, as the API does.
+
+    The sampler itself is changed and not a copy, so that a script can still change its other attributes.
+    """
+    sampler = get_sampler(base)
+    if getattr(sampler, "generator", False) is not None:
+        return False
+    sampler.generator = torch.Generator().manual_seed(draw_worker_seed(None))
+    return True
 
 
 def _synchronized_generator(base: Any, cut: ShardSplit) -> torch.Generator | None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..core import env, system
 from ..core.errors import ConfigurationError
@@ -19,8 +19,7 @@ FORKED_PROCESS = 40 * 2**20
 ELSEWHERE = frozenset({"slurm", "ray", "kubernetes", "tpu", "deepspeed"})
 
 
-@dataclass(frozen=True)
-class Capacity:
+class Capacity(NamedTuple):
     """The resources of a machine. cpus: logical processors; memory: free bytes, None where unknown."""
 
     cpus: int

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import os
-import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core import env
+from ..core import env, system
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from .base import Launcher
@@ -29,11 +29,22 @@ class Hosts:
     include: str | None = None
 
 
+def find_starter() -> str:
+    """The path of DeepSpeed's starter. ConfigurationError where it is not installed."""
+    found = system.find_program("deepspeed")
+    if found is None:
+        raise ConfigurationError(
+            f"the program deepspeed is neither on the PATH nor in {os.path.dirname(sys.executable)}: "
+            "pip install deepspeed"
+        )
+    return found
+
+
 def starter_command(
     hosts: Hosts, program: Program, local_processes: int, address: str | None, port: int | None
 ) -> list[str]:
     """The command line of DeepSpeed's starter."""
-    command = ["deepspeed", "--hostfile", str(hosts.hostfile), "--no_local_rank", "--launcher", hosts.starter]
+    command = [find_starter(), "--hostfile", str(hosts.hostfile), "--no_local_rank", "--launcher", hosts.starter]
     if hosts.exclude is not None:
         command += ["--exclude", hosts.exclude]
     elif hosts.include is not None:
@@ -76,8 +87,7 @@ class DeepSpeedLauncher(Launcher):
             raise ConfigurationError(
                 f"{', '.join(broken)} holds a line break, which DeepSpeed's file of variables cannot hold"
             )
-        if shutil.which("deepspeed") is None:
-            raise ConfigurationError("the program deepspeed is not on the PATH: pip install deepspeed")
+        find_starter()
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """Return the process of DeepSpeed's launcher."""

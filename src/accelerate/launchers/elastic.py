@@ -23,7 +23,6 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from types import FrameType
 
 from ..core import env
@@ -57,7 +56,7 @@ class ElasticLauncher(Launcher):
 
     def __init__(self, spec: LaunchSpec) -> None:
         alone = spec.num_machines == 1 and not spec.main_process_ip_given
-        super().__init__(replace(spec, main_process_port=spec.main_process_port or (0 if alone else DEFAULT_PORT)))
+        super().__init__(spec._replace(main_process_port=spec.main_process_port or (0 if alone else DEFAULT_PORT)))
 
     def check(self) -> None:
         """Check before anything starts.
@@ -95,7 +94,7 @@ class ElasticLauncher(Launcher):
         variables = dict(self.spec.variables)
         if env.get("GLOO_SOCKET_IFNAME") is None and (name := interface_of(address)) is not None:
             variables["GLOO_SOCKET_IFNAME"] = name
-        spec = replace(self.spec, variables=variables)
+        spec = self.spec._replace(variables=variables)
         if not self._is_ours:
             from .torch_agent import run_program_elastic
 
@@ -107,7 +106,7 @@ class ElasticLauncher(Launcher):
             variables.setdefault(variable, env.get(variable))
         env.publish({variable: env.get(variable, value) for variable, value in QUIET.items()})
         with _raising_signals():
-            return _run(replace(spec, variables=variables), address)
+            return _run(spec._replace(variables=variables), address)
 
 
 def _run(spec: LaunchSpec, address: str) -> int:

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
-import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 from ..core.files import atomic_write
 from . import tracebacks
@@ -32,8 +30,7 @@ _SIGNAL_WORDS = {
 }
 
 
-@dataclass
-class Failure:
+class Failure(NamedTuple):
     """The first rank of a run that failed; `code` is its exit code, negative for a signal."""
 
     rank: int
@@ -41,12 +38,12 @@ class Failure:
     pid: int
     code: int
     cause: str
-    host: str = field(default_factory=socket.gethostname)
+    host: str
+    time: float
     traceback: str = ""
     shown: bool = False
     log: str | None = None
-    time: float = field(default_factory=time.time)
-    others: dict[int, str] = field(default_factory=dict)
+    others: Mapping[int, str] = MappingProxyType({})
     # The program that started the ranks where this launcher did not; `pid` is its process id then.
     starter: str = ""
     # Where the first rank ended early without an error, the code of the rank that failed because of that.
@@ -71,8 +68,11 @@ class Failure:
 
     def write(self, path: str) -> None:
         """Write the failure as JSON."""
-        content = {key: value for key, value in asdict(self).items() if key not in ("shown", "consequence")}
+        import json
+
+        content = {key: value for key, value in self._asdict().items() if key not in ("shown", "consequence")}
         content |= {"exit_code": self.exit_code, "signal": -self.code if self.code < 0 else None}
+        content["others"] = dict(self.others)
         Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(Path(path).expanduser(), "w") as file:
             json.dump(content, file, indent=2)
@@ -169,17 +169,16 @@ def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
         code=first.exit_code,
         cause=cause,
         host=first.host,
+        time=time.time(),
         traceback=traceback,
         shown=not delayed,
         log=str(first.log_folder / "stderr.log") if first.log_folder else None,
         others=others,
         consequence=source.exit_code,
     )
-    if first.spec.starter:
-        _of_starter(first, failure)
     for rank in ranks:
         rank.error.take_delayed()
-    return failure
+    return _of_starter(first, failure) if first.spec.starter else failure
 
 
 def end_report(rank: int, code: int) -> str:
@@ -207,18 +206,20 @@ def first_cause(ends: Sequence[RankEnd], text: str) -> tuple[RankEnd, str] | Non
     return failed, cause_of(failed.code, output, failed.rank)
 
 
-def _of_starter(starter: Rank, failure: Failure) -> None:
-    """Turn the failure of a starter into that of the rank that failed under it, without the starter's own messages."""
-    failure.starter, failure.rank = starter.spec.starter, -1
+def _of_starter(starter: Rank, failure: Failure) -> Failure:
+    """The failure of the rank that failed under a starter, from the starter's, without the starter's own messages."""
+    failure = failure._replace(starter=starter.spec.starter, rank=-1)
     ends = starter.error.ends
     # Output after the first reported failure comes from the starter and from ranks that it stopped.
     text = starter.error.before_failure.decode(errors="replace")
     if tracebacks.HEADER in text:
-        failure.traceback = text
+        failure = failure._replace(traceback=text)
     found = first_cause(ends, text or starter.error.tail.decode(errors="replace"))
-    if found is not None:
-        (failure.rank, failure.code), failure.cause = found
-        failure.consequence = next(end.code for end in ends if end.code)
+    if found is None:
+        return failure
+    (rank, code), cause = found
+    consequence = next(end.code for end in ends if end.code)
+    return failure._replace(rank=rank, code=code, cause=cause, consequence=consequence)
 
 
 def _outcome(rank: Rank, first: Rank, output: str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from .messenger import BEAT, MAX_MISSED, STORE_TIMEOUT, Messenger, Presence, StoreLost
@@ -196,8 +196,7 @@ class Generation(OtherMachines):
 
     def spec(self, spec: LaunchSpec, main: str) -> LaunchSpec:
         """The launch with the machines of this generation."""
-        return replace(
-            spec,
+        return spec._replace(
             num_processes=spec.local_processes * len(self.members),
             num_machines=len(self.members),
             machine_rank=self.position,
@@ -219,7 +218,7 @@ def processes(spec: LaunchSpec, port: int, restarts: int) -> list[ProcessSpec]:
     for local_rank in range(spec.local_processes):
         process = spec.process(local_rank, port, restarts)
         ranks = {"ROLE_RANK": process.variables["RANK"], "ROLE_WORLD_SIZE": process.variables["WORLD_SIZE"]}
-        found.append(replace(process, variables={**process.variables, **elastic, **ranks}))
+        found.append(process._replace(variables={**process.variables, **elastic, **ranks}))
     return found
 
 

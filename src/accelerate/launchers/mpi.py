@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core import env
+from ..core import env, system
 from ..core.errors import ConfigurationError
 from .base import Launcher
 from .ports import DEFAULT_PORT
@@ -27,7 +25,7 @@ CARRIED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "GLOO_SOCKET_IFNA
 
 def find_mpirun() -> str:
     """The path of mpirun or mpiexec. ConfigurationError where neither is installed."""
-    found = shutil.which("mpirun") or shutil.which("mpiexec")
+    found = system.find_program("mpirun") or system.find_program("mpiexec")
     if found is None:
         raise ConfigurationError("neither mpirun nor mpiexec is on the PATH: install Open MPI, MPICH or Intel MPI")
     return found
@@ -84,7 +82,7 @@ class MpiLauncher(Launcher):
 
     def __init__(self, spec: LaunchSpec) -> None:
         if spec.hostfile and not spec.main_process_ip_given:
-            spec = replace(spec, main_process_ip=first_host(spec.hostfile))
+            spec = spec._replace(main_process_ip=first_host(spec.hostfile))
         super().__init__(spec)
 
     def check(self) -> None:

@@ -105,9 +105,9 @@ def notebook_launcher(
         _run_on_tpu(function, args, published)
         return
     present = system.accelerators()
-    if num_processes is None and present.count > 1:
+    if num_processes is None and present.number > 1:
         raise ConfigurationError(
-            f"this machine has {present.count} {present.kind} devices: set num_processes to the number to use"
+            f"this machine has {present.number} {present.kind} devices: set num_processes to the number to use"
         )
     count = 1 if num_processes is None else num_processes
     if count < 1 or num_nodes < 1 or not 0 <= node_rank < num_nodes:
@@ -120,8 +120,8 @@ def notebook_launcher(
             function(*args)
         return
     _check_untouched(present.kind)
-    if present.count and count > present.count:
-        raise ConfigurationError(f"num_processes={count}: this machine has {present.count} {present.kind} devices")
+    if present.number and count > present.number:
+        raise ConfigurationError(f"num_processes={count}: this machine has {present.number} {present.kind} devices")
     _check_capacity(count)
     print(f"Launching training on {count} {present.kind} processes.")
     spec = LaunchSpec(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from ..config.launch_settings import Settings
@@ -51,7 +50,7 @@ def plan(settings: Settings, program: Program) -> LaunchSpec:
 
 def _same_fields(settings: Settings) -> dict[str, Any]:
     """The fields of a LaunchSpec that are options of the same name; an option that is not given leaves the default."""
-    names = {field.name for field in fields(LaunchSpec)} & set(settings) - {"num_processes", "num_machines", "nnodes"}
+    names = set(LaunchSpec._fields) & set(settings) - {"num_processes", "num_machines", "nnodes"}
     return {name: settings[name] for name in names if settings[name] is not None}
 
 
@@ -72,23 +71,23 @@ def _device(settings: Settings, present: system.Accelerators) -> tuple[str, int]
     """The device type to run on, and how many of it may be used."""
     if settings["cpu"]:
         return "cpu", 0
-    if settings["multi_gpu"] and not present.count:
+    if settings["multi_gpu"] and not present.number:
         raise ConfigurationError(
             f"{settings.shown('multi_gpu')}: this machine has no accelerator that the installed torch "
             f"({system.torch_build().get('version', 'none')}) can use. Give --cpu to run on the CPU."
         )
     ids = _gpu_ids(settings)
-    if ids and not present.count:
+    if ids and not present.number:
         raise ConfigurationError(
             f"{settings.shown('gpu_ids')}: this machine has no accelerator. Leave it out, or give --cpu."
         )
     if not ids:
-        return present.kind, present.count
-    absent = [item for item in ids if item.isdigit() and int(item) >= present.count]
+        return present.kind, present.number
+    absent = [item for item in ids if item.isdigit() and int(item) >= present.number]
     if absent:
         raise ConfigurationError(
-            f"{settings.shown('gpu_ids')}: there is no device {', '.join(absent)}; this machine has {present.count} "
-            f"({present.kind} 0 to {present.count - 1})"
+            f"{settings.shown('gpu_ids')}: there is no device {', '.join(absent)}; this machine has {present.number} "
+            f"({present.kind} 0 to {present.number - 1})"
         )
     return present.kind, len(ids)
 

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from ..core import env
-from ..core.device_kinds import DEVICES
+from ..core.device_kinds import DEVICES, VISIBLE
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.imports import is_available
 from .base import Launcher, print_message
@@ -27,15 +27,8 @@ from .spec import LaunchSpec, Place, ProcessSpec
 from .static import FIRST_NOTICE, JOIN_TIMEOUT
 
 INSTALL = "pip install 'ray>=2.40'"
-# Ray's names of accelerators, in the order in which a cluster is searched for them, and the variables that contain the
-# devices of a process; in some of them text precedes the numbers.
+# Ray's names of accelerators, in the order in which a cluster is searched for them.
 ACCELERATORS = tuple(kind.ray for kind in DEVICES.values() if kind.ray is not None)
-# Ray also sets variables of vendors that share its name for a GPU.
-VISIBLE = (
-    *(kind.visible for kind in DEVICES.values() if kind.visible is not None),
-    "HIP_VISIBLE_DEVICES",
-    "ONEAPI_DEVICE_SELECTOR",
-)
 # Prefixes of the variables of this environment that are sent to the cluster's machines.
 CARRIED = ("ACCELERATE_", "HF_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "PYTHON", "WANDB_", "TOKENIZERS_")
 LOCAL = "local"
@@ -113,7 +106,7 @@ class RayLauncher(Launcher):
         with _reserved(cluster, *_bundles(self.spec, resource), timeout) as group:
             members = _members(self.spec, group, resource, cluster)
             try:
-                return self._supervise(cluster, _placed(members), number)
+                return self._supervise(cluster, _placed(members, _own_node()), number)
             finally:
                 _dismiss(members)
 
@@ -194,7 +187,7 @@ class RayActor(RayWorker):
             "node": ray.get_runtime_context().get_node_id(),
             "address": address,
             "interface": interface_of(address),
-            "devices": next((ids for ids in given.values() if ids), []),
+            "devices": [str(number) for number in next((ids for ids in given.values() if ids), [])],
             "visible": {name: text for name in VISIBLE if (text := env.get(name)) is not None},
         }
 
@@ -375,23 +368,40 @@ def _members(spec: LaunchSpec, group: Any, resource: str | None, cluster: Cluste
     return members
 
 
-def _placed(members: list[RayMember]) -> list[RayMember]:
-    """In the order of the ranks: machine by machine, this one first."""
+def _own_node() -> str:
     import ray
 
-    here = ray.get_runtime_context().get_node_id()
-    order = sorted({member.node for member in members}, key=lambda node: (node != here, node))
-    return [member for node in order for member in members if member.node == node]
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _placed(members: Sequence[RayMember], here: str) -> list[RayMember]:
+    """In the order of the ranks: machine by machine, this one first, and on each by its devices."""
+
+    def place(member: RayMember) -> tuple[object, ...]:
+        # Numbers in their order, before the names of devices.
+        devices = [(not name.isdigit(), int(name) if name.isdigit() else 0, name) for name in member.info["devices"]]
+        return (member.node != here, member.node, devices)
+
+    return sorted(members, key=place)
 
 
 def _visible(members: Sequence[RayMember]) -> dict[str, str]:
-    """The variables for the devices of a machine's processes: each sees all and uses that of its local rank."""
+    """The variables for the devices of a machine's processes, in the order of their local ranks.
+
+    Each process sees the devices of all and uses that of its local rank. Ray has set the variables that name exactly
+    the device of a process, in some after a word such as `level_zero:`; the others are the machine's own.
+    """
+    devices = [name for member in members for name in member.info["devices"]]
+    if len(set(devices)) < len(devices):
+        raise LaunchError(
+            f"Ray gave one device to several processes of {members[0].info['host']} (devices {', '.join(devices)}): "
+            "each needs its own"
+        )
     found = {}
     for name, text in members[0].info["visible"].items():
-        words = re.match(r"[a-z_]+:", text)
-        devices = [str(number) for member in members for number in member.info["devices"]]
-        if devices:
-            found[name] = (words.group() if words else "") + ",".join(devices)
+        word, colon, listed = text.rpartition(":")
+        if devices and listed == ",".join(members[0].info["devices"]):
+            found[name] = word + colon + ",".join(devices)
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ..config.launch_settings import Settings
 from ..core.errors import ConfigurationError
+from ..core.options import options
 from .base import Launcher
 from .spec import LaunchSpec
 
@@ -94,6 +95,32 @@ ENGINES: dict[str, Maker] = {
     "ray": _ray,
     "kubernetes": _kubernetes,
 }
+
+
+_AGENT = ("monitor_interval", "rdzv_id", "role")
+_RUN = ("tee", "log_dir", "error_file", "stop_timeout", "max_restarts")
+# Engine -> the options that only other engines use.
+UNUSED: dict[str, tuple[str, ...]] = {
+    "local": (*_AGENT, "rdzv_conf", "machine_rank", "mpirun_hostfile"),
+    "static": (*_AGENT, "mpirun_hostfile"),
+    "elastic": ("mpirun_hostfile",),
+    "mpi": (*_AGENT, "rdzv_conf", "machine_rank"),
+    "deepspeed": (*_AGENT, "rdzv_conf", "machine_rank", "max_restarts", "mpirun_hostfile"),
+    "tpu": (*_AGENT, *_RUN, "rdzv_conf", "machine_rank", "num_cpu_threads_per_process", "mpirun_hostfile"),
+    "slurm": (*_AGENT, "rdzv_conf", "machine_rank", "tee", "mpirun_hostfile"),
+    "ray": (*_AGENT, "mpirun_hostfile"),
+    "kubernetes": (*_AGENT, "rdzv_conf", "tee", "log_dir", "error_file", "stop_timeout", "mpirun_hostfile"),
+}
+
+
+def unused_options(engine: str, settings: Settings) -> list[str]:
+    """A line for the options that were set and that the engine does not use; empty where there is none."""
+    found = [
+        f"{name} ({settings.origin(name)})"
+        for name in UNUSED[engine]
+        if settings.chosen(name) and settings[name] not in (None, options()[name].default, 0)
+    ]
+    return [f"{', '.join(found)}: no effect with the engine {engine}"] if found else []
 
 
 def choose(spec: LaunchSpec, settings: Settings, in_place: bool = False) -> Launcher:

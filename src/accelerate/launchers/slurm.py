@@ -284,10 +284,10 @@ class _LogTail:
     def _print(self, line: bytes) -> None:
         if line.startswith(_RESTART):
             self.ends, self._text = [], b""
-        report = RANK_END.search(line)
+        report = re.search(RANK_END, line)
         if report is not None:
             self.ends.append(RankEnd(int(report[1]), int(report[2])))
-            line = RANK_END.sub(b"", line)
+            line = re.sub(RANK_END, b"", line)
         if not any(end.code for end in self.ends):
             self._text = (self._text + line)[-TAIL:]
         sys.stdout.buffer.write(line)

@@ -8,10 +8,11 @@ import os
 import re
 import shutil
 import sys
+import types
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ..core import system
 from ..core.errors import ConfigurationError, nearest
@@ -29,8 +30,7 @@ FOREIGN = (
 )
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """What each process runs: a script, a module (`python -m`) or any other program."""
 
     name: str
@@ -97,12 +97,9 @@ def _check_syntax(path: Path) -> None:
         raise ConfigurationError(f"the script {str(path)!r} cannot be compiled:\n{report}") from None
 
 
-_HOST = re.compile(r"[A-Za-z0-9_:\[][\w.:%\[\]-]*")
-
-
 def check_host(name: str, where: str) -> str:
     """A host's name or address that no program can read as an option or as several words."""
-    if not _HOST.fullmatch(name):
+    if not re.fullmatch(r"[A-Za-z0-9_:\[][\w.:%\[\]-]*", name):
         raise ConfigurationError(
             f"{where}: {name!r} is no name or address of a host: it begins with a letter or digit and contains "
             "only letters, digits and . : - _"
@@ -122,8 +119,7 @@ MOST_PROCESSES = 65536
 MOST_SECONDS = 1_000_000
 
 
-@dataclass(frozen=True)
-class ProcessSpec:
+class ProcessSpec(NamedTuple):
     """A process to start: its ranks, its command, and the variables set for it (None removes one).
 
     `cpus` are the processors it is bound to, if any. `starter` is the name of a program that starts the ranks (mpirun,
@@ -138,8 +134,7 @@ class ProcessSpec:
     starter: str = ""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The place of a process: its ranks, its machine among the machines, and where rank 0 listens."""
 
     rank: int
@@ -151,8 +146,7 @@ class Place:
     port: int
 
 
-@dataclass(frozen=True)
-class LaunchSpec:
+class LaunchSpec(NamedTuple):
     """A launch.
 
     `num_processes` counts the processes of all machines. Every process gets `variables`. `device` is torch's device
@@ -169,7 +163,7 @@ class LaunchSpec:
     device: str = "cpu"
     threads: int | None = None
     cpu_affinity: bool = False
-    variables: Mapping[str, str | None] = field(default_factory=dict)
+    variables: Mapping[str, str | None] = types.MappingProxyType({})
     role: str = "default"
     tee: str = "0"
     log_dir: str | None = None

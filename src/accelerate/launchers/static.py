@@ -11,7 +11,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -334,7 +334,7 @@ class StaticLauncher(Launcher):
     name = "static"
 
     def __init__(self, spec: LaunchSpec) -> None:
-        super().__init__(replace(spec, main_process_port=spec.main_process_port or DEFAULT_PORT))
+        super().__init__(spec._replace(main_process_port=spec.main_process_port or DEFAULT_PORT))
 
     def check(self) -> None:
         """Check before anything starts.
@@ -375,7 +375,7 @@ class StaticLauncher(Launcher):
             address = link.peers[0].socket.getsockname()[0].removeprefix("::ffff:")
             name = interface_of(address)
             if name is not None:
-                self.spec = replace(self.spec, variables={**self.spec.variables, "GLOO_SOCKET_IFNAME": name})
+                self.spec = self.spec._replace(variables={**self.spec.variables, "GLOO_SOCKET_IFNAME": name})
 
     def _join_timeout(self) -> float:
         """Seconds to wait for the other machines: `join_timeout` of --rdzv_conf."""

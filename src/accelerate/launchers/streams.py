@@ -21,8 +21,9 @@ LINE_WAIT = 0.1
 # Bytes of the most recent output that are kept.
 TAIL = 16384
 # How a rank that another program has started (mpirun, srun) reports its end; srun labels each line with its task.
-RANK_END = re.compile(rb"(?<!\d)(?:\d{1,7}: )?accelerate launch: rank (\d+) ended, code (-?\d+)\r?\n")
-_PARTIAL_RANK_END = re.compile(rb"(?<!\d)(?:\d{1,7}: )?accelerate launch: rank [^\n]*\Z")
+_REPORT = b"accelerate launch: rank "
+RANK_END = rb"(?<!\d)(?:\d{1,7}: )?" + _REPORT + rb"(\d+) ended, code (-?\d+)\r?\n"
+_PARTIAL_RANK_END = rb"(?<!\d)(?:\d{1,7}: )?" + _REPORT + rb"[^\n]*\Z"
 
 
 class RankEnd(NamedTuple):
@@ -37,7 +38,6 @@ class TerminalModes:
 
     # Mode -> the letter that changes it: set (h) or reset (l).
     CHANGED: ClassVar = {b"25": b"l", b"1049": b"h", b"1000": b"h", b"1006": b"h", b"2004": b"h"}
-    _SEQUENCE = re.compile(rb"\x1b\[\?(\d+)([hl])")
 
     def __init__(self) -> None:
         self._changed: dict[bytes, bytes] = {}
@@ -46,7 +46,7 @@ class TerminalModes:
         """Record the mode changes in a piece of output."""
         if b"\x1b[?" not in data:
             return
-        for mode, letter in self._SEQUENCE.findall(data):
+        for mode, letter in re.findall(rb"\x1b\[\?(\d+)([hl])", data):
             if self.CHANGED.get(mode) == letter:
                 self._changed[mode] = letter
             else:
@@ -119,11 +119,14 @@ class Stream:
     def _extract_reports(self, data: bytes) -> None:
         """Remove the reports of ended ranks from the output and record them."""
         data, self._partial_report = self._partial_report + data, b""
-        partial = _PARTIAL_RANK_END.search(data, max(0, data.rfind(b"\n") + 1, len(data) - 100))
+        if _REPORT not in data:
+            self._process(data)
+            return
+        partial = re.compile(_PARTIAL_RANK_END).search(data, max(0, data.rfind(b"\n") + 1, len(data) - 100))
         if partial is not None:
             data, self._partial_report = data[: partial.start()], partial.group()
         position = 0
-        for report in RANK_END.finditer(data):
+        for report in re.finditer(RANK_END, data):
             self._process(data[position : report.start()])
             position = report.end()
             end = RankEnd(int(report[1]), int(report[2]))

@@ -279,9 +279,8 @@ class Supervisor:
         finished = self.link.finished() if self.link is not None and failures.blame(first) else []
         self.failure = failures.describe(self.ranks, first, failures.oom_kills() - self._oom_kills)
         if finished:
-            self.failure.cause += (
-                f"\n{', '.join(finished)} had ended without an error before: check why it ended so early."
-            )
+            remark = f"{', '.join(finished)} had ended without an error before: check why it ended so early."
+            self.failure = self.failure._replace(cause=f"{self.failure.cause}\n{remark}")
         self._finish_streams()
         traceback = self.failure.traceback
         if traceback and not self.failure.shown and fingerprint(traceback) not in self._shown:

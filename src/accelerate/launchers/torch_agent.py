@@ -6,10 +6,11 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def _run_agent(config: Any, entrypoint: Any, args: Sequence[Any], spec: LaunchSp
         rank, first = error.get_first_failure()
         failure = Failure(
             rank=rank, local_rank=first.local_rank, pid=first.pid, code=first.exitcode,
+            host=socket.gethostname(), time=time.time(),
             cause=cause_of(first.exitcode, str(first.message) if "Traceback" in str(first.message) else ""),
         )  # fmt: skip
         print("\n".join(failure.lines()), file=sys.stderr)
@@ -109,8 +111,8 @@ def run_function_elastic(
     prefix: str | None,
 ) -> None:
     """Run a function in forked processes under torch's agent. LaunchError where it fails for good."""
-    chosen = replace(
-        spec, rdzv_backend=backend, max_restarts=max_restarts, monitor_interval=monitor_interval,
+    chosen = spec._replace(
+        rdzv_backend=backend, max_restarts=max_restarts, monitor_interval=monitor_interval,
         nnodes=str(spec.num_machines),
     )  # fmt: skip
     settings = {key: str(value) for key, value in conf.items()}

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -187,4 +187,4 @@ class PodLauncher(Launcher):
 
 
 def _downcast(spec: LaunchSpec) -> LaunchSpec:
-    return replace(spec, variables={**spec.variables, DOWNCAST: "1"})
+    return spec._replace(variables={**spec.variables, DOWNCAST: "1"})

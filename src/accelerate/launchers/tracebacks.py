@@ -6,30 +6,30 @@ from __future__ import annotations
 import re
 
 HEADER = "Traceback (most recent call last):"
+# Patterns are text, which `re` compiles at the first use: most launches never need them.
 # The prefixes of srun and of torch before each line of a rank.
-_PREFIX = re.compile(r"^(?:\d+: )?(?:\[rank(\d+)\]: ?)?")
+_PREFIX = r"^(?:\d+: )?(?:\[rank(\d+)\]: ?)?"
 # Lines that end a message: the next exception of a chain, native logs, output at the exit.
-_END = re.compile(
+_END = (
     r"During handling of the above exception, another|The above exception was the direct cause of|"
     r"\[[WEIF]\d{4} |[WEIF]\d{4} \d\d:|Exception ignored |terminate called |Fatal Python error|accelerate launch: |"
     r"srun: |slurmstepd: |wandb: |\S+\.py:\d+: \w*Warning: |-{20,}$|\*{20,}$"
 )
-_GROUP = re.compile(r"\s*\+ Exception Group " + re.escape(HEADER))
-_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(:|$)")
+_GROUP = r"\s*\+ Exception Group " + re.escape(HEADER)
 # A longer message is shortened in the middle, because the remedy is at its end.
 MOST_CHARACTERS = 6000
 # Messages of errors that are caused by the loss of another rank.
-_LOST = re.compile(
+_LOST = (
     r"Connection (closed|reset) by peer|Connection refused|Broken pipe|remote process exited|connection.*closed|"
     r"DistBackendError|DistStoreError|DistNetworkError|recvValue|Socket (Timeout|closed)|has been aborted|"
     r"NCCL (error|communicator)|gloo::|CommunicationError:|other ranks cannot be reached|the store of the run is gone"
 )
 # Connections other than those between ranks: Python's own sockets and pipes, and clients of web services.
-_FOREIGN = re.compile(
+_FOREIGN = (
     r"(builtins\.)?(Connection(Reset|Refused|Aborted)?Error|BrokenPipeError|EOFError|OSError|URLError|HTTPError)(:|$)|"
     r"(requests|urllib3?|http|httpx|httpcore|aiohttp|botocore|huggingface_hub|wandb|multiprocessing)\."
 )
-_RANKS = re.compile(r"\b(?:rank|Process) (\d+)\b|\branks (\d+(?:, \d+)*(?: and \d+)?)")
+_RANKS = r"\b(?:rank|Process) (\d+)\b|\branks (\d+(?:, \d+)*(?: and \d+)?)"
 
 OWN, UNCLEAR, LOST = 0, 1, 2
 
@@ -38,7 +38,7 @@ def plain_lines(text: str, rank: int | None = None) -> list[str]:
     """The lines without their prefixes; where a traceback is prefixed as that of `rank`, only its lines."""
     found = []
     for line in text.splitlines():
-        prefix = _PREFIX.match(line)
+        prefix = re.match(_PREFIX, line)
         assert prefix is not None
         found.append((prefix.group(1), line[prefix.end() :]))
     own = [line for number, line in found if number is not None and (rank is None or int(number) == rank)]
@@ -56,7 +56,7 @@ def chain(text: str, rank: int | None = None) -> list[str]:
         at += 1
         if line.startswith(("During handling of the above", "The above exception was")):
             linked = True
-        elif line.startswith(HEADER) or _GROUP.match(line):
+        elif line.startswith(HEADER) or re.match(_GROUP, line):
             message, at = _message(lines, at, grouped=not line.startswith(HEADER))
             if message:
                 # Without such a line in between, two tracebacks are independent.
@@ -72,7 +72,7 @@ def _message(lines: list[str], at: int, grouped: bool) -> tuple[str, int]:
     while at < len(lines) and (not lines[at].strip() or lines[at][0].isspace()):
         at += 1
     start = at
-    while at < len(lines) and not (_END.match(lines[at]) or lines[at].startswith(HEADER)):
+    while at < len(lines) and not (re.match(_END, lines[at]) or lines[at].startswith(HEADER)):
         if grouped and re.match(r"\s*\+-", lines[at]):
             break
         at += 1
@@ -110,7 +110,7 @@ def first_line(message: str) -> str:
 
 def is_lost_connection(message: str) -> bool:
     """Whether an exception's message reports the loss of the connection to another rank."""
-    return _LOST.search(message) is not None and _FOREIGN.match(message) is None
+    return re.search(_LOST, message) is not None and re.match(_FOREIGN, message) is None
 
 
 def blame(text: str, rank: int) -> int:
@@ -131,7 +131,7 @@ def blame(text: str, rank: int) -> int:
 
 def named_ranks(message: str) -> set[int]:
     """The ranks that a message mentions."""
-    return {int(number) for found in _RANKS.finditer(message) for number in re.findall(r"\d+", found.group())}
+    return {int(number) for found in re.finditer(_RANKS, message) for number in re.findall(r"\d+", found.group())}
 
 
 def fingerprint(text: str) -> str:

@@ -13,9 +13,10 @@ from torch import nn
 from ..core.trees import find_device, send_to_device
 from .module_hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from .names import Place, join, owner_of
-from .offload import PrefixedDataset
+from .offload import OffloadedWeightsLoader, PrefixedDataset
 from .sizes import named_module_tensors
-from .tensors import TiedCopies, as_device, register, set_module_tensor_to_device
+from .streaming import FetchRequest
+from .tensors import QUANTIZED, TiedCopies, as_device, register, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 
 Weights = Mapping[str, torch.Tensor]
@@ -71,6 +72,10 @@ class AlignDevicesHook(ModelHook):
         # What the module holds on the meta device while its weights are here, to be put back afterwards.
         self._placeholders: dict[str, torch.Tensor] = {}
         self._borrowed: list[tuple[int, torch.device]] = []
+        self._streamed: dict[torch.device, FetchRequest] = {}
+        self._stream = (
+            weights_map.stream if isinstance(weights_map, (PrefixedDataset, OffloadedWeightsLoader)) else None
+        )
 
     def __repr__(self) -> str:
         names = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -144,14 +149,37 @@ class AlignDevicesHook(ModelHook):
         return [(name, tensor) for name, tensor in tensors if name not in self.resident]
 
     def _bring_all(self, module: nn.Module) -> None:
-        for name, tensor in self.offloaded(module):
+        offloaded = self.offloaded(module)
+        fetched = self._fetch(offloaded)
+        for name, tensor in offloaded:
             if tensor.is_meta:
                 self._placeholders[name] = tensor
-            self._bring(module, name)
+            self._bring(module, name, fetched.get(name))
+
+    def _fetch(self, offloaded: list[tuple[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
+        """Return the weights that were fetched ahead for this forward, and fetch those of the next modules."""
+        if self._stream is None or self.execution_device is None:
+            return {}
+        device = as_device(self.execution_device)
+        streamed = self._streamed.get(device)
+        if streamed is None:
+            source: Any = self.weights_map
+            tied = self.tied_params_map or {}
+            # bitsandbytes quantises weights from main memory on their way to the device.
+            tensors = {
+                name: tensor.nbytes
+                for name, tensor in offloaded
+                if type(tensor).__name__ not in QUANTIZED and source.can_stream(name, device, tied)
+            }
+            streamed = self._streamed[device] = FetchRequest(
+                id(self), source, tuple(tensors), sum(tensors.values()), device
+            )
+        return self._stream.fetch(streamed)
 
     def _take_away(self, module: nn.Module) -> None:
         """Leave the offloaded weights, and the copies of tied ones that this hook brought."""
-        for name, _ in self.offloaded(module):
+        offloaded = self.offloaded(module)
+        for name, _ in offloaded:
             placeholder = self._placeholders.get(name)
             if placeholder is None:
                 set_module_tensor_to_device(module, name, "meta", clear_cache=False)
@@ -166,6 +194,8 @@ class AlignDevicesHook(ModelHook):
             if copies is not None:
                 copies.pop(device, None)
         self._borrowed = []
+        if self._stream is not None:
+            self._stream.release(offloaded)
 
     def _put(self, module: nn.Module, name: str, device: Place) -> None:
         set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map, clear_cache=False)
@@ -178,10 +208,11 @@ class AlignDevicesHook(ModelHook):
         """The row scales that go with an 8-bit weight, where the weights have any."""
         return self._value(name[: -len("weight")] + "SCB") if name.endswith("weight") else None
 
-    def _bring(self, module: nn.Module, name: str) -> None:
-        """Put one offloaded weight on the execution device."""
+    def _bring(self, module: nn.Module, name: str, value: torch.Tensor | None) -> None:
+        """Put one offloaded weight, read from the weights map if no `value` is given, on the execution device."""
         assert self.weights_map is not None and self.execution_device is not None
-        value = self.weights_map[name]
+        if value is None:
+            value = self.weights_map[name]
         tied = self.tied_params_map
         if tied:
             # A tied weight that is not there yet is this hook's to take away; one that is serves as it is.

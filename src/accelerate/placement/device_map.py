@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -26,18 +26,26 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
     Changes the map in place and returns it. `module_name` is the module to start from.
     """
-    below = [name for name in device_map if is_within(name, module_name)]
-    if len(below) > 1 and len({device_map[name] for name in below}) == 1:
-        device = device_map[below[0]]
-        for name in below:
-            del device_map[name]
-        device_map[module_name] = device
-        return device_map
-    inside = [name for name in below if name != module_name]
-    depth = len(module_name.split(".")) + 1 if module_name else 1
-    for child in dict.fromkeys(".".join(name.split(".")[:depth]) for name in inside):
-        clean_device_map(device_map, child)
+    inside: dict[str, set[Any]] = {}  # the devices of what is in each module
+    entries: Counter[str] = Counter()
+    lines = {name: _ancestors(name, module_name) for name in device_map if is_within(name, module_name)}
+    for name, line in lines.items():
+        for ancestor in line:
+            inside.setdefault(ancestor, set()).add(device_map[name])
+            entries[ancestor] += 1
+    for name, line in lines.items():
+        outermost = next((ancestor for ancestor in line if len(inside[ancestor]) == 1), name)
+        if entries[outermost] > 1:
+            device = device_map.pop(name)
+            device_map[outermost] = device
     return device_map
+
+
+def _ancestors(name: str, start: str) -> list[str]:
+    """The names of the modules from `start` down to `name`, both included."""
+    parts = name.split(".")
+    first = len(start.split(".")) if start else 0
+    return [".".join(parts[:length]) for length in range(first, len(parts) + 1)] if name else [""]
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
@@ -162,7 +170,7 @@ class _Planner:
         self.device_map: OrderedDict[str, Any] = OrderedDict()
         self.at = 0
         self.largest: Any = 0
-        self.largest_names: list[str] = []
+        self.largest_parts: set[str] = set()  # the parts ahead with a layer of that size
         self._measure_largest()
 
     # --- planning
@@ -171,8 +179,8 @@ class _Planner:
         while self.ahead:
             name, part = self.ahead.pop(0)
             self.log(f"\nTreating module {name}.")
-            self.largest_names = [known for known in self.largest_names if not is_within(known, name)]
-            if not self.largest_names:
+            self.largest_parts.discard(name)
+            if not self.largest_parts:
                 self._measure_largest()
             self._assign(name, part)
         return self.device_map
@@ -232,7 +240,9 @@ class _Planner:
 
     def _measure_largest(self) -> None:
         modules = [(name, part) for name, part in self.ahead if isinstance(part, nn.Module)]
-        self.largest, self.largest_names = get_max_layer_size(modules, self.sizes, self.unsplittable)
+        self.largest, layers = get_max_layer_size(modules, self.sizes, self.unsplittable)
+        ahead = dict(modules)
+        self.largest_parts = {part for layer in layers if (part := entry_for(layer, ahead)) is not None}
 
     def _inside(self, name: str, part: nn.Module | torch.Tensor) -> list[NamedPart]:
         """What a part splits into; empty if it has no submodules or must not be split."""

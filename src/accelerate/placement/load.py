@@ -60,9 +60,11 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint (a file, the index of a sharded one, or a folder with either) into `model`, in place.
 
-    With `device_map` each tensor goes where the map says: to a device, or (`"disk"`) as a file to `offload_folder`,
-    and the model may be on the meta device. Without one the model keeps its devices. No more than one tensor of the
-    checkpoint is in memory besides the model's own.
+    With `device_map` each tensor goes where the map says: to a device, or (`"disk"`) stays on disk, and the model may
+    be on the meta device. Tensors on disk are read from the checkpoint when they are needed, if it is in safetensors
+    files and `dtype` is theirs; otherwise they are copied to `offload_folder`. The folder gets the index of both.
+    Without a map the model keeps its devices. No more than one tensor of the checkpoint is in memory besides the
+    model's own.
 
     `dtype` is what floating point weights are converted to, but for those in `keep_in_fp32_modules` (parts of names).
     `offload_state_dict` puts the CPU's weights to disk until the last file is read; `offload_buffers` writes buffers
@@ -339,6 +341,7 @@ class _Placement:
         self.to_disk = self.known if offload_buffers else parameters
         self.index: dict[str, Any] = {}
         self.spilled: dict[str, Any] = {}
+        self.copied = 0  # bytes written to the offload folder
 
     def check(self, checkpoint: Any, files: list[str]) -> _Result:
         """Compare what the files hold with the model and the device map, before a tensor is read."""
@@ -370,7 +373,13 @@ class _Placement:
                         if name in self.known:
                             self._place(name, weights, spill_folder)
             if self.folder is not None:
+                os.makedirs(self.folder, exist_ok=True)
                 save_offload_index(self.index, self.folder)
+            if self.copied:
+                logger.warning(
+                    f"{self.copied / 1e6:.1f} MB of offloaded weights were copied to {self.folder}: only weights of "
+                    "safetensors files are read where they are, and only in the dtype of the file."
+                )
             if spill_folder is not None:
                 load_offloaded_weights(self.model, self.spilled, spill_folder)
 
@@ -384,6 +393,10 @@ class _Placement:
             tensor, statistics = quantize_8bit(tensor)
             wanted = None
         if place == "disk" and name in self.to_disk:
+            if isinstance(weights, SafetensorsFile) and statistics is None and wanted in (None, tensor.dtype):
+                self._refer(name, tensor, weights.path)
+                return
+            self.copied += tensor.nbytes
             self._offload(name, tensor, wanted, statistics, self.folder, self.index)
         elif place in ("cpu", "disk") and spill_folder is not None:
             self._offload(name, tensor, wanted, statistics, spill_folder, self.spilled)
@@ -395,6 +408,16 @@ class _Placement:
             set_module_tensor_to_device(
                 self.model, name, device, value=tensor, dtype=wanted, fp16_statistics=statistics, clear_cache=False
             )
+
+    def _refer(self, name: str, tensor: torch.Tensor, path: str) -> None:
+        """Offload a weight without a copy: it is read from the checkpoint."""
+        set_module_tensor_to_device(self.model, name, "meta", clear_cache=False)
+        self.index[name] = {
+            "safetensors_file": os.path.abspath(path),
+            "weight_name": name,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+        }
 
     def _offload(
         self,

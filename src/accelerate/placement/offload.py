@@ -17,7 +17,8 @@ from ..core.errors import CheckpointError
 from ..core.files import atomic_write, require_regular
 from .names import Place, is_within
 from .sizes import as_dtype
-from .tensors import as_device
+from .streaming import WeightStream
+from .tensors import TiedCopies, as_device
 from .weight_files import SafetensorsFiles
 
 INDEX_NAME = "index.json"
@@ -121,6 +122,16 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
     def __contains__(self, key: object) -> bool:
         return f"{self.prefix}{key}" in self.dataset
 
+    @property
+    def stream(self) -> WeightStream | None:
+        """What fetches these weights ahead; None if they are in a mapping that has no such stream."""
+        return getattr(self.dataset, "stream", None)
+
+    def can_stream(self, key: str, device: torch.device, tied: TiedCopies) -> bool:
+        """Return whether a weight may be fetched ahead: `OffloadedWeightsLoader.can_stream`."""
+        dataset: Any = self.dataset
+        return bool(dataset.can_stream(f"{self.prefix}{key}", device, tied))
+
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """Weights by name, some in memory (`state_dict`), others on disk, read at each access.
@@ -148,7 +159,19 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.device = device
         # Further names of a weight, for parameters that are tied and were stored under one name.
         self.aliases: dict[str, str] = {}
+        self.stream = WeightStream()
         self._files = SafetensorsFiles()
+        for path in {entry.get("safetensors_file") for entry in self.index.values()} - {None}:
+            self._files.keep(path)
+
+    def can_stream(self, key: str, device: torch.device, tied: TiedCopies) -> bool:
+        """Return whether a weight may be fetched before the module that needs it runs on `device`.
+
+        Weights in memory gain nothing from it on the CPU. The copies of tied ones are found by the address of the
+        original in `tied`.
+        """
+        value = self.state_dict.get(self.aliases.get(key, key))
+        return value is None or (device.type != "cpu" and value.data_ptr() not in tied)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         key = self.aliases.get(key, key)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +42,11 @@ def dtype_byte_size(dtype: Dtype) -> int | float:
         return _CUSTOM_BYTES[dtype]
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"`dtype` is not a valid dtype: {dtype}.")
+    return _byte_size(dtype)
+
+
+@functools.cache
+def _byte_size(dtype: torch.dtype) -> int | float:
     if dtype == torch.bool:
         return 1 / 8
     narrow = re.fullmatch(r"torch\.u?int([1-7])", str(dtype))

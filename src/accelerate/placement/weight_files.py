@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 # How many bytes of a file may be mapped and touched before it is opened anew, so that its pages do not add up.
 _MAPPED = 64 * 2**20
+_DESCRIPTORS = "/dev/fd"  # an open file by its descriptor, where the system has such names
 _HEADER_LIMIT = 100_000_000  # bytes; the safetensors format's own limit
 
 
@@ -204,6 +206,17 @@ class SafetensorsFiles:
 
     def __init__(self) -> None:
         self._headers: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {}
+        self._kept: dict[str, _KeptFile] = {}
+
+    def keep(self, path: str | os.PathLike[str]) -> None:
+        """Read this file from now on, also after it has been removed or another one has taken its place.
+
+        A file that cannot be read yet is left to `tensor`.
+        """
+        file = os.fspath(path)
+        if os.path.isdir(_DESCRIPTORS) and file not in self._kept:
+            with contextlib.suppress(OSError):
+                self._kept[file] = _KeptFile(open_regular(file))
 
     def tensor(self, path: str | os.PathLike[str], name: str) -> torch.Tensor:
         """Raises CheckpointError where the file is gone or broken, or does not hold the tensor."""
@@ -222,7 +235,9 @@ class SafetensorsFiles:
         if stop - start != empty.nbytes or stop > size:
             raise CheckpointError(f"{file} is not a complete safetensors file: {name} lies outside of it")
         # Only a slice of the mapping: saving the tensor would otherwise save the entire file.
-        storage = torch.UntypedStorage.from_file(file, False, size)[start:stop]
+        kept = self._kept.get(file)
+        opened = file if kept is None else f"{_DESCRIPTORS}/{kept.descriptor}"
+        storage = torch.UntypedStorage.from_file(opened, False, size)[start:stop]
         if start % dtype.itemsize:
             # Only writers that do not pad the header make such files.
             storage = storage.clone()
@@ -231,24 +246,50 @@ class SafetensorsFiles:
 
     def _header(self, path: str) -> tuple[int, dict[str, Any]]:
         """The size of a file in bytes, and its entries with their places counted from the start of the file."""
-        try:
-            require_regular(path)
-            state = os.stat(path)
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}, where offloaded weights are kept, does not exist any more") from None
-        stamp = (state.st_ino, state.st_size, state.st_mtime_ns)
+        kept = self._kept.get(path)
+        if kept is not None:
+            state, opened = os.fstat(kept.descriptor), f"{_DESCRIPTORS}/{kept.descriptor}"
+            if _stamp(state) != kept.stamp:
+                raise CheckpointError(
+                    f"{path} was changed after its weights had been offloaded from it: load the model again"
+                )
+        else:
+            try:
+                require_regular(path)
+                state, opened = os.stat(path), path
+            except FileNotFoundError:
+                raise CheckpointError(f"{path}, where offloaded weights are kept, does not exist any more") from None
+        stamp = _stamp(state)
         known = self._headers.get(path)
         if known is None or known[0] != stamp:
-            known = self._headers[path] = (stamp, _read_header(path, state.st_size))
+            known = self._headers[path] = (stamp, _read_header(path, state.st_size, opened))
         return state.st_size, known[1]
 
+    def __deepcopy__(self, memo: Any) -> SafetensorsFiles:
+        return self
+
     def __reduce__(self) -> Any:
-        # A copy of a model, or one sent to another process, reads its files anew.
+        # A model that is sent to another process opens its files there.
         return SafetensorsFiles, ()
 
 
-def _read_header(path: str, size: int) -> dict[str, Any]:
-    with open(open_regular(path), "rb") as file:
+class _KeptFile:
+    """An open file, and what it was like when it was opened."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.stamp = _stamp(os.fstat(descriptor))
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+def _stamp(state: os.stat_result) -> tuple[int, int, int]:
+    return state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _read_header(path: str, size: int, opened: str) -> dict[str, Any]:
+    with open(open_regular(opened), "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         try:
             header = json_text.parse(file.read(length)) if 0 < length <= min(size - 8, _HEADER_LIMIT) else None

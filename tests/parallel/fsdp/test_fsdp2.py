@@ -21,7 +21,7 @@ from accelerate.precision.base import Precision
 from accelerate.state import PartialState
 
 WIDTH, VOCABULARY, LENGTH = 8, 13, 5
-GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 20, 2, 0.05
+GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 10, 2, 0.05
 BY_CLASS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 pytestmark = pytest.mark.usefixtures("float64")
 everywhere = on_ranks(2, 4, thorough=[1])

@@ -21,7 +21,7 @@ from accelerate.precision.base import Precision
 from accelerate.state import PartialState
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 16, 4, 11, 6
-GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 20, 2, 0.05
+GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 10, 2, 0.05
 CPU = torch.device("cpu")
 PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
 pytestmark = pytest.mark.usefixtures("float64")

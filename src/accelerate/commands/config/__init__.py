@@ -9,12 +9,13 @@ from typing import Any
 
 from ...config import launch_file
 from ...config.launch_settings import Settings
-from ...core.errors import ConfigurationError
+from ...core.errors import ConfigurationError, nearest
 from ...core.options import PRECISIONS, options
 from ..parser import Parser, table
 from . import config_args
 from .config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from .default import write_basic_config
+from .questions import ask
 
 __all__ = ["ClusterConfig", "SageMakerConfig", "default_config_file", "load_config_from_file", "write_basic_config"]
 
@@ -58,7 +59,11 @@ def _run(action: str, arguments: list[str]) -> None:
         _explain(arguments)
         return
     if action not in (*ACTIONS, "ask"):
-        raise ConfigurationError(f"unknown action {action!r}: one of {', '.join(ACTIONS)}, or none for questions")
+        near = nearest(action, list(ACTIONS))
+        meant = f" (did you mean {near}?)" if near else ""
+        raise ConfigurationError(
+            f"unknown action {action!r}{meant}: one of {', '.join(ACTIONS)}, or none for questions"
+        )
     parser = Parser(prog=f"accelerate config {action}".removesuffix(" ask"), add_help=False)
     parser.add_argument("--config_file", "--config-file", default=None)
     if action == "default":
@@ -71,8 +76,6 @@ def _run(action: str, arguments: list[str]) -> None:
     elif action == "update":
         _update(args.config_file)
     else:
-        from .questions import ask
-
         path = ask(Path(args.config_file) if args.config_file else launch_file.default_file())
         print(f"accelerate configuration saved at {path}")
 

@@ -25,19 +25,19 @@ def machine_defaults(mixed_precision: str = "no") -> dict[str, Any]:
     return {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "distributed_type": run_kind(present.kind) if present.count > 1 else "NO",
+        "distributed_type": run_kind(present.kind) if present.number > 1 else "NO",
         "downcast_bf16": False,
         "enable_cpu_affinity": False,
         "machine_rank": 0,
         "main_training_function": "main",
         "mixed_precision": mixed_precision,
         "num_machines": 1,
-        "num_processes": max(1, present.count),
+        "num_processes": max(1, present.number),
         "rdzv_backend": "static",
         "same_network": False,
         "tpu_use_cluster": False,
         "tpu_use_sudo": False,
-        "use_cpu": present.count == 0,
+        "use_cpu": present.number == 0,
     }
 
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,15 +43,38 @@ def line(title: str, default: Any, check: Callable[[str], Any]) -> Any:
 
 
 def _input(prompt: str) -> str:
+    print(prompt, end="", flush=True)
+    terminal = sys.stdin.isatty()
     try:
-        return input(prompt)
+        if terminal and os.name == "posix":
+            _wait_for_input()
+        return input()
     except EOFError:
-        if sys.stdin.isatty():
+        if terminal:
             # Ctrl-D, the same wish as Ctrl-C.
             raise KeyboardInterrupt from None
         raise ConfigurationError(
             "the input ended before all questions were answered; `accelerate config default` has none"
         ) from None
+
+
+def _wait_for_input() -> None:
+    """Wait until the terminal has input. Ctrl-C raises KeyboardInterrupt, also just before the wait begins.
+
+    A blocking read does not see a signal that arrives after the interpreter's last check for signals: it would go on
+    until the next key. Here each signal writes into a pipe, which ends the wait.
+    """
+    woken, alarm = os.pipe()
+    os.set_blocking(alarm, False)
+    former = signal.set_wakeup_fd(alarm)
+    try:
+        # A handler that does not raise leaves its bytes in the pipe.
+        while sys.stdin not in select.select([sys.stdin, woken], [], [])[0]:
+            os.read(woken, 64)
+    finally:
+        signal.set_wakeup_fd(former)
+        os.close(woken)
+        os.close(alarm)
 
 
 def _has_keys() -> bool:
@@ -87,6 +112,7 @@ def _with_keys(title: str, words: Sequence[str], start: int) -> int | None:
     try:
         tty.setcbreak(descriptor)
         while True:
+            _wait_for_input()
             key = os.read(descriptor, 8)
             if key in (b"", b"\x03", b"\x04"):
                 # The terminal is gone, or Ctrl-D: the same wish as Ctrl-C.

@@ -56,8 +56,10 @@ YES_NO = ((False, "no"), (True, "yes"))
 def _where(answers: Answers) -> tuple[tuple[str, str], ...]:
     present = system.accelerators()
     found = [("cpu", "the CPU")]
-    if present.count:
-        found.insert(0, (present.kind, f"its {present.count} {present.kind} device{'s' if present.count > 1 else ''}"))
+    if present.number:
+        found.insert(
+            0, (present.kind, f"its {present.number} {present.kind} device{'s' if present.number > 1 else ''}")
+        )
     return tuple(found)
 
 
@@ -129,7 +131,7 @@ def _replicates(answers: Answers) -> bool:
 
 def _all_devices(answers: Answers) -> int:
     """One process for each device on as many machines as take part."""
-    devices = system.accelerators().count if answers["_device"] != "cpu" else 1
+    devices = system.accelerators().number if answers["_device"] != "cpu" else 1
     return max(1, devices) * (answers["num_machines"] or 1)
 
 

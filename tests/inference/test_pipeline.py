@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import inference
 from accelerate.core.errors import PrepareError
+from accelerate.inference import pipeline as inference
 from accelerate.state import PartialState
 
 

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from .core import trees
-from .core.errors import PrepareError
-from .core.lazy import public_names
-from .parallel.pipeline.batch import Stage
-from .parallel.pipeline.dataflow import observe
-from .parallel.pipeline.microbatch import BatchSplitter, restrict_outputs
-from .parallel.pipeline.p2p import P2PChannel
-from .parallel.pipeline.runner import Runner
-from .parallel.pipeline.split import (
+from ..core import trees
+from ..core.errors import PrepareError
+from ..parallel.pipeline.batch import Stage
+from ..parallel.pipeline.dataflow import observe
+from ..parallel.pipeline.microbatch import BatchSplitter, restrict_outputs
+from ..parallel.pipeline.p2p import P2PChannel
+from ..parallel.pipeline.runner import Runner
+from ..parallel.pipeline.split import (
     StageSplit,
     Unit,
     balance,
@@ -32,9 +31,9 @@ from .parallel.pipeline.split import (
     last_units,
     module_bytes,
 )
-from .parallel.pipeline.stage import StagedModel
-from .parallel.pipeline.stage_plan import order_conflict
-from .state import PartialState
+from ..parallel.pipeline.stage import StagedModel
+from ..parallel.pipeline.stage_plan import order_conflict
+from ..state import PartialState
 
 
 def prepare_pippy(
@@ -177,7 +176,3 @@ def _own_to_device(model: nn.Module, absent: Sequence[nn.Module], reads: set[str
         for name, buffer in module._buffers.items():
             if buffer is not None and (id(module) not in foreign or path + name in reads):
                 module._buffers[name] = buffer.to(device)
-
-
-if not TYPE_CHECKING:
-    __getattr__ = public_names(__name__)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load a model of 24 linear layers (403 MB) to memory, or leave half of it on disk, and run it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from timing import alternate, emit
+from torch import nn
+
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+
+WIDTH, LAYERS, BATCH, ROUNDS = 2048, 24, 64, 7
+
+
+def empty() -> nn.Sequential:
+    with init_empty_weights():
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def drop_file_cache(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+def memory(field: str) -> int:
+    """Return a field of the memory statistics of this process in bytes: VmRSS, or VmHWM for its peak."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def peak_memory(run) -> int:
+    """Return how far the memory of this process grows while `run` runs, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = memory("VmRSS")
+    run()
+    return memory("VmHWM") - before
+
+
+def seconds(run) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+@torch.no_grad()
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path, offload = Path(folder, "model.safetensors"), Path(folder, "offload")
+        weights = {f"{layer}.weight": torch.randn(WIDTH, WIDTH) * 0.02 for layer in range(LAYERS)}
+        biases = {f"{layer}.bias": torch.zeros(WIDTH) for layer in range(LAYERS)}
+        save_file({**weights, **biases}, path, metadata={"format": "pt"})
+        del weights
+        half = {str(layer): "cpu" if layer % 2 else "disk" for layer in range(LAYERS)}
+        load = functools.partial(load_checkpoint_and_dispatch, checkpoint=str(path))
+        times = alternate(
+            {
+                "cpu": lambda: load(empty(), device_map={"": "cpu"}),
+                "half": lambda: load(empty(), device_map=half, offload_folder=str(offload)),
+            },
+            rounds=ROUNDS,
+        )
+        written = sum(file.stat().st_size for file in offload.rglob("*"))
+        emit("big model load", "ms", None, times["cpu"])
+        emit("big model load half", "ms", None, times["half"])
+        emit("big model written", "MB", None, written)
+
+        resident = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        resident.load_state_dict(load(empty(), device_map={"": "cpu"}).state_dict())
+        model = load(empty(), device_map=half, offload_folder=str(offload))
+        batch = torch.randn(BATCH, WIDTH)
+        assert torch.equal(model(batch), resident(batch))
+        times = alternate({"raw": lambda: resident(batch), "own": lambda: model(batch)}, rounds=ROUNDS)
+        emit("big model forward", "ms", times["raw"], times["own"])
+        growth = peak_memory(lambda: model(batch))
+        emit("big model memory", "MB", None, growth)
+
+        block = bytearray(8 << 20)
+
+        def drop() -> None:
+            for file in (path, *offload.rglob("*.dat")):
+                drop_file_cache(file)
+
+        def read() -> None:
+            """Read the half that is on disk from the disk: the lower bound of a forward without compute."""
+            drop()
+            with open(path, "rb", buffering=0) as file:
+                for _ in range(path.stat().st_size // 2 // len(block)):
+                    file.readinto(block)
+
+        def cold() -> float:
+            drop()
+            return seconds(lambda: model(batch))
+
+        measured = [(seconds(read), seconds(lambda: resident(batch)), cold()) for _ in range(ROUNDS)]
+        reading, compute, own = (statistics.median(column) for column in zip(*measured, strict=True))
+        emit("big model cold forward", "ms", max(reading, compute), own)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Datasets that split themselves: each process reads only its part of a `datasets.IterableDataset`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..collectives import transport
+from ..core.errors import CheckpointError, PrepareError
+from ..runtime.calls import Call
+from ..runtime.channel import signature
+from .batch_source import BatchSource
+from .generators import Generators
+from .iterable import IterableDatasetShard
+from .loader import DataLoaderShard
+from .order import Order, is_distributed
+from .position import StreamPosition
+from .rows import count_rows, join_rows, repeat_rows
+from .steps import ReadPlan, ShardSplit, ShardStep
+from .workers import altered
+
+_NEXT = Call("the next step of a data loader whose dataset is split into parts")
+# What a shard reports instead of a number of samples.
+_ENDED, _FAILED = -1, -2
+
+
+def is_splittable(dataset: Any) -> bool:
+    """Whether `dataset` is an iterable dataset of the package `datasets`."""
+    module = sys.modules.get("datasets")
+    return module is not None and isinstance(dataset, module.IterableDataset)
+
+
+def is_split(dataset: Any) -> bool:
+    """Whether the user has split `dataset` between the processes with `split_dataset_by_node`."""
+    return is_splittable(dataset) and getattr(dataset, "_distributed", None) is not None
+
+
+def splits_evenly(dataset: Any, shards: int) -> bool:
+    """Whether each of `shards` processes can read equally many of the dataset's own shards (files, mostly)."""
+    return is_splittable(dataset) and dataset.num_shards >= shards and dataset.num_shards % shards == 0
+
+
+class PartLoader(DataLoaderShard):
+    """The loader of a process that reads its own part of the data. All processes make equally many steps.
+
+    The parts may have different lengths. Therefore the processes exchange the number of samples in each step, and
+    whether it is the last one of their part. A batch that is smaller than others is filled with the first samples of
+    its part. With `drop_last` the epoch ends with the shortest part.
+
+    A position is the number of samples read of each part. On another number of processes, the rest of the epoch is
+    read as one stream, of which each process takes a slice.
+    """
+
+    def _configure(self, *args: Any, unsplit: Any = None, cut: ShardSplit | None = None, **options: Any) -> None:
+        super()._configure(*args, **options)
+        # The dataset of all processes; None where the user has split it.
+        self.unsplit = unsplit
+        self.cut = ShardSplit() if cut is None else cut
+
+    def options(self) -> dict[str, Any]:
+        """The arguments with which `around` makes another loader like this one."""
+        return {**super().options(), "unsplit": self.unsplit, "cut": self.cut}
+
+    def plan(self) -> ReadPlan:
+        """How a step is split. The stream is that of this process."""
+        plan = super().plan()
+        plan.skip *= self.cut.shards
+        # Nothing is repeated from the start of the common order.
+        plan.cut = dataclasses.replace(self.cut, even=False)
+        return plan
+
+    def _check_parts(self, place: StreamPosition) -> None:
+        if place.parts == self._parts(place.parts[1] if place.parts else 0):
+            return
+        if self.unsplit is None:
+            raise CheckpointError(
+                "the position was saved with another number of processes or workers, and split_dataset_by_node has "
+                "split this dataset already: use the same numbers for this epoch"
+            )
+        super()._check_parts(place)
+
+    def _parts(self, read: int) -> tuple[int, int, int]:
+        return self.cut.shards, read, self._source.workers
+
+    def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
+        shards = self.cut.shards
+        read = start.parts[1] if start.parts else 0
+        if start.consumed and start.parts != self._parts(read):
+            # The rest of an epoch that was read in another way.
+            base = self.base_dataloader
+            shard = IterableDatasetShard(
+                self.unsplit, base.batch_size or 1, base.drop_last, shards, self.cut.index, even_batches=self.cut.even
+            )
+            return self._open_unsplit(altered(base, dataset=shard), order, start)
+        order.isolate(shared=False)
+        read = max(read, plan.skip // shards)
+        own = dataclasses.replace(plan, cut=ShardSplit(), skip=read)
+        steps = self._source.open(own, order, StreamPosition())
+        if is_distributed() and (self.cut.even or plan.drop_last):
+            steps = equalized(steps, self.cut, plan.drop_last, (lambda: self._first(own)) if read else None)
+        return self._placed(steps, read, plan.size or 1)
+
+    def _first(self, plan: ReadPlan) -> ShardStep | None:
+        """The first step of the epoch, read again without an effect on the global generators."""
+        generators = Generators()
+        states = generators.capture()
+        order = self._new_order()
+        order.isolate(shared=False)
+        source = BatchSource(self.base_dataloader)
+        step = next(source.open(dataclasses.replace(plan, skip=0), order, StreamPosition()), None)
+        generators.restore(states)
+        return step
+
+    def _placed(self, steps: Iterator[ShardStep], read: int, size: int) -> Iterator[ShardStep]:
+        for step in steps:
+            read += size
+            step.position = StreamPosition(self.cut.shards * read, parts=self._parts(read))
+            yield step
+
+
+def equalized(
+    steps: Iterator[ShardStep], cut: ShardSplit, drop_last: bool, first: Callable[[], ShardStep | None] | None = None
+) -> Iterator[ShardStep]:
+    """The steps of one part, as many as those of the longest part (with `drop_last`, of the shortest one).
+
+    Args:
+        steps: the steps of this part.
+        cut: the number of parts, and which one this is.
+        drop_last: end with the shortest part.
+        first: reads the first step of the epoch, where `steps` begin later.
+
+    Raises:
+        PrepareError: a part has no samples; on every rank.
+        RuntimeError: another rank has failed to read its part.
+    """
+    group = transport.group_of(None)
+    head: ShardStep | None = None
+    for number in itertools.count():
+        try:
+            step = next(steps, None)
+        except Exception:
+            _exchanged(_FAILED, True, cut, group)
+            raise
+        count = _ENDED if step is None else _count(step)
+        found = _exchanged(count, step is None or step.last, cut, group)
+        counts = [max(0, count) for count, _ in found]
+        ended = [index for index, (count, _) in enumerate(found) if count == _ENDED]
+        if len(ended) == cut.shards or (ended and drop_last):
+            return
+        if ended and number == 0 and first is None:
+            raise PrepareError(
+                f"the dataset's part for process {ended[0]} of {cut.shards} has no samples. Let rank 0 read for all "
+                "processes (dispatch_batches=True), or distribute the samples evenly over the dataset's shards."
+            )
+        if number == 0 and first is None and step is not None:
+            head = dataclasses.replace(step)
+        if step is None or count < max(counts):
+            if head is None and first is not None:
+                head = first()
+            assert head is not None
+            step = _filled(step, max(counts), head)
+        # 0 stands for a batch whose rows cannot be counted.
+        step.counts = None if any(count == 0 for count, _ in found) else tuple(counts)
+        step.last = (any if drop_last else all)(last for _, last in found)
+        yield step
+        if step.last:
+            return
+
+
+def _count(step: ShardStep) -> int:
+    """The number of samples in a step of one part; 0 where it cannot be counted."""
+    return step.counts[0] if step.counts else count_rows(step.data) or 0
+
+
+def _exchanged(count: int, last: bool, cut: ShardSplit, group: Any) -> list[tuple[int, bool]]:
+    """The number of samples of each shard in this step, and whether it is the last one of its part."""
+    rows = transport.all_gather_numbers([cut.index, count, last], group, signature(_NEXT.operation), _NEXT)
+    if count != _FAILED and (failed := [rank for rank, row in enumerate(rows) if row[1] == _FAILED]):
+        raise RuntimeError(f"rank {failed[0]} failed to read its part of the dataset: see its traceback")
+    found = {index: (samples, bool(ended)) for index, samples, ended in rows}
+    return [found[index] for index in range(cut.shards)]
+
+
+def _filled(step: ShardStep | None, size: int, head: ShardStep) -> ShardStep:
+    """`step` with `size` rows: the missing ones are those of `head`, the first step of the part."""
+    length = _count(head)
+    if step is None:
+        data = head.data if length in (0, size) else repeat_rows(head.data, length, size)
+        return ShardStep(data, None, 0)
+    rows = _count(step)
+    if rows and length:
+        filling = repeat_rows(head.data, length, size - rows)
+        step.data = join_rows([step.data, filling], [rows, size - rows])
+    return step

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model or function applied to each sample of a dataset, on all processes, into files that survive a kill."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, default_collate
+
+from ..checkpointing.run_lock import FolderInUse, RunLocks
+from ..core import json_text
+from ..core.errors import ConfigurationError, PrepareError
+from ..core.files import atomic_write, user_path
+from ..core.imports import is_available
+from ..core.trees import send_to_device
+from ..runtime.agreement import Agreement, default_connection, pauses
+from ..state import PartialState
+from ..telemetry.progress import tqdm
+
+PLAN = "plan.json"
+_START = 600.0  # seconds within which every rank must have called `map_dataset`
+_VISIBLE = 30.0  # seconds within which a file of one process is visible to the others
+_calls = itertools.count()  # equal on all ranks: each makes the same calls
+
+
+def map_dataset(
+    function: nn.Module | Callable[[list[Any]], Any],
+    dataset: Any,
+    output: Any,
+    *,
+    batch_size: int = 32,
+    part_size: int = 1024,
+    file_format: str = "jsonl",
+    collate: Callable[[list[Any]], Any] | None = None,
+    length: Callable[[Any], int] | None = None,
+    timeout: float = 3600.0,
+) -> list[Path]:
+    """Apply a model or a function to each sample of a dataset, and write the results in order, once each.
+
+    The dataset is divided into parts of consecutive samples. Each process takes the next part that no process has
+    taken, computes it in batches, and writes it to a file of its own, which appears when it is complete. After a kill,
+    call the function again, on any number of processes: it computes the missing parts. Every process must call it.
+
+    Args:
+        function: a model or a function. A model is set to evaluation mode, moved to the device of the process, and
+            called with the collated batch (by keyword if that is a dictionary, by position if it is a tuple or list).
+            A function is called with a list of samples. Both return a row for each sample: a tensor or array whose
+            first dimension is the batch, a dictionary of such values, or a list.
+        dataset: a dataset with a length and items, or an iterable, which every process reads from the start.
+        output: a folder that all processes can reach.
+        batch_size: samples in a call.
+        part_size: samples in a file. A kill loses at most one part per process.
+        file_format: "jsonl" (one line per sample) or "parquet" (needs pyarrow).
+        collate: makes a batch for a model from a list of samples; torch's `default_collate` if None.
+        length: returns the length of a sample. Within a part, samples of similar length form a batch. If None, it is
+            the length of a text or of its `input_ids`; other samples keep their order.
+        timeout: seconds to wait at the end for the other processes.
+
+    Returns:
+        The paths of the files, in the order of the samples. A row that is no dictionary is written as
+        `{"output": row}`.
+
+    Raises:
+        ConfigurationError: an argument is wrong or differs between ranks, another run writes to the folder, or the
+            folder has parts of another dataset or size.
+        PrepareError: the function does not return a row for each sample, or a row cannot be written.
+
+    Example:
+        files = map_dataset(model, dataset, "predictions", batch_size=64)
+    """
+    process = PartialState()
+    folder = user_path(output, "map_dataset: output")
+    plan: dict[str, Any] = {"part_size": part_size, "samples": _samples_in(dataset), "file_format": file_format}
+    _check_arguments(batch_size, part_size, file_format)
+    agreement = Agreement(process, "map_dataset")
+    locks = RunLocks()
+    try:
+        done = _open_folder(folder, plan, agreement, process, locks)
+        compute = _Compute(function, collate, length or _length, batch_size, process.device)
+        queue = _Queue(process.num_processes)
+        with _progress(plan["samples"]) as bar:
+            queue.count(sum(done.values()) if process.is_main_process else 0)
+            for number, samples in _take_parts(dataset, plan, done, queue):
+                rows: list[Any] = [None] * len(samples)
+                for positions, results in compute(samples, number * part_size):
+                    for position, row in zip(positions, results, strict=True):
+                        rows[position] = row
+                    bar.update(queue.count(len(positions)) - bar.n)
+                _write_part(folder / _name(number, file_format), rows, number * part_size)
+            agreement.exchange("the end", None, timeout, "It may still compute: raise the timeout of map_dataset.")
+            bar.update(queue.count(0) - bar.n)
+        numbers = agreement.exchange("files", _numbers(folder, file_format), _START)[0]
+    finally:
+        locks.release()
+    return [folder / _name(number, file_format) for number in numbers]
+
+
+# --- the folder ---------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(batch_size: int, part_size: int, file_format: str) -> None:
+    for name, value in (("batch_size", batch_size), ("part_size", part_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigurationError(f"map_dataset: {name}={value!r} is not a whole number of at least 1")
+    if file_format not in ("jsonl", "parquet"):
+        raise ConfigurationError(f"map_dataset: file_format={file_format!r} is neither 'jsonl' nor 'parquet'")
+    if file_format == "parquet" and not is_available("pyarrow"):
+        raise ConfigurationError("map_dataset: file_format='parquet' needs the package pyarrow: pip install pyarrow")
+
+
+def _name(number: int, file_format: str) -> str:
+    return f"part-{number:05d}.{file_format}"
+
+
+def _numbers(folder: Path, file_format: str) -> list[int]:
+    """Return the numbers of the complete parts in a folder."""
+    found = (re.fullmatch(rf"part-(\d{{5,}})\.{file_format}", path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _open_folder(
+    folder: Path, plan: dict[str, Any], agreement: Agreement, process: PartialState, locks: RunLocks
+) -> dict[int, int]:
+    """Prepare the folder on rank 0; return {part: its samples} of what a former run has written, on every rank."""
+    answer: dict[str, Any] = {"plan": plan}
+    if process.is_main_process:
+        try:
+            answer["done"] = _claim(folder, plan, locks)
+        except (ConfigurationError, FolderInUse, OSError) as error:
+            answer["error"] = f"map_dataset: {error}"
+    answers = agreement.exchange("the start", answer, _START)
+    if "error" in answers[0]:
+        raise ConfigurationError(answers[0]["error"])
+    for rank, other in enumerate(answers):
+        if other["plan"] != answers[0]["plan"]:
+            raise ConfigurationError(
+                f"map_dataset: the ranks differ: rank 0 has {answers[0]['plan']}, rank {rank} has {other['plan']}"
+            )
+    for waited in pauses():
+        if (folder / PLAN).is_file():
+            break
+        if waited > _VISIBLE:
+            raise ConfigurationError(
+                f"map_dataset: rank {process.process_index} does not see the files of rank 0 in {folder}: choose a "
+                "folder that all processes share"
+            )
+    size, samples = plan["part_size"], plan["samples"]
+    return {number: size if samples is None else min(size, samples - number * size) for number in answers[0]["done"]}
+
+
+def _claim(folder: Path, plan: dict[str, Any], locks: RunLocks) -> list[int]:
+    """Lock the folder for this run and return the parts that it has. Raises ConfigurationError if it is another's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    locks.acquire(folder.resolve())
+    present = _numbers(folder, "(?:jsonl|parquet)")
+    try:
+        known = json_text.read(folder / PLAN)
+    except FileNotFoundError:
+        if present:
+            raise ConfigurationError(f"{folder} has parts, but no {PLAN}: choose another folder") from None
+        with atomic_write(folder / PLAN, "w") as file:
+            json.dump(plan, file)
+    except json_text.JSONTextError as error:
+        raise ConfigurationError(f"{folder / PLAN} cannot be read: {error}") from None
+    else:
+        if known != plan:
+            raise ConfigurationError(f"{folder} was written with {known}, now it is {plan}: choose another folder")
+    for leftover in folder.glob(".part-*.tmp"):
+        leftover.unlink(missing_ok=True)
+    return present
+
+
+def _write_part(path: Path, rows: list[Any], first: int) -> None:
+    records = [row if isinstance(row, dict) else {"output": row} for row in rows]
+    with atomic_write(path) as file:
+        if path.suffix == ".parquet":
+            _write_parquet(file, records, first)
+        else:
+            for number, record in enumerate(records, first):
+                try:
+                    line = json.dumps(record, default=_plain, ensure_ascii=False)
+                except (TypeError, ValueError) as error:
+                    raise PrepareError(
+                        f"map_dataset: the row of sample {number} cannot be written: {error}"
+                    ) from error
+                file.write(line.encode() + b"\n")
+
+
+def _write_parquet(file: IO[bytes], records: list[dict[str, Any]], first: int) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        plain = [{name: _plain(value) if hasattr(value, "tolist") else value for name, value in record.items()}
+                 for record in records]  # fmt: skip
+        table = pyarrow.Table.from_pylist(plain)
+    except (pyarrow.ArrowException, TypeError) as error:
+        raise PrepareError(f"map_dataset: the rows from sample {first} on cannot be written: {error}") from error
+    pyarrow.parquet.write_table(table, file)
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor, an array or a scalar of one as plain numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is not plain data")
+
+
+# --- samples ------------------------------------------------------------------------------------------------------
+
+
+def _samples_in(dataset: Any) -> int | None:
+    """The number of samples; None for an iterable dataset."""
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        return None
+    return len(dataset)
+
+
+class _Queue:
+    """Numbers of parts, each given to one process, and a count of the samples that all processes have computed."""
+
+    def __init__(self, processes: int) -> None:
+        self._name = f"accelerate/map_dataset/{next(_calls)}"
+        self._store = default_connection().store if processes > 1 else None
+        self._own = {"part": 0, "samples": 0}
+
+    def _add(self, what: str, number: int) -> int:
+        if self._store is not None:
+            return int(self._store.add(f"{self._name}/{what}", number))
+        self._own[what] += number
+        return self._own[what]
+
+    def next(self) -> int:
+        """Return the number of the next part."""
+        return self._add("part", 1) - 1
+
+    def count(self, samples: int) -> int:
+        """Add samples to those that are computed; return the sum of all processes."""
+        return self._add("samples", samples)
+
+
+def _take_parts(
+    dataset: Any, plan: Mapping[str, Any], done: Mapping[int, int], queue: _Queue
+) -> Iterator[tuple[int, list[Any]]]:
+    """The parts that this process computes: number and samples."""
+    size, total = plan["part_size"], plan["samples"]
+    stream, at = (iter(dataset), 0) if total is None else (None, 0)
+    while True:
+        number = queue.next()
+        if stream is None and number * size >= total:
+            return
+        if number in done:
+            continue
+        if stream is None:
+            yield number, [dataset[index] for index in range(number * size, min(total, (number + 1) * size))]
+            continue
+        for _ in itertools.islice(stream, number * size - at):
+            pass
+        samples = list(itertools.islice(stream, size))
+        at = (number + 1) * size
+        if not samples:
+            return
+        yield number, samples
+
+
+def _length(sample: Any) -> int:
+    found = sample.get("input_ids") if isinstance(sample, Mapping) else sample if isinstance(sample, str) else None
+    return 0 if found is None else len(found)
+
+
+# --- computing ----------------------------------------------------------------------------------------------------
+
+
+class _Compute:
+    """The results of a model or a function for the samples of a part."""
+
+    def __init__(
+        self,
+        function: nn.Module | Callable[[list[Any]], Any],
+        collate: Callable[[list[Any]], Any] | None,
+        length: Callable[[Any], int],
+        batch_size: int,
+        device: torch.device,
+    ) -> None:
+        self.function = function
+        self.collate = collate or default_collate
+        self.length = length
+        self.batch_size = batch_size
+        self.device = device
+        if isinstance(function, nn.Module):
+            function.eval()
+            if not hasattr(function, "hf_device_map"):
+                function.to(device)
+
+    @torch.no_grad()
+    def _call(self, samples: list[Any]) -> Any:
+        if not isinstance(self.function, nn.Module):
+            return self.function(samples)
+        batch = send_to_device(self.collate(samples), self.device)
+        if isinstance(batch, Mapping):
+            return self.function(**batch)
+        return self.function(*batch) if isinstance(batch, (tuple, list)) else self.function(batch)
+
+    def __call__(self, samples: list[Any], first: int) -> Iterator[tuple[list[int], list[Any]]]:
+        """Yield the positions of a batch in the part, and its rows. The longest samples come first."""
+        order = sorted(range(len(samples)), key=lambda position: -self.length(samples[position]))
+        for begin in range(0, len(order), self.batch_size):
+            positions = order[begin : begin + self.batch_size]
+            try:
+                result = self._call([samples[position] for position in positions])
+                yield positions, _rows(result, len(positions))
+            except Exception as error:
+                numbers = ", ".join(str(first + position) for position in positions[:8])
+                error.add_note(f"map_dataset: in the batch of samples {numbers}{', ...' * (len(positions) > 8)}")
+                raise
+
+
+def _rows(result: Any, count: int, name: str = "") -> list[Any]:
+    """The rows of a result, one for each of `count` samples. Tensors are moved to the CPU at once."""
+    if isinstance(result, Mapping):
+        columns = {name: _rows(value, count, f" as {name!r}") for name, value in result.items() if value is not None}
+        return [{name: column[row] for name, column in columns.items()} for row in range(count)]
+    if isinstance(result, torch.Tensor):
+        result = result.detach().cpu()
+    shape = getattr(result, "shape", None)
+    rows = shape[0] if shape else len(result) if isinstance(result, Sequence) and not isinstance(result, str) else None
+    if rows != count:
+        what = f"a {type(result).__name__}" + ("" if rows is None else f" with {rows} rows")
+        raise PrepareError(
+            f"map_dataset: the function returned {what}{name} for {count} samples: return a row for each"
+        )
+    return result.tolist() if shape else list(result)
+
+
+def _progress(samples: int | None) -> Any:
+    """A progress bar of the samples of all processes, on the main process."""
+    if is_available("tqdm"):
+        return tqdm(total=samples, unit=" samples", desc="map_dataset")
+    return _NoProgress()
+
+
+class _NoProgress:
+    n = 0
+
+    def __enter__(self) -> _NoProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def update(self, samples: int) -> None:
+        """Show nothing: tqdm is not installed."""
+        self.n += samples

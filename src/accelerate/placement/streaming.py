@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetching offloaded weights ahead of the module that needs them, in the background."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.device_kinds import DEVICES
+
+# A smaller set of weights is read when it is needed: handing it to another thread takes as long as reading it.
+MINIMUM = 2**18  # bytes
+_MADV_POPULATE_READ = 22  # Linux 5.14
+
+
+@dataclass(frozen=True, eq=False)
+class FetchRequest:
+    """The weights of one module that may be fetched ahead.
+
+    Fields:
+        module: a number that stands for the module.
+        source: offloaded weights by name.
+        names: those of the module.
+        size: of these weights, in bytes.
+        device: on which the module runs.
+    """
+
+    module: int
+    source: Mapping[str, torch.Tensor]
+    names: tuple[str, ...]
+    size: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    values: dict[str, torch.Tensor]
+    copied: Any = None  # the event behind the copies to an accelerator; None on the CPU
+
+    def take(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the values once the current stream of the device may use them."""
+        if self.copied is not None:
+            stream = torch.accelerator.current_stream(device)
+            stream.wait_event(self.copied)
+            for value in self.values.values():
+                value.record_stream(stream)
+        return self.values
+
+
+class WeightStream:
+    """Fetches the weights of the modules that run next while the current one computes.
+
+    It learns the order in which modules run from the run itself: what followed a pair of modules last time is expected
+    to follow it again. A wrong guess costs the time of that fetch; its weights are dropped when the next module
+    starts. What is fetched ahead is at most as large as the largest module, or one module if all are larger than what
+    remains, so that two modules are in memory at a time.
+
+    On the CPU, weights in files are mapped, and their pages are read ahead. For accelerators they are copied from
+    pinned memory on a stream of their own.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[int, FetchRequest] = {}
+        self._next: dict[tuple[int, int], int] = {}
+        self._last = (-1, -1)  # the last two modules
+        self._ahead: dict[int, Future[_Fetched]] = {}
+        self._largest = 0
+        self._executor: ThreadPoolExecutor | None = None
+        self._copies: dict[torch.device, torch.Stream] = {}
+
+    def __reduce__(self) -> Any:
+        # A copy of a model learns its own order.
+        return WeightStream, ()
+
+    def fetch(self, request: FetchRequest) -> dict[str, torch.Tensor]:
+        """Return what was fetched for the module that starts now, and begin to fetch for the modules after it.
+
+        Returns:
+            The weights by name, on the device of the request; nothing if they were not fetched ahead.
+        """
+        if request.size < MINIMUM or not _can_stream(request.device):
+            return {}
+        module = request.module
+        self._requests[module] = request
+        self._largest = max(self._largest, request.size)
+        self._next[self._last] = module
+        self._last = (self._last[1], module)
+        present = self._ahead.pop(module, None)
+        expected = self._expected()
+        for other in [number for number in self._ahead if number not in expected]:
+            self._ahead.pop(other).cancel()
+        for number in expected:
+            if number not in self._ahead:
+                self._ahead[number] = self._submit(self._fetch, self._requests[number])
+        return {} if present is None else present.result().take(request.device)
+
+    def release(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Drop the last references to tensors in the background: taking away a mapping of a file takes a while."""
+        if self._executor is not None:
+            self._submit(tensors.clear)
+
+    def _expected(self) -> list[int]:
+        """The modules that should run next, as many as may be fetched ahead."""
+        found: list[int] = []
+        last, room = self._last, self._largest
+        while (number := self._next.get(last)) is not None and number not in (*found, self._last[1]):
+            room -= self._requests[number].size
+            if room < 0 and found:
+                break
+            found.append(number)
+            last = (last[1], number)
+        return found
+
+    def _submit(self, function: Any, *arguments: Any) -> Future[Any]:
+        if self._executor is None:
+            # One thread: it drops what was used before it fetches what comes.
+            self._executor = ThreadPoolExecutor(1, "weights")
+        return self._executor.submit(function, *arguments)
+
+    def _fetch(self, request: FetchRequest) -> _Fetched:
+        values = {name: request.source[name] for name in request.names}
+        device = request.device
+        if device.type == "cpu":
+            for value in values.values():
+                _read_pages(value)
+            return _Fetched(values)
+        stream = self._copies.get(device)
+        if stream is None:
+            stream = self._copies[device] = torch.Stream(device=device)
+        with stream:
+            # The allocator of pinned memory keeps a block until the copies from it are done.
+            copies = {name: value.pin_memory().to(device, non_blocking=True) for name, value in values.items()}
+            return _Fetched(copies, stream.record_event())
+
+
+def _can_stream(device: torch.device) -> bool:
+    kind = DEVICES.get(device.type)
+    return kind is not None and (device.type == "cpu" or kind.pin_memory)
+
+
+def _read_pages(tensor: torch.Tensor) -> None:
+    """Bring the pages of a tensor in a mapped file to memory, so that computing with it does not wait for them."""
+    if not tensor.nbytes:
+        return
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = tensor.data_ptr() + tensor.nbytes - begin
+    madvise = getattr(_libc(), "madvise", None)
+    if madvise is None or madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_READ):
+        # Another system, or an older Linux: touch a byte of each page.
+        tensor.detach().reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()
+
+
+def _libc() -> Any:
+    global _library
+    if _library is None:
+        _library = ctypes.CDLL(None)
+    return _library
+
+
+_library: Any = None
