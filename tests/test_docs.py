@@ -7,10 +7,12 @@ import ast
 import importlib
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rank_pool import Ranks
+from ranks import run_script
 
 PROJECT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -34,12 +36,12 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_run(program: str, tmp_path: Path) -> None:
+def test_programs_run(
+    program: str, ranks: Callable[[int], Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "train.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    ranks(1).run(run_script, tmp_path / "train.py")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(PROJECT)))

@@ -36,7 +36,7 @@ from .placement.align import get_state_dict_offloaded_model, has_offloaded_param
 from .placement.dispatch import check_quantized
 from .process_control import ProcessControl
 from .resolve import Plan, Request, Resolved, adopt, resolve
-from .run_checkpoints import HookHandle, RunCheckpoints
+from .run_checkpoints import RunCheckpoints
 from .run_objects import RunObjects
 from .run_options import RunOptions
 from .runtime.communication import raise_lost
@@ -48,6 +48,7 @@ from .tracking.group import TrackerGroup
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
+    from torch.utils.hooks import RemovableHandle
 
     from .config.deepspeed import DeepSpeedPlugin
     from .config.fsdp import FullyShardedDataParallelPlugin
@@ -926,7 +927,7 @@ class Accelerator(ProcessControl, RunOptions):
         """
         self._checkpoints.register(*objects)
 
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> HookHandle:
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before `save_state` writes.
 
         Args:
@@ -937,7 +938,7 @@ class Accelerator(ProcessControl, RunOptions):
         """
         return self._checkpoints.register_save_hook(hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> HookHandle:
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before `load_state` loads.
 
         Args:

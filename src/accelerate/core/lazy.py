@@ -7,13 +7,11 @@ import functools
 import gc
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
-
-from .errors import nearest
-from .version import implemented
 
 ROOT = __name__.partition(".")[0]
 # Public names that neither the package nor its `utils` exports, and the modules that define them.
@@ -25,6 +23,13 @@ _DEFINED_IN = {
     "AcceleratedOptimizer": "optimizer",
     "AcceleratedScheduler": "scheduler",
 }
+
+# The other distribution of this name has a module where this one has a package. The file exists if pip installed one
+# over the other, in either order.
+if os.path.exists(os.path.join(os.path.dirname(os.path.dirname(__file__)), "tracking.py")):
+    from .installation import warn_mixed
+
+    warn_mixed()
 
 
 def attach(
@@ -99,6 +104,9 @@ def _missing(module: str, name: str, known: list[str]) -> Exception:
         # `from package import submodule` looks for an attribute first.
         return AttributeError(text)
     from opcode import opmap
+
+    from .errors import nearest
+    from .version import implemented
 
     near = nearest(name, known)
     text += f" ({implemented()}{f'; did you mean {near}?' if near else ''})"

@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from ..core.errors import PrepareError
 from ..precision.base import Precision
 from .gradients import clip_values, gradients_of, multiply
 from .prepared import PreparedModel
+
+if TYPE_CHECKING:
+    from ..config.training import DistributedDataParallelKwargs
 
 
 @dataclass
@@ -120,6 +123,9 @@ class Strategy:
         return contextlib.nullcontext()
 
     # -- prepare
+
+    def set_ddp_options(self, options: DistributedDataParallelKwargs | None) -> None:
+        """Use other options of DDP for the models prepared from now on; no other layout has any."""
 
     def prepare_together(self, objects: list[Any], split_batches: bool = False) -> list[Any]:
         """Called first with all objects of one `prepare`: returns them, with replacements for those made together."""
