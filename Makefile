@@ -9,8 +9,12 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 TORCH ?= torch==2.13.0
 DEEPSPEED ?= deepspeed==0.19.8
 VENV ?= .venv
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_4_VENV ?= .venv-clients-4
 PEER_VENV ?= .venv-peer
 PEER ?= accelerate==1.15.0
+TRACKERS_VENV ?= .venv-trackers
+INSTALL_VENV ?= .venv-install
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
@@ -20,13 +24,19 @@ ENGINES_STAMP := $(VENV)/.installed-engines
 # The engine programs that the tests run, and the Debian packages that provide them.
 ENGINE_PROGRAMS := mpirun.openmpi mpirun.mpich munged slurmctld slurmd sbatch ip pdsh
 ENGINE_PACKAGES := openmpi-bin mpich munge slurmctld slurmd slurm-client iproute2 pdsh
+CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
+CLIENTS_4_STAMP := $(CLIENTS_4_VENV)/.installed
 PEER_STAMP := $(PEER_VENV)/.installed
+TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
+INSTALL_STAMP := $(INSTALL_VENV)/.installed
+# The peer without its dependencies, to run the clients with it in their own environment.
+PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
-.PHONY: help install demo test test-all test-engines test-faults check check-style check-types check-names format bench \
-	gpu-check clean
+.PHONY: help install demo test test-all test-engines test-faults test-clients test-trackers test-install check \
+	check-style check-types check-names format bench bench-clients gpu-check clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 install: $(STAMP)  ## create .venv with this package (editable) and everything that its tests need
 
@@ -47,6 +57,19 @@ test-faults: $(STAMP)  ## kill runs at a hundred random moments, and test all ot
 		tests/distributed/test_exit.py tests/distributed/test_checkpoint.py tests/distributed/test_checkpoint_faults.py \
 		tests/distributed/test_preemption.py
 
+# The tests run with the clients' newest versions, and those of transformers' Trainer with version 4 too.
+test-clients: $(CLIENTS_STAMP) $(CLIENTS_4_STAMP)  ## run transformers, peft, trl, diffusers and others on this package
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -p no:xdist tests/clients $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(CLIENTS_4_VENV)/bin/python -m pytest -p no:xdist tests/clients/test_trainer.py \
+		tests/clients/test_trainer_layouts.py tests/clients/test_pretrained.py $(PYTEST_ARGS)
+
+test-trackers: $(TRACKERS_STAMP)  ## log through every tracker's real package, offline, and read it back; launch from a Jupyter kernel
+	TRACKERS_REQUIRED=1 OMP_NUM_THREADS=1 $(TRACKERS_VENV)/bin/python -m pytest -p no:xdist tests/tracking \
+		tests/launchers/test_notebook_kernel.py $(PYTEST_ARGS)
+
+test-install: $(INSTALL_STAMP)  ## install the wheel and its clients in fresh environments; needs the package index
+	INSTALL_TESTS=1 OMP_NUM_THREADS=1 $(INSTALL_VENV)/bin/python -m pytest -p no:xdist tests/packaging $(PYTEST_ARGS)
+
 check: check-style check-types check-names  ## check lint, format, types, import layers and public names
 
 check-style: $(STAMP)
@@ -66,11 +89,16 @@ format: $(STAMP)  ## apply automatic lint fixes and format the code
 bench: $(STAMP) $(PEER_STAMP)  ## compare this package, Hugging Face's accelerate and raw PyTorch
 	$(BIN)/python benchmarks/run.py --peer $(PEER_VENV)/bin/python
 
+bench-clients: $(CLIENTS_STAMP)  ## compare the clients' time and memory on this package and on its peer
+	test -d $(PEER_PACKAGE) || $(CLIENTS_VENV)/bin/python -m pip install --quiet --no-deps --target $(PEER_PACKAGE) "$(PEER)"
+	$(CLIENTS_VENV)/bin/python benchmarks/clients.py --peer $(PEER_PACKAGE)
+
 gpu-check: $(STAMP)  ## run the checks that need a GPU; succeeds without one
 	$(BIN)/python benchmarks/gpu_check.py $(if $(wildcard $(PEER_STAMP)),--peer $(PEER_VENV)/bin/python)
 
 clean:  ## remove the environments and all generated files
-	rm -rf $(VENV) $(PEER_VENV) build dist src/*.egg-info runs outputs
+	rm -rf $(VENV) $(PEER_VENV) $(CLIENTS_VENV) $(CLIENTS_4_VENV) $(TRACKERS_VENV) $(INSTALL_VENV)
+	rm -rf build dist src/*.egg-info runs outputs
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -95,6 +123,24 @@ $(ENGINES_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable ".[engines]"
 	touch $@
 
+# Environments of pinned clients, which take torch and all else from $(VENV). This package is installed first: the
+# clients require accelerate, and find it.
+define install_clients
+test -x $(1)/bin/python || $(BIN)/python -m venv $(1)
+$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	>"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+$(1)/bin/python -m pip install --quiet --no-deps --editable .
+$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' >$(1)/constraints.txt
+$(1)/bin/python -m pip install --quiet --constraint $(1)/constraints.txt --requirement $(2)
+touch $(1)/.installed
+endef
+
+$(CLIENTS_STAMP): $(STAMP) tests/clients/requirements.txt
+	$(call install_clients,$(CLIENTS_VENV),tests/clients/requirements.txt)
+
+$(CLIENTS_4_STAMP): $(STAMP) tests/clients/requirements-4.txt
+	$(call install_clients,$(CLIENTS_4_VENV),tests/clients/requirements-4.txt)
+
 # The peer has a separate environment, with the same torch.
 $(PEER_STAMP): $(STAMP)
 	test -x $(PEER_VENV)/bin/python || $(PYTHON) -m venv $(PEER_VENV)
@@ -102,4 +148,22 @@ $(PEER_STAMP): $(STAMP)
 	$(PEER_VENV)/bin/python -c "import torch; assert torch.__version__.startswith('$$torch')" 2>/dev/null \
 		|| $(PEER_VENV)/bin/python -m pip install --quiet "torch==$$torch"
 	$(PEER_VENV)/bin/python -m pip install --quiet "$(PEER)"
+	touch $@
+
+# An environment that shares the packages of $(VENV), torch too, and this package's sources.
+define shared_venv
+	test -x $(1)/bin/python || $(BIN)/python -m venv $(1)
+	path='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	printf '%s\n' "$$($(BIN)/python -c "$$path")" "$(CURDIR)/src" > "$$($(1)/bin/python -c "$$path")/shared.pth"
+endef
+
+# The tracker packages need other versions of some packages.
+$(TRACKERS_STAMP): $(STAMP) tests/tracking/real/requirements.txt
+	$(call shared_venv,$(TRACKERS_VENV))
+	$(TRACKERS_VENV)/bin/python -m pip install --quiet --requirement tests/tracking/real/requirements.txt
+	touch $@
+
+$(INSTALL_STAMP): $(STAMP)
+	$(call shared_venv,$(INSTALL_VENV))
+	$(INSTALL_VENV)/bin/python -m pip install --quiet --upgrade pip setuptools twine
 	touch $@

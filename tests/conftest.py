@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TESTS = Path(__file__).parent
 # Folders of tests that start several ranks, or complete training runs.
-PROCESS_FOLDERS = {TESTS / "distributed", TESTS / "engines", TESTS / "examples", TESTS / "faults"}
+PROCESS_FOLDERS = {TESTS / name for name in ("clients", "distributed", "engines", "examples", "faults")}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the groups

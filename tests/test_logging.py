@@ -4,6 +4,7 @@
 import logging
 
 import pytest
+from ranks import run_ranks
 
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, PartialState
@@ -44,6 +45,26 @@ def test_level_by_argument_and_variable(state, monkeypatch):
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "debug")
     assert get_logger("loud").logger.level == logging.DEBUG
     logging.getLogger().setLevel(logging.WARNING)
+
+
+def test_a_requested_level_is_shown_without_a_handler_and_once_with_one():
+    script = """
+        import logging
+        from accelerate import PartialState
+        from accelerate.logging import get_logger
+        PartialState(cpu=True)
+        logger = get_logger("my.script", log_level="INFO")
+        logger.info("shown")
+        logger.debug("too low")
+        logger.info("of all", main_process_only=False, in_order=True)
+        get_logger("other").info("not requested")
+        logging.getLogger("plain").info("not requested either")
+        logging.basicConfig(format="configured: %(message)s")
+        logger.info("once")
+        """
+    main, other = run_ranks(script, 2)
+    assert main.stderr.splitlines() == ["[RANK 0] shown", "[RANK 0] of all", "configured: [RANK 0] once"]
+    assert other.stderr.splitlines() == ["[RANK 1] of all"]
 
 
 def test_a_state_is_needed():

@@ -21,6 +21,7 @@ from .core import memory
 from .core.enums import DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .core.lazy import public_names
+from .core.modules import model_has_dtensor
 from .core.retired import ACCELERATOR_ARGUMENTS, explain_arguments
 from .data_loader import prepare_data_loader, skip_first_batches
 from .first_step import FirstStepCheck
@@ -34,8 +35,8 @@ from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .placement.dispatch import check_quantized
 from .process_control import ProcessControl
-from .resolve import Plan, Request, resolve
-from .run_checkpoints import HookHandle, RunCheckpoints
+from .resolve import Plan, Request, Resolved, adopt, resolve
+from .run_checkpoints import RunCheckpoints
 from .run_objects import RunObjects
 from .run_options import RunOptions
 from .runtime.communication import raise_lost
@@ -47,6 +48,7 @@ from .tracking.group import TrackerGroup
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
+    from torch.utils.hooks import RemovableHandle
 
     from .config.deepspeed import DeepSpeedPlugin
     from .config.fsdp import FullyShardedDataParallelPlugin
@@ -294,6 +296,9 @@ class Accelerator(ProcessControl, RunOptions):
                     )
             if quantized:
                 bundle.place[i] = False
+        # transformers.Trainer prepares models that transformers has sharded for evaluation, and trains them itself.
+        if not evaluation and any(model_has_dtensor(model) for model in bundle.models):
+            self._adopt(bundle.models)
         for model in bundle.models:
             self.precision.convert(model, functools.partial(_repoint, bundle.optimizers))
         fresh = self.strategy.prepare(bundle)
@@ -304,6 +309,24 @@ class Accelerator(ProcessControl, RunOptions):
         self._objects.models += fresh
         modules = iter(prepared.module for prepared in fresh)
         return [next(modules) if twin is None else twin for twin in known]
+
+    def _adopt(self, models: list[torch.nn.Module]) -> None:
+        """Train in the layout of models that are sharded already."""
+        former = self.strategy
+        plain = [optimizer.optimizer for optimizer in self._objects.optimizers]
+        resolved = adopt(Resolved(self.plan, self.state, self.precision, former), models, plain)
+        strategy = resolved.strategy
+        if strategy is former:
+            return
+        if self._objects.dataloaders and strategy.data_shard != former.data_shard:
+            raise PrepareError(
+                f"a loader was prepared for {former.data_shard[1]} data shards, and {type(models[0]).__name__}, "
+                f"sharded already, has {strategy.data_shard[1]}: prepare the model with the loader, or before it"
+            )
+        self.plan, self.strategy = resolved.plan, strategy
+        self._items.strategy = self._checkpoints.strategy = strategy
+        for optimizer in self._objects.optimizers:
+            optimizer.scaler = self.scaler
 
     def _prepared_twin(self, model: torch.nn.Module) -> torch.nn.Module | None:
         """The prepared form of a model that was prepared before; None for any other."""
@@ -377,6 +400,8 @@ class Accelerator(ProcessControl, RunOptions):
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
+        if not self.split_batches:
+            prepared._steps_per_call = self.strategy.data_shard[1]
         self._objects.schedulers.append(prepared)
         return prepared
 
@@ -902,7 +927,7 @@ class Accelerator(ProcessControl, RunOptions):
         """
         self._checkpoints.register(*objects)
 
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> HookHandle:
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before `save_state` writes.
 
         Args:
@@ -913,7 +938,7 @@ class Accelerator(ProcessControl, RunOptions):
         """
         return self._checkpoints.register_save_hook(hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> HookHandle:
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before `load_state` loads.
 
         Args:

@@ -16,10 +16,16 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
     With `in_order` every process logs, one after the other, so all of them must make the call.
 
+    Attributes:
+        has_level (bool): the level was requested, so records of that level are shown also where no handler is
+            configured.
+
     Example:
         logger = get_logger(__name__)
         logger.info("loss %.3f", loss, main_process_only=False)
     """
+
+    has_level = False
 
     @staticmethod
     def _should_log(main_process_only: bool) -> bool:
@@ -60,7 +66,17 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         text, options = self.process(msg, kwargs)
         options["stacklevel"] += 1
-        self.logger.log(level, text, *args, **options)
+        if not self.has_level or logging.lastResort is None or self.logger.hasHandlers():
+            self.logger.log(level, text, *args, **options)
+            return
+        # Without a handler, `logging` writes to stderr only what its handler of last resort accepts: warnings. If we
+        # added a handler, a later `logging.basicConfig` of the script would do nothing.
+        accepted = logging.lastResort.level
+        logging.lastResort.setLevel(min(level, accepted))
+        try:
+            self.logger.log(level, text, *args, **options)
+        finally:
+            logging.lastResort.setLevel(accepted)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Add the rank to the message."""
@@ -81,6 +97,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     Args:
         name: usually `__name__`.
         log_level: the name of a level. By default the variable ACCELERATE_LOG_LEVEL, else the level is not changed.
+            With a level, what the logger logs is shown on stderr if the script configures no handler.
 
     Returns:
         An adapter whose calls take `main_process_only` and `in_order`.
@@ -91,7 +108,9 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     """
     log_level = log_level or env.get("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
+    adapter = MultiProcessAdapter(logger, {})
     if log_level is not None:
         logger.setLevel(log_level.upper())
         logger.root.setLevel(log_level.upper())
-    return MultiProcessAdapter(logger, {})
+        adapter.has_level = True
+    return adapter

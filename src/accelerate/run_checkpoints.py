@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch.utils.hooks import RemovableHandle
 
 from .accumulation import Accumulation
 from .checkpointing import layout
@@ -17,11 +18,12 @@ from .checkpointing.commit import can_restore
 from .checkpointing.gradients import OpenWindow, PendingGradients, RankState
 from .checkpointing.loading import LoadReport, load_newest, load_run
 from .checkpointing.loading import resume as resume_run
+from .checkpointing.opening import DamagedCheckpoint, Options
 from .checkpointing.preemption import DEFAULT_SIGNALS
 from .checkpointing.resume_controller import ResumeController
 from .checkpointing.run_lock import RunLocks, claim_directory
-from .checkpointing.saving import DamagedCheckpoint, Options, save_run
-from .checkpointing.session import RunState, check_custom
+from .checkpointing.run_state import RunState, check_custom
+from .checkpointing.saving import save_run
 from .checkpointing.writer import Writer
 from .config.training import ProjectConfiguration
 from .core.errors import CheckpointError, ConfigurationError
@@ -40,18 +42,6 @@ if TYPE_CHECKING:
     from .checkpointing.sharded import ShardedState
 
 logger = get_logger(__name__)
-
-
-class HookHandle:
-    """What registering a hook returns: `remove()` takes it out again."""
-
-    def __init__(self, hooks: OrderedDict[str, Callable[..., None]], key: str) -> None:
-        self._hooks = hooks
-        self._key = key
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        self._hooks.pop(self._key, None)
 
 
 class RunCheckpoints:
@@ -82,8 +72,8 @@ class RunCheckpoints:
         self.items = items
         self.project = project
         self.trackers = trackers
-        self.save_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
-        self.load_hooks: OrderedDict[str, Callable[..., None]] = OrderedDict()
+        self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.controller = ResumeController(self._load_newest_if_any, self._save_and_exit, self._in_training_mode)
         self._writer: Writer | None = None
         self._locks = RunLocks()
@@ -128,6 +118,8 @@ class RunCheckpoints:
         if rotation is not None:
             self._damaged = []
         project.iteration += 1
+        done = "saved" if writer is None else "saving in the background:"
+        logger.info(f"{done} {saved}: epoch {run.progress['epoch']}, step {run.progress['step']}")
         return str(saved)
 
     def load(
@@ -150,7 +142,7 @@ class RunCheckpoints:
                 if not folder.is_dir() and not can_restore(folder):
                     raise CheckpointError(f"load_state: there is no folder {folder}")
                 report = load_run(run, folder, process=PartialState(), **options)
-        self._apply(report)
+        self._apply(report, "loaded")
         if input_dir is None:
             self._record_damaged(report)
         return report
@@ -163,13 +155,15 @@ class RunCheckpoints:
         with self._run_state() as run:
             report = resume_run(run, directory, process=PartialState())
         if report is not None:
-            self._apply(report)
+            self._apply(report, "resumed")
             self._record_damaged(report)
             self.trackers.resumed_keys = report.trackers
         return report
 
-    def _apply(self, report: LoadReport) -> None:
+    def _apply(self, report: LoadReport, done: str) -> None:
         """Continue where the loaded run was."""
+        skipped = f", {len(report.skipped)} damaged skipped" if report.skipped else ""
+        logger.info(f"{done} {report.folder}: epoch {report.epoch}, step {report.step}{skipped}")
         # Saved under another layout, each rank has loaded a generator state that its neighbours need not share.
         self.strategy.sync_rng_state()
         self.accumulation.step = int(report.progress.get("accumulation_step", 0))
@@ -348,11 +342,11 @@ class RunCheckpoints:
         check_custom(objects)
         self.objects.custom.extend(objects)
 
-    def register_save_hook(self, hook: Callable[..., None]) -> HookHandle:
+    def register_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """See `Accelerator.register_save_state_pre_hook`."""
         return _register(self.save_hooks, hook)
 
-    def register_load_hook(self, hook: Callable[..., None]) -> HookHandle:
+    def register_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """See `Accelerator.register_load_state_pre_hook`."""
         return _register(self.load_hooks, hook)
 
@@ -373,7 +367,7 @@ def _load_options(load_kwargs: dict[str, Any] | None) -> dict[str, Any]:
     return known
 
 
-def _register(hooks: OrderedDict[str, Callable[..., None]], hook: Callable[..., None]) -> HookHandle:
-    key = uuid.uuid4().hex
-    hooks[key] = hook
-    return HookHandle(hooks, key)
+def _register(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .config.training import DataLoaderConfiguration, check_accumulation_steps
+from .config.training import DataLoaderConfiguration, DistributedDataParallelKwargs, check_accumulation_steps
 from .core.enums import FP8BackendType
 from .parallel.base import Strategy
 from .precision.base import Precision
@@ -36,6 +36,12 @@ class RunOptions:
     def ddp_handler(self) -> Any:
         """The `DistributedDataParallelKwargs` of the run, or None."""
         return self.plan.handlers.ddp
+
+    @ddp_handler.setter
+    def ddp_handler(self, value: DistributedDataParallelKwargs | None) -> None:
+        # transformers 4 sets it after the constructor, before `prepare`.
+        self.plan.handlers.ddp = value
+        self.strategy.set_ddp_options(value)
 
     @property
     def scaler_handler(self) -> Any:
@@ -150,8 +156,8 @@ class RunOptions:
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The device mesh of the layout, or None."""
-        return self.state.device_mesh
+        """The device mesh of the `parallelism_config`, or None without one."""
+        return None if self.parallelism_config is None else self.state.device_mesh
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
@@ -189,7 +195,7 @@ class RunOptions:
         return self._mesh_rank("pp", "Pipeline parallelism")
 
     def _mesh_rank(self, dimension: str, meaning: str) -> int:
-        mesh = self.torch_device_mesh
+        mesh = self.state.device_mesh
         if mesh is None or dimension not in (mesh.mesh_dim_names or ()):
             raise RuntimeError(f"{meaning} is not configured. Set `parallelism_config` first.")
         return int(mesh[dimension].get_local_rank())

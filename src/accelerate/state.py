@@ -17,7 +17,7 @@ from .core.errors import ConfigurationError
 from .core.lazy import public_names
 from .core.retired import STATE_ATTRIBUTES
 from .gradient_state import GradientState as GradientState
-from .runtime import channel, group, process, smddp, xla
+from .runtime import channel, deepspeed_comm, group, process, smddp, xla
 from .runtime.topology import Topology
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class PartialState:
                 wanted = smddp.BACKEND
             used_backend = group.start(topology, wanted, timeout, init_method or kind.init_method)
             distributed_type = kind.distributed
+            if deepspeed_comm.is_requested():
+                deepspeed_comm.start(device)
         # Set at once, after everything has succeeded.
         self.__dict__.update(
             _cpu=cpu,
@@ -153,10 +155,13 @@ class PartialState:
         if self.num_processes > 1:
             channel.barrier("wait_for_everyone", self.device, self.backend)
 
-    def _meet(self, operation: str, error: str) -> None:
-        """A barrier of another operation, which passes on the error of a process that failed in it."""
+    def _wait_for_first(self, error: str) -> None:
+        """The barrier of both kinds of order, which passes on the error of a process that failed in its block.
+
+        One kind inside the other pairs the end of the inner block with the beginning of the outer one.
+        """
         if self.num_processes > 1:
-            channel.barrier(operation, self.device, self.backend, error)
+            channel.barrier("main_process_first", self.device, self.backend, error)
 
     def destroy_process_group(self, group: Any = None) -> None:
         """Leave the process group (the default one). At the end of the run this happens automatically."""
@@ -188,13 +193,13 @@ class PartialState:
         Raises:
             DistributedOperationException: on the other processes, where the block fails on the main process.
         """
-        with process.goes_first(self.is_main_process, functools.partial(self._meet, "main_process_first")):
+        with process.goes_first(self.is_main_process, self._wait_for_first):
             yield
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
         """Run the block on each machine's first process first, then on all others."""
-        with process.goes_first(self.is_local_main_process, functools.partial(self._meet, "local_main_process_first")):
+        with process.goes_first(self.is_local_main_process, self._wait_for_first):
             yield
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:

@@ -214,3 +214,16 @@ def test_progress_and_tracker_runs_are_in_the_checkpoint(tmp_path):
     assert report.manifest.progress["step"] == 10
     # The epoch is that of the loader that was trained on, not of the one prepared first.
     assert again.accelerator._checkpoints._progress()["epoch"] == 2
+
+
+def test_a_save_and_a_resume_log_one_line_each(tmp_path, caplog):
+    caplog.set_level("INFO", "accelerate.run_checkpoints")
+    run = Run(tmp_path)
+    run.batch(next(iter(run.main)))
+    folders = [run.accelerator.save_state() for _ in range(2)]
+    os.remove(os.path.join(folders[1], "model.safetensors"))
+    Run(tmp_path).accelerator.resume(signals=())
+    assert [record.getMessage() for record in caplog.records if record.levelname == "INFO"] == [
+        *(f"[RANK 0] saved {folder}: epoch 0, step 1" for folder in folders),
+        f"[RANK 0] resumed {folders[0]}: epoch 0, step 1, 1 damaged skipped",
+    ]

@@ -230,7 +230,7 @@ class StreamAsItGoes(IterableDataset):
 
 def seeded(loader: DataLoader) -> DataLoader:
     """`loader`, whose sampler gets the generator that `prepare` gives it on several processes."""
-    sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler.sampler
+    sampler = loader.sampler if loader.batch_sampler is None else getattr(loader.batch_sampler, "sampler", None)
     if getattr(sampler, "generator", False) is None:
         number = torch.empty((), dtype=torch.int64).random_().item()
         sampler.generator = torch.Generator().manual_seed(number)

@@ -26,15 +26,10 @@ EXPORTS = {
     "checkpointing.manifest": ["CorruptCheckpoint", "Manifest", "read_manifest", "verify"],
     "checkpointing.matching": ["CheckpointMismatch"],
     "checkpointing.merging": ["merge_fsdp_weights"],
+    "checkpointing.opening": ["Options"],
     "checkpointing.preemption": ["PreemptionWatch"],
-    "checkpointing.saving": ["Options", "save_run"],
-    "checkpointing.session": [
-        "RunState",
-        "ShardedPart",
-        "check_custom",
-        "rng_state",
-        "set_rng_state",
-    ],
+    "checkpointing.saving": ["save_run"],
+    "checkpointing.run_state": ["RunState", "check_custom"],
     "checkpointing.sharded": ["ShardedState"],
     "checkpointing.sharded_api": [
         "load_fsdp_model",

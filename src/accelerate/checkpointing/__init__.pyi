@@ -19,14 +19,11 @@ from .manifest import read_manifest as read_manifest
 from .manifest import verify as verify
 from .matching import CheckpointMismatch as CheckpointMismatch
 from .merging import merge_fsdp_weights as merge_fsdp_weights
+from .opening import Options as Options
 from .preemption import PreemptionWatch as PreemptionWatch
-from .saving import Options as Options
+from .run_state import RunState as RunState
+from .run_state import check_custom as check_custom
 from .saving import save_run as save_run
-from .session import RunState as RunState
-from .session import ShardedPart as ShardedPart
-from .session import check_custom as check_custom
-from .session import rng_state as rng_state
-from .session import set_rng_state as set_rng_state
 from .sharded import ShardedState as ShardedState
 from .sharded_api import load_fsdp_model as load_fsdp_model
 from .sharded_api import load_fsdp_optimizer as load_fsdp_optimizer

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -224,45 +225,39 @@ def _cut(views: Iterable[memoryview], block: int) -> Iterator[tuple[int, list[me
 
 
 def _write_block(descriptor: int, offset: int, pieces: list[memoryview]) -> int:
-    value = 0
-    for piece in pieces:
-        value = zlib.crc32(piece, value)
-    for chunk in _chunks(pieces):
-        offset = _write_pieces(descriptor, chunk, offset)
+    value = _sum_of(pieces)
+    _transfer(os.pwritev, descriptor, offset, pieces)
     return value
 
 
-def _write_pieces(descriptor: int, pieces: list[memoryview], offset: int) -> int:
-    """Write all of the pieces, however many calls the system makes of it; the offset behind them."""
-    while pieces:
-        done = os.pwritev(descriptor, pieces, offset)
-        offset += done
-        while pieces and done >= len(pieces[0]):
-            done -= len(pieces[0])
-            pieces = pieces[1:]
-        if pieces and done:
-            pieces = [pieces[0][done:], *pieces[1:]]
-    return offset
-
-
 def _read_block(descriptor: int, offset: int, pieces: list[memoryview], want: str | None) -> None:
-    at = offset
-    for chunk in _chunks(pieces):
+    end = _transfer(os.preadv, descriptor, offset, pieces)
+    if want is not None:
+        _compare(_sum_of(pieces), want, offset, end)
+
+
+def _sum_of(pieces: list[memoryview]) -> int:
+    value = 0
+    for piece in pieces:
+        value = zlib.crc32(piece, value)
+    return value
+
+
+def _transfer(call: Callable[..., int], descriptor: int, offset: int, pieces: list[memoryview]) -> int:
+    """Read or write all of the pieces, however many calls the system makes of it; the offset behind them."""
+    for first in range(0, len(pieces), _IOV_MAX):
+        chunk = pieces[first : first + _IOV_MAX]
         while chunk:
-            done = os.preadv(descriptor, chunk, at)
+            done = call(descriptor, chunk, offset)
             if done == 0:
-                raise CorruptFile(f"it ends at byte {at}")
-            at += done
+                raise CorruptFile(f"it ends at byte {offset}")
+            offset += done
             while chunk and done >= len(chunk[0]):
                 done -= len(chunk[0])
                 chunk = chunk[1:]
             if chunk and done:
                 chunk = [chunk[0][done:], *chunk[1:]]
-    if want is not None:
-        value = 0
-        for piece in pieces:
-            value = zlib.crc32(piece, value)
-        _compare(value, want, offset, at)
+    return offset
 
 
 def _copy_block(source: memoryview, target: memoryview) -> None:
@@ -301,11 +296,6 @@ def _compare(value: int, want: str, start: int, end: int) -> None:
         raise CorruptFile(f"bytes {start} to {end} have checksum {value:08x} where {want} was written")
 
 
-def _chunks(pieces: list[memoryview]) -> Iterator[list[memoryview]]:
-    for first in range(0, len(pieces), _IOV_MAX):
-        yield pieces[first : first + _IOV_MAX]
-
-
 def _finish(jobs: Sequence[Future[Any]]) -> None:
     try:
         for job in jobs:
@@ -329,20 +319,15 @@ def _sync_and_close(descriptor: int) -> None:
         os.close(descriptor)
 
 
-class _opened:
+@contextlib.contextmanager
+def _opened(path: Path, size: int, record: FileRecord | None) -> Iterator[int]:
     """A descriptor for reading a file whose size is as expected."""
-
-    def __init__(self, path: Path, size: int, record: FileRecord | None) -> None:
-        self.path, self.size, self.record = path, size, record
-
-    def __enter__(self) -> int:
-        self.descriptor = open_regular(self.path)
-        found = os.fstat(self.descriptor).st_size
-        want = self.record.size if self.record else self.size
-        if found != want or self.size != want:
-            os.close(self.descriptor)
+    descriptor = open_regular(path)
+    try:
+        found = os.fstat(descriptor).st_size
+        want = record.size if record else size
+        if found != want or size != want:
             raise CorruptFile(f"it has {found} bytes where {want} were written")
-        return self.descriptor
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self.descriptor)
+        yield descriptor
+    finally:
+        os.close(descriptor)

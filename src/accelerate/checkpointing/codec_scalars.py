@@ -24,58 +24,43 @@ _LONG = 4000  # bits; Python converts integers of up to 4300 digits from and to 
 _PATHS = {kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))}
 
 
-def encode_scalar(value: Any) -> Any:
+def encode_scalar(value: Any) -> dict[str, Any] | None:
     """The encoding of a scalar value; None for any other type. Raises ValueError for a value without an encoding."""
     kind = type(value)
-    if kind is int:  # others were taken as JSON's own
-        return {"$": "int", "v": hex(value)}
-    if kind is float:
-        return {"$": "float", "v": repr(value)}
-    if kind in (bytes, bytearray):
-        return {"$": kind.__name__, "v": base64.b64encode(value).decode()}
+    if kind in _ROWS:
+        tag, encode, _ = _ROWS[kind]
+        return {"$": tag, "v": encode(value)}
     if isinstance(value, np.generic):
         return codec_numpy.encode_scalar(value)
     if isinstance(value, np.dtype):
         return {"$": "npdtype", "v": codec_numpy.describe_dtype(value)}
-    if kind is complex:
-        return {"$": "complex", "v": [repr(value.real), repr(value.imag)]}
-    if kind is torch.dtype:
-        return {"$": "dtype", "v": dtype_name(value)}
-    if kind is torch.device:
-        return {"$": "device", "v": str(value)}
-    if kind in (decimal.Decimal, uuid.UUID):
-        return {"$": kind.__name__, "v": str(value)}
-    if kind is fractions.Fraction:
-        return {"$": "Fraction", "v": [hex(value.numerator), hex(value.denominator)]}
     if _PATHS.get(kind.__name__) is kind:
         return {"$": "path", "v": str(value), "kind": kind.__name__}
     if value is Ellipsis:
         return {"$": "Ellipsis"}
-    return _encode_time(value)
-
-
-def _encode_time(value: Any) -> Any:
-    kind = type(value)
-    if kind is datetime.date:
-        return {"$": "date", "v": value.isoformat()}
-    if kind is datetime.timedelta:
-        return {"$": "timedelta", "v": [value.days, value.seconds, value.microseconds]}
     if kind is datetime.timezone:
-        return {"$": "timezone", "v": _encode_time(value.utcoffset(None))["v"], "name": value.tzname(None)}
-    if kind is zoneinfo.ZoneInfo:
-        if value.key is None:
-            raise ValueError("a time zone without a key has no plain form")
-        return {"$": "ZoneInfo", "v": value.key}
+        offset = value.utcoffset(None)
+        return {"$": "timezone", "v": [offset.days, offset.seconds, offset.microseconds], "name": value.tzname(None)}
     if kind in (datetime.datetime, datetime.time):
-        document = {"$": kind.__name__, "v": value.replace(tzinfo=None).isoformat()}
-        if value.fold:
-            document["fold"] = 1
-        if value.tzinfo is not None:
-            document["zone"] = _encode_time(value.tzinfo)
-            if document["zone"] is None:
-                raise ValueError(f"the time zone {value.tzinfo!r} has no plain form")
-        return document
+        return _encode_moment(value)
     return None
+
+
+def _encode_moment(value: datetime.datetime | datetime.time) -> dict[str, Any]:
+    document: dict[str, Any] = {"$": type(value).__name__, "v": value.replace(tzinfo=None).isoformat()}
+    if value.fold:
+        document["fold"] = 1
+    if value.tzinfo is not None:
+        document["zone"] = encode_scalar(value.tzinfo)
+        if document["zone"] is None:
+            raise ValueError(f"the time zone {value.tzinfo!r} has no plain form")
+    return document
+
+
+def _zone_key(zone: zoneinfo.ZoneInfo) -> str:
+    if zone.key is None:
+        raise ValueError("a time zone without a key has no plain form")
+    return zone.key
 
 
 def is_plain_number(value: Any) -> bool:
@@ -97,41 +82,64 @@ def _timezone(data: dict[str, Any]) -> datetime.timezone:
 
 def _moment(kind: Any) -> Callable[[dict[str, Any]], Any]:
     def read(data: dict[str, Any]) -> Any:
-        zones = {"timezone": _timezone, "ZoneInfo": _zone}
         found = kind.fromisoformat(data["v"])
         if "zone" in data:
-            found = found.replace(tzinfo=zones[data["zone"]["$"]](data["zone"]))
+            found = found.replace(tzinfo=_ZONES[data["zone"]["$"]](data["zone"]))
         return found.replace(fold=1) if data.get("fold") else found
 
     return read
 
 
-def _zone(data: dict[str, Any]) -> zoneinfo.ZoneInfo:
+def _zone(key: str) -> zoneinfo.ZoneInfo:
     try:
-        return zoneinfo.ZoneInfo(data["v"])
+        return zoneinfo.ZoneInfo(key)
     except (zoneinfo.ZoneInfoNotFoundError, OSError) as error:
-        raise ValueError(f"the time zone {data['v']!r} is not known here: {error}") from error
+        raise ValueError(f"the time zone {key!r} is not known here: {error}") from error
+
+
+def _text(raw: bytes | bytearray) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+# By type: its tag, and the functions between a value and its JSON form, which is the entry "v".
+_ROWS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    int: ("int", hex, lambda text: int(text, 16)),  # integers and floats that JSON has itself were taken before
+    float: ("float", repr, float),
+    bytes: ("bytes", _text, _bytes),
+    bytearray: ("bytearray", _text, lambda text: bytearray(_bytes(text))),
+    complex: ("complex", lambda one: [repr(one.real), repr(one.imag)], lambda v: complex(float(v[0]), float(v[1]))),
+    torch.dtype: ("dtype", dtype_name, torch_dtype),
+    torch.device: ("device", str, torch.device),
+    decimal.Decimal: ("Decimal", str, decimal.Decimal),
+    uuid.UUID: ("UUID", str, uuid.UUID),
+    fractions.Fraction: (
+        "Fraction",
+        lambda one: [hex(one.numerator), hex(one.denominator)],
+        lambda v: fractions.Fraction(int(v[0], 16), int(v[1], 16)),
+    ),
+    datetime.date: ("date", datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.timedelta: (
+        "timedelta", lambda one: [one.days, one.seconds, one.microseconds], lambda v: datetime.timedelta(*v)
+    ),
+    zoneinfo.ZoneInfo: ("ZoneInfo", _zone_key, _zone),
+}  # fmt: skip
+_ZONES = {"timezone": _timezone, "ZoneInfo": lambda data: _zone(data["v"])}
+
+
+def _decoder(decode: Callable[[Any], Any]) -> Callable[[dict[str, Any]], Any]:
+    return lambda data: decode(data["v"])
 
 
 SCALARS: dict[str, Callable[[dict[str, Any]], Any]] = {
     **codec_numpy.SCALARS,
-    "int": lambda data: int(data["v"], 16),
-    "float": lambda data: float(data["v"]),
-    "bytes": lambda data: base64.b64decode(data["v"], validate=True),
-    "bytearray": lambda data: bytearray(base64.b64decode(data["v"], validate=True)),
-    "complex": lambda data: complex(float(data["v"][0]), float(data["v"][1])),
-    "range": lambda data: range(*data["v"]),
-    "dtype": lambda data: torch_dtype(data["v"]),
-    "device": lambda data: torch.device(data["v"]),
+    **{tag: _decoder(decode) for tag, _, decode in _ROWS.values()},
     "path": _path,
-    "Decimal": lambda data: decimal.Decimal(data["v"]),
-    "UUID": lambda data: uuid.UUID(data["v"]),
-    "Fraction": lambda data: fractions.Fraction(int(data["v"][0], 16), int(data["v"][1], 16)),
     "Ellipsis": lambda data: Ellipsis,
     "datetime": _moment(datetime.datetime),
     "time": _moment(datetime.time),
-    "date": lambda data: datetime.date.fromisoformat(data["v"]),
-    "timedelta": lambda data: datetime.timedelta(*data["v"]),
     "timezone": _timezone,
-    "ZoneInfo": _zone,
 }

@@ -10,23 +10,24 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME
+from ..core.constants import RNG_STATE_NAME, SAMPLER_NAME
 from ..core.errors import CheckpointError
 from ..core.torch_files import READ_ERRORS, check_archive
 from ..data_loader.position import Position
-from .contents import check_generators
+from .documents import damage
+from .generators import accelerators, check_generators
 from .layout import numbered
-from .session import RunState, damage, rng_state
+from .manifest import LOADER_NAME
 
-_LOADER_NAME = "dl_state_dict"
 _BROKEN = (pickle.UnpicklingError, EOFError, zipfile.BadZipFile)
 
 # What a pickled numpy array names. These build arrays and nothing else.
@@ -71,65 +72,44 @@ def _named_global(error: Exception) -> str:
     return f"it names {after[0]}" if after else " ".join(words[:1])
 
 
-def rank_files(run: RunState, rank: int) -> dict[str, Any]:
-    """{file name: value} of what each rank saves for itself."""
-    state = rng_state()
-    values: dict[str, Any] = {
-        "step": run.progress.get("accumulation_step", 0),
-        "random_state": state["python"],
-        "numpy_random_seed": state["numpy"],
-        "torch_manual_seed": state["torch"],
+_RANDOM_STATES = {"random_state": "python", "numpy_random_seed": "numpy", "torch_manual_seed": "torch"}
+
+
+def generator_file(state: Mapping[str, object], step: int) -> dict[str, object]:
+    """The states of a rank's generators under the API's names, and its step in the accumulation window."""
+    return {
+        "step": step,
+        **{theirs: state[ours] for theirs, ours in _RANDOM_STATES.items()},
+        **{f"torch_{kind}_manual_seed": state[kind] for kind in accelerators(state)},
     }
-    for kind in set(state) - {"python", "numpy", "torch"}:
-        values[f"torch_{kind}_manual_seed"] = state[kind]
-    return {f"{RNG_STATE_NAME}_{rank}.pkl": values}
 
 
-def shared_files(run: RunState, optimizers: Sequence[Any]) -> dict[str, Any]:
-    """{file name: value} of what is the same on all ranks, but for the weights."""
-    files: dict[str, Any] = {}
-    for index, state in enumerate(optimizers):
-        files[numbered(OPTIMIZER_NAME, index, ".bin")] = state
-    for index, scheduler in enumerate(run.schedulers):
-        files[numbered(SCHEDULER_NAME, index, ".bin")] = scheduler.state_dict()
-    for index, loader in enumerate(run.dataloaders):
-        if callable(getattr(loader, "state_dict", None)):
-            files[numbered(_LOADER_NAME, index, ".bin")] = loader.state_dict()
-    if run.scaler is not None:
-        files[SCALER_NAME] = run.scaler.state_dict()
-    for index, item in enumerate(run.custom):
-        files[f"custom_checkpoint_{index}.pkl"] = item.state_dict()
-    return files
-
-
-def read_rank(folder: Path, rank: int, allow_pickle: bool) -> dict[str, Any] | None:
-    """A rank's generators in our names, and its step in the window; None where the folder has no file of it."""
+def read_generators(folder: Path, rank: int, allow_pickle: bool) -> dict[str, Any] | None:
+    """The states of a rank's generators; None where the folder has no file of it."""
     path = folder / f"{RNG_STATE_NAME}_{rank}.pkl"
     if not path.exists():
         return None
     saved = load_pickled(path, allow_pickle)
     with damage(path):
-        state = {
-            "python": saved["random_state"],
-            "numpy": saved["numpy_random_seed"],
-            "torch": saved["torch_manual_seed"],
-        }
+        state = {ours: saved[theirs] for theirs, ours in _RANDOM_STATES.items()}
         for key, value in saved.items():
-            if key.startswith("torch_") and key.endswith("_manual_seed") and key != "torch_manual_seed":
-                kind = key.removeprefix("torch_").removesuffix("_manual_seed")
-                state[kind] = value if isinstance(value, list) else [value]
+            match = re.fullmatch("torch_(.+)_manual_seed", key)
+            if match:
+                state[match[1]] = value if isinstance(value, list) else [value]
         check_generators(state)
-    return {"rng": state, "step": saved.get("step", 0)}
+    return state
 
 
-def read_optimizer(folder: Path, index: int, allow_pickle: bool) -> Any:
-    """Read the state of an optimizer from a checkpoint in the API's format."""
-    return load_pickled(folder / numbered(OPTIMIZER_NAME, index, ".bin"), allow_pickle)
+def read_step(folder: Path, rank: int, allow_pickle: bool) -> int:
+    """A rank's step in the accumulation window; 0 where the folder has no file of it."""
+    path = folder / f"{RNG_STATE_NAME}_{rank}.pkl"
+    step: int = load_pickled(path, allow_pickle).get("step", 0) if path.exists() else 0
+    return step
 
 
 def read_loader(folder: Path, index: int, allow_pickle: bool, notes: list[str]) -> Any:
     """The state of a loader, or None where none was saved that a prepared loader can take."""
-    path = folder / numbered(_LOADER_NAME, index, ".bin")
+    path = folder / numbered(LOADER_NAME, index, ".bin")
     if path.exists():
         state = load_pickled(path, allow_pickle)
         with damage(path):
@@ -196,19 +176,3 @@ class _Numbers(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return _Inert()
-
-
-def read_shared(folder: Path, run: RunState, allow_pickle: bool) -> dict[str, Any]:
-    """Schedulers, scaler and custom objects of a folder, in the shape of our own session document."""
-    schedulers = [
-        load_pickled(folder / numbered(SCHEDULER_NAME, index, ".bin"), allow_pickle)
-        for index in range(len(run.schedulers))
-    ]
-    scaler_path = folder / SCALER_NAME
-    return {
-        "schedulers": schedulers,
-        "scaler": load_pickled(scaler_path, allow_pickle) if run.scaler is not None and scaler_path.exists() else None,
-        "custom": [
-            load_pickled(folder / f"custom_checkpoint_{index}.pkl", allow_pickle) for index in range(len(run.custom))
-        ],
-    }

@@ -50,6 +50,12 @@ class RankState:
         return []
 
 
+def is_empty(state: Mapping[str, Any]) -> bool:
+    """Whether a state of a `RankState` has neither gradients nor states of models."""
+    window = state.get("window")
+    return "layout" in state and not state["strategy"] and not (window and window["gradients"])
+
+
 def _layout_text(layout: Mapping[str, Any]) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in layout.items() if name != "strategy" and size != 1)
     return f"{layout['strategy']} ({sizes})" if sizes else str(layout["strategy"])

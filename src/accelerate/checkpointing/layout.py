@@ -8,22 +8,25 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
+from ..core.constants import MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME
 from ..core.errors import CheckpointError
 from .manifest import MANIFEST, check_sizes, is_api_file, read_manifest
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+RANK_DOCUMENT = re.compile(rf"{RNG_STATE_NAME}_(\d{{1,9}})\.json")
 _SET_ASIDE = re.compile(_NUMBERED.pattern + r"\.damaged(-\d+)?")
-
-SESSION_NAME = "session.json"
 
 
 def numbered(name: str, index: int, ending: str) -> str:
     """`model.safetensors`, `model_1.safetensors`, ...: the API's way of counting files of a kind."""
     return f"{name}{ending}" if index == 0 else f"{name}_{index}{ending}"
+
+
+def rank_document_name(rank: int) -> str:
+    """The document of a rank's own state, which begins with its random states."""
+    return f"{RNG_STATE_NAME}_{rank}"
 
 
 def model_shards(folder: Path, index: int) -> Path:
@@ -70,24 +73,12 @@ def list_damaged(directory: str | Path) -> list[Path]:
     return [entry for _, entry in sorted((int(match[1]), entry) for match, entry in found if entry.is_dir())]
 
 
-@dataclass
-class Candidates:
-    """Checkpoints to try, newest first, and (folder, reason) of the damaged ones."""
-
-    folders: list[Path]
-    skipped: list[tuple[Path, str]] = field(default_factory=list)
-
-
-def candidates(directory: str | Path) -> Candidates:
-    """The checkpoints of a directory that seem complete: a readable manifest, and every file with its size."""
-    found = Candidates([])
-    for _, folder in reversed(list_checkpoints(directory)):
-        reason = unfit(folder)
-        if reason is None:
-            found.folders.append(folder)
-        else:
-            found.skipped.append((folder, reason))
-    return found
+def candidates(directory: str | Path) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """The checkpoints to try, newest first, whose files have their sizes; and (folder, reason) of the others."""
+    found = [(folder, unfit(folder)) for _, folder in reversed(list_checkpoints(directory))]
+    return [folder for folder, why in found if why is None], [
+        (folder, why) for folder, why in found if why is not None
+    ]
 
 
 def unfit(folder: Path) -> str | None:
@@ -101,8 +92,7 @@ def unfit(folder: Path) -> str | None:
 
 def newest_valid(directory: str | Path) -> Path | None:
     """The newest `checkpoint_N` that seems complete (by sizes, not checksums), or None."""
-    found = candidates(directory)
-    return found.folders[0] if found.folders else None
+    return next(iter(candidates(directory)[0]), None)
 
 
 def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:

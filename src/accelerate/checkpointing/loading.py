@@ -13,18 +13,19 @@ from ..core.errors import CheckpointError
 from ..parallel.prepared import PreparedModel
 from ..runtime.agreement import Agreement, Process
 from .commit import restore
-from .contents import check_loaders, taking
+from .kinds import StateKind, Written, kinds, loading
 from .layout import candidates, list_checkpoints
 from .manifest import CorruptCheckpoint, Manifest
-from .matching import CheckpointMismatch, check_counts, check_optimizer
-from .session import RunState, set_rng_state
-from .source import CheckpointReader, CompatReader, NativeReader, WeightsReader, open_checkpoint
+from .matching import CheckpointMismatch
+from .run_state import RunState
+from .source import CheckpointReader, ModelWeights, open_checkpoint
 
 logger = logging.getLogger(__name__)
 
 ARRIVAL = 30.0  # seconds within which every rank must have called
 COMPLETION = 1800.0  # seconds within which every rank must have read and checked its files
 _ABSENT = "Every process must call it, at the same place: not under `if accelerator.is_main_process`."
+_ERRORS: dict[str, type[CheckpointError]] = {"corrupt": CorruptCheckpoint, "mismatch": CheckpointMismatch}
 _PARTLY_LOADED = "The run is partly loaded: load another checkpoint, or start it again."
 
 
@@ -68,11 +69,11 @@ class LoadReport:
 class _LoadPlan:
     """The content of a checkpoint, read and checked, except for the weights. Applying it reads only their files."""
 
-    models: list[tuple[PreparedModel, WeightsReader]]
-    optimizers: list[Callable[[], Any]]
-    shared: dict[str, Any]
-    rank: dict[str, Any]
+    models: list[tuple[PreparedModel, ModelWeights]]
+    progress: dict[str, Any]
     notes: list[str]
+    files: list[tuple[StateKind, int, object, Callable[[], object]]] = field(default_factory=list)
+    states: dict[str, list[object]] = field(default_factory=dict)
 
 
 def load_run(
@@ -110,7 +111,7 @@ def load_run(
         plan: _LoadPlan | None = None
         error: Exception | None = None
         try:
-            source = open_checkpoint(folder, run, allow_pickle)
+            source = open_checkpoint(folder, run, process, allow_pickle)
             plan = _read(run, source, process, strict, models_only)
         except FileNotFoundError as caught:
             error = CorruptCheckpoint(f"{folder} has no {Path(caught.filename or '').name}")
@@ -129,8 +130,7 @@ def load_run(
         agreement.exchange("load_state: apply", None, timeout)
         for note in plan.notes if process.process_index == 0 else ():
             logger.warning("%s: %s", folder, note)
-        progress = plan.shared.get("progress") or plan.rank.get("progress") or {}
-        return LoadReport(folder, progress, source.world_size, notes=plan.notes, manifest=source.manifest)
+        return LoadReport(folder, plan.progress, source.world_size, notes=plan.notes, manifest=source.manifest)
     finally:
         if source is not None:
             source.close()
@@ -138,7 +138,8 @@ def load_run(
 
 def _agree(agreement: Agreement, error: Exception | None, folder: Path, timeout: float) -> None:
     """Raise on every rank when one could not read its files, with the class of the first rank's error."""
-    mine = None if error is None else {"kind": _kind(error), "text": f"{error}" or type(error).__name__}
+    kind = next((name for name, one in _ERRORS.items() if isinstance(error, one)), "")
+    mine = None if error is None else {"kind": kind, "text": f"{error}" or type(error).__name__}
     reports = agreement.exchange("load_state: read", mine, timeout)
     failed = [(rank, row) for rank, row in enumerate(reports) if row is not None]
     if not failed:
@@ -146,16 +147,9 @@ def _agree(agreement: Agreement, error: Exception | None, folder: Path, timeout:
     if error is not None and isinstance(error, CheckpointError):
         raise error
     rank, row = failed[0]
-    kinds: dict[str, type[CheckpointError]] = {"corrupt": CorruptCheckpoint, "mismatch": CheckpointMismatch}
-    raise kinds.get(row["kind"], CheckpointError)(
+    raise _ERRORS.get(row["kind"], CheckpointError)(
         f"{folder} was not loaded: rank {rank}: {row['text']}. Nothing was changed."
     ) from error
-
-
-def _kind(error: Exception) -> str:
-    if isinstance(error, CorruptCheckpoint):
-        return "corrupt"
-    return "mismatch" if isinstance(error, CheckpointMismatch) else "error"
 
 
 def _read(run: RunState, source: CheckpointReader, process: Process, strict: bool, models_only: bool) -> _LoadPlan:
@@ -163,41 +157,37 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
     notes: list[str] = []
     source.check_sizes()
     if not models_only:
-        check_counts(run, source)
-    models: list[tuple[PreparedModel, WeightsReader]] = []
+        source.check_counts()
+    plan = _LoadPlan([], source.progress, notes)
     if not run.load_hooks:
-        models = _match(run.models, source, strict, notes)
+        plan.models = _match(run.models, source, strict, notes)
     if process.local_process_index == 0:
         # One rank of each machine checks what is not read into new memory below; the others share its file cache.
         source.check_weights()
     if run.sharded is not None and not source.is_unsharded:
         notes.extend(run.sharded.check(source.folder, strict, models_only))
     if models_only:
-        return _LoadPlan(models, [], {"progress": source.progress}, {}, notes)
-    for index, part in enumerate(run.optimizers if not source.is_unsharded else ()):
-        if part.saves_shards and source.about_optimizer(index) is not None:
-            check_optimizer(index, part, dict, source.about_optimizer(index), source.folder)
-    optimizers: list[Callable[[], Any]] = []
-    for index, part in enumerate(_loaded_unsharded(run.optimizers, source)):
-        read = source.optimizer(index)
-        check_optimizer(index, part, read, source.about_optimizer(index), source.folder)
-        optimizers.append(read)
-    rank = source.rank(process.process_index, process.num_processes, notes)
-    check_loaders(rank["dataloaders"], run.dataloaders, source.folder)
-    shared = source.shared_of(process.process_index, process.num_processes, notes)
-    return _LoadPlan(models, optimizers, shared, rank, notes)
+        return plan
+    for kind in kinds(Written.FILE):
+        for index, item in enumerate(kind.objects(run)):
+            # `run.sharded` reads what is sharded.
+            read = dict if kind.in_shards(item) and not source.is_unsharded else source.read_file(kind, index, item)
+            if kind.check_fit is not None:
+                kind.check_fit(index, item, read, source.about(kind, index), source.folder)
+            if read is not dict:
+                plan.files.append((kind, index, item, read))
+    plan.states, plan.progress = source.states(notes)
+    return plan
 
 
-def _match(parts: Sequence[PreparedModel], source: CheckpointReader, strict: bool, notes: list[str]) -> list[Any]:
-    matched = [(part, source.model(index, part)) for index, part in enumerate(_loaded_unsharded(parts, source))]
+def _match(
+    parts: Sequence[PreparedModel], source: CheckpointReader, strict: bool, notes: list[str]
+) -> list[tuple[PreparedModel, ModelWeights]]:
+    parts = [part for part in parts if source.is_unsharded or not part.saves_shards]
+    matched = [(part, source.model(index)) for index, part in enumerate(parts)]
     for index, (part, weights) in enumerate(matched):
         notes.extend(weights.compare(index, part, strict))
     return matched
-
-
-def _loaded_unsharded(parts: Sequence[Any], source: CheckpointReader) -> list[Any]:
-    """The models or optimizers to load from a full state: all, unless both the run and the checkpoint are sharded."""
-    return [part for part in parts if not part.saves_shards or source.is_unsharded]
 
 
 def _apply(run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: bool, models_only: bool) -> None:
@@ -211,40 +201,20 @@ def _apply(run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: boo
         plan.models = _match(remaining, source, strict, plan.notes)
     folder = source.folder
     for index, (part, weights) in enumerate(plan.models):
-        with taking(f"model {index}", weights.path):
+        with loading(f"model {index}", weights.path):
             weights.load(part, strict)
     if run.sharded is not None and not source.is_unsharded:
-        with taking("the sharded models and optimizers", folder):
+        with loading("the sharded models and optimizers", folder):
             run.sharded.load(folder, strict, models_only)
-    if models_only:
-        return
-    for index, (part, read) in enumerate(zip(_loaded_unsharded(run.optimizers, source), plan.optimizers, strict=True)):
-        with taking(f"optimizer {index}", folder):
-            part.load_state_dict(read())
-    for index, (scheduler, state) in enumerate(zip(run.schedulers, plan.shared["schedulers"], strict=True)):
-        with taking(f"scheduler {index}", folder):
-            scheduler.load_state_dict(state)
-    _load_other_state(run, plan, folder)
-
-
-def _load_other_state(run: RunState, plan: _LoadPlan, folder: Path) -> None:
-    for index, (loader, state) in enumerate(zip(run.dataloaders, plan.rank["dataloaders"], strict=True)):
-        if state is not None and callable(getattr(loader, "load_state_dict", None)):
-            with taking(f"data loader {index}", folder):
-                loader.load_state_dict(state)
-    if run.scaler is not None and plan.shared.get("scaler") is not None:
-        with taking("the gradient scaler", folder):
-            run.scaler.load_state_dict(plan.shared["scaler"])
-    if run.rank_state is not None and plan.rank.get("rank_state") is not None:
-        with taking("the state of this rank", folder):
-            plan.notes.extend(run.rank_state.load_state_dict(plan.rank["rank_state"]) or ())
-    for index, (item, state) in enumerate(zip(run.custom, plan.shared["custom"], strict=True)):
-        with taking(f"registered object {index} ({type(item).__qualname__})", folder):
-            item.load_state_dict(state)
-    # Last: what is loaded above may draw from the generators.
-    if plan.rank.get("rng") is not None:
-        with taking("the random number generators", folder):
-            plan.notes.extend(set_rng_state(plan.rank["rng"]))
+    for kind, index, item, read in plan.files:
+        with loading(kind.title(index, item), folder):
+            state = read()
+        plan.notes.extend(kind.load(index, item, state, folder))
+    # Generators last: what is loaded before may draw from them.
+    for kind in sorted(kinds(Written.ONCE, Written.RANK), key=lambda kind: kind.name == "rng"):
+        states = plan.states.get(kind.name, ())
+        for index, (item, state) in enumerate(zip(kind.objects(run), states, strict=False)):
+            plan.notes.extend(kind.load(index, item, state, folder))
 
 
 def load_newest(
@@ -262,10 +232,10 @@ def load_newest(
     """
     directory = Path(directory)
     agreement = Agreement(process)
-    found = candidates(directory) if process.process_index == 0 else None
     mine = None
-    if found is not None:
-        mine = [[str(folder) for folder in found.folders], [[str(folder), why] for folder, why in found.skipped]]
+    if process.process_index == 0:
+        folders, unfit = candidates(directory)
+        mine = [[str(folder) for folder in folders], [[str(folder), why] for folder, why in unfit]]
     names, skipped = agreement.exchange("load_state", mine, arrival_timeout, _ABSENT)[0]
     passed = [(Path(name), why) for name, why in skipped]
     for name in names:
@@ -297,7 +267,6 @@ def resume(
     directory: str | Path,
     *,
     process: Process,
-    load: Callable[..., LoadReport] = load_newest,
     **options: Any,
 ) -> LoadReport | None:
     """Load the newest valid checkpoint of a directory. Returns None if it has no checkpoint.
@@ -307,7 +276,4 @@ def resume(
     agreement = Agreement(process)
     here = bool(list_checkpoints(directory)) if process.process_index == 0 else None
     present = agreement.exchange("resume", here, options.get("arrival_timeout", ARRIVAL), _ABSENT)[0]
-    return load(run, directory, process=process, **options) if present else None
-
-
-__all__ = ["CompatReader", "LoadReport", "NativeReader", "load_newest", "load_run", "resume"]
+    return load_newest(run, directory, process=process, **options) if present else None

@@ -9,7 +9,7 @@ import json
 import platform
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,12 +31,13 @@ from .blocks import BlockIO, CorruptFile, FileRecord
 MANIFEST = "checkpoint_manifest.json"
 FORMAT = "accelerate-checkpoint"
 VERSION = 1
-
+LOADER_NAME = "dl_state_dict"  # of the API's files with positions in data loaders
+_NUMBERS = ("step", "epoch", "accumulation_step", "iteration", "training_loader")  # of the progress
 
 # Names of the API's own format; what matches is part of a checkpoint when a folder has no manifest.
 _API_FILES = re.compile(
     rf"({MODEL_NAME}(_\d+)?\.bin|{SAFE_MODEL_NAME}(_\d+)?\.safetensors|{OPTIMIZER_NAME}(_\d+)?\.bin"
-    rf"|{SCHEDULER_NAME}(_\d+)?\.bin|{SAMPLER_NAME}(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin"
+    rf"|{SCHEDULER_NAME}(_\d+)?\.bin|{SAMPLER_NAME}(_\d+)?\.bin|{LOADER_NAME}(_\d+)?\.bin"
     rf"|{RNG_STATE_NAME}_\d+\.pkl|{re.escape(SCALER_NAME)}|custom_checkpoint_\d+\.pkl"
     rf"|{MODEL_NAME}_fsdp_\d+|{OPTIMIZER_NAME}_\d+)"
 )
@@ -124,6 +125,7 @@ def _check_body(body: dict[str, Any]) -> None:
     for name in ("progress", "files", "mesh", "libraries"):
         if not isinstance(body.get(name, {}), dict):
             raise ValueError(f"{name} is not an object")
+    check_progress(body["progress"])
     for name in ("models", "optimizers"):
         for row in _list(body[name], name):
             if not isinstance(row, dict) or not isinstance(row.get("sharded"), bool):
@@ -137,6 +139,17 @@ def _check_body(body: dict[str, Any]) -> None:
             for shape in _list(group, "shapes"):
                 if any(type(extent) is not int for extent in _list(shape, "shapes")):
                     raise ValueError("the shapes of an optimizer are not lists of sizes")
+
+
+def check_progress(progress: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the entries of the run's position are non-negative integers."""
+    for name in _NUMBERS:
+        value = progress.get(name, 0)
+        if value is not None and (type(value) is not int or value < 0):
+            raise ValueError(f"progress.{name} is {str(value)[:60]!r}, not a number")
+    trackers = progress.get("trackers", {})
+    if not isinstance(trackers, dict) or not all(isinstance(key, str) for key in trackers):
+        raise ValueError("progress.trackers is not an object")
 
 
 def _list(value: Any, name: str) -> list[Any]:

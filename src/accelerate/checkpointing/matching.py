@@ -6,17 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..core.errors import CheckpointError
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from .codec import memory_of
-from .session import RunState
-
-if TYPE_CHECKING:
-    from .source import CheckpointReader
 
 _SHOWN = 20  # entries of a list in a message
 
@@ -53,13 +49,12 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f", and {rest} more" if rest > 0 else "")
 
 
-def compare_names(saved: Mapping[str, tuple[int, ...] | None], module: torch.nn.Module) -> Differences:
-    """How saved entries ({name: shape}, None for an entry that is no tensor) differ from a module's own.
+def compare_names(saved: Mapping[str, tuple[int, ...] | None], state: Mapping[str, object]) -> Differences:
+    """How saved entries ({name: shape}, None for an entry that is no tensor) differ from those of a model's state.
 
-    An entry that the file lacks is no difference when the module ties it to one that the file has.
+    An entry that the file lacks is no difference when the model ties it to one that the file has.
     """
     found = Differences()
-    state = module.state_dict()
     present = {memory_of(value) for name, value in state.items() if name in saved and isinstance(value, torch.Tensor)}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -78,7 +73,7 @@ def compare_model(
     index: int, part: PreparedModel, saved: Mapping[str, tuple[int, ...] | None], path: Path, strict: bool
 ) -> Differences:
     """The differences between a model's file and the model. Raises CheckpointMismatch for any when `strict`."""
-    found = compare_names(saved, part.state_template)
+    found = compare_names(saved, part.state_template.state_dict())
     if found and strict:
         name = type(part.state_template).__qualname__
         raise CheckpointMismatch(
@@ -88,32 +83,8 @@ def compare_model(
     return found
 
 
-def check_counts(run: RunState, source: CheckpointReader) -> None:
-    """Raise CheckpointMismatch when the run has more or fewer objects of a kind than were saved."""
-    saved = source.counts()
-    here = {
-        "models": len(run.models),
-        "optimizers": len(run.optimizers),
-        "schedulers": len(run.schedulers),
-        "registered objects": len(run.custom),
-    }
-    if run.load_hooks:
-        # A hook may have taken models out when they were saved.
-        saved.pop("models", None)
-    rows = [
-        f"{saved[name]} {name} saved, {here[name]} here"
-        for name in here
-        if name in saved and saved[name] is not None and saved[name] != here[name]
-    ]
-    if rows:
-        raise CheckpointMismatch(
-            f"{source.folder} was saved by another run: {'; '.join(rows)}. Nothing was loaded. Prepare and register "
-            "the same objects in the same order before loading."
-        )
-
-
 def check_optimizer(
-    index: int, part: PreparedOptimizer, read: Callable[[], Any], about: Mapping[str, Any] | None, folder: Path
+    index: int, part: PreparedOptimizer, read: Callable[[], object], about: Mapping[str, Any] | None, folder: Path
 ) -> None:
     """Raise CheckpointMismatch when an optimizer's state belongs to other parameters or another kind of optimizer."""
     here = part.describe()

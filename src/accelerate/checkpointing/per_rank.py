@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedulers, the scaler and registered objects whose state differs between ranks: found when a run is saved.
+"""States that are written once, and differ between ranks (of schedulers, say): found when a run is saved.
 
 The checkpoint's shared document has the state of one rank. Each other rank writes a document with the entries
 that differ, and restores them on the same number of processes.
@@ -9,56 +9,52 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import CheckpointError
 from .blocks import host_view
 from .codec import TensorSink, encode
-from .session import RunState
+from .kinds import StateKind, Written, kinds
+from .run_state import RunState
 
-_PREFIX = "session_rank_"
+PREFIX = "session_rank_"
 
 
 def document_name(rank: int) -> str:
     """The document of what a rank has different from the others."""
-    return f"{_PREFIX}{rank}"
+    return f"{PREFIX}{rank}"
 
 
-def document_names(files: Mapping[str, Any]) -> list[str]:
+def document_names(files: Iterable[str]) -> list[str]:
     """The documents of this kind among the files of a checkpoint, by rank."""
-    found = [name.removesuffix(".json") for name in files if name.startswith(_PREFIX) and name.endswith(".json")]
+    found = [name.removesuffix(".json") for name in files if name.startswith(PREFIX) and name.endswith(".json")]
     return sorted(found, key=lambda name: (len(name), name))
 
 
 @dataclass
 class StateEntry:
-    """One state: `kind` is "schedulers", "custom" or "scaler"; `label` names the object in messages."""
+    """The state of one object: the `index`-th of a kind."""
 
-    kind: str
+    kind: StateKind
     index: int
     label: str
-    state: Any
+    state: object
 
     @property
     def key(self) -> str:
         """The name of the entry, such as "schedulers[0]"."""
-        return f"{self.kind}[{self.index}]"
+        return f"{self.kind.name}[{self.index}]"
 
 
-def entries(run: RunState, shared: Mapping[str, Any]) -> list[StateEntry]:
+def entries(run: RunState, shared: Mapping[str, object]) -> list[StateEntry]:
     """The entries of the shared document of this rank that may differ between ranks."""
-    found = []
-    for kind, objects, name in (
-        ("schedulers", run.schedulers, "scheduler"),
-        ("custom", run.custom, "registered object"),
-        ("scaler", [] if run.scaler is None else [run.scaler], "gradient scaler"),
-    ):
-        states = [shared[kind]] if kind == "scaler" else shared[kind]
-        for index, (item, state) in enumerate(zip(objects, states, strict=False)):
-            found.append(StateEntry(kind, index, f"{name} {index} ({type(item).__qualname__})", state))
-    return found
+    return [
+        StateEntry(kind, index, kind.title(index, item), state)
+        for kind in kinds(Written.ONCE)
+        for index, (item, state) in enumerate(zip(kind.objects(run), kind.states(shared), strict=False))
+    ]
 
 
 def digests(rows: Sequence[StateEntry], strict: bool) -> dict[str, str]:
@@ -74,7 +70,7 @@ def digests(rows: Sequence[StateEntry], strict: bool) -> dict[str, str]:
     return found
 
 
-def digest(state: Any, path: str) -> str:
+def digest(state: object, path: str) -> str:
     """A digest of a state's structure and of the values of its tensors."""
     sink = TensorSink()
     text = json.dumps(encode(state, sink, path), sort_keys=True)
@@ -92,13 +88,16 @@ def check_same_entries(rows: Sequence[Mapping[str, str] | None]) -> None:
     names = {rank: sorted(row) for rank, row in enumerate(rows) if row is not None}
     if len(set(map(tuple, names.values()))) <= 1:
         return
-    counts = "; ".join(
-        f"rank {rank}: {sum(key.startswith('custom') for key in keys)} registered objects, "
-        f"{sum(key.startswith('schedulers') for key in keys)} schedulers"
-        for rank, keys in names.items()
+    counts = {
+        f"{kind.label}s": {rank: sum(key.startswith(f"{kind.name}[") for key in keys) for rank, keys in names.items()}
+        for kind in kinds(Written.ONCE)
+    }
+    uneven = {label: row for label, row in counts.items() if len(set(row.values())) > 1}
+    text = "; ".join(
+        f"rank {rank}: " + ", ".join(f"{row[rank]} {label}" for label, row in uneven.items()) for rank in names
     )
     raise CheckpointError(
-        f"the ranks have different objects to save: {counts}. Prepare and register the same objects on every rank."
+        f"the ranks have different objects to save: {text}. Prepare and register the same objects on every rank."
     )
 
 
@@ -107,24 +106,24 @@ def differing(mine: Mapping[str, str], reference: Mapping[str, str] | None) -> l
     return [] if reference is None else [key for key, value in mine.items() if value != reference.get(key)]
 
 
-def overlay(shared: dict[str, Any], own: Any) -> dict[str, Any]:
+def overlay(shared: Mapping[str, object], own: Mapping[str, Mapping[int, object]]) -> dict[str, Any]:
     """The shared document with a rank's own entries in place. Raises ValueError for an entry that has no place."""
-    merged = {**shared, "schedulers": list(shared["schedulers"]), "custom": list(shared["custom"])}
-    for kind, rows in own.items():
-        if kind == "scaler":
-            merged["scaler"] = rows[0]
-            continue
+    merged: dict[str, Any] = dict(shared)
+    known = {kind.name: kind for kind in kinds(Written.ONCE)}
+    for name, rows in own.items():
+        states = list(known[name].states(shared)) if name in known else []
         for index, state in rows.items():
-            if kind not in ("schedulers", "custom") or type(index) is not int or not 0 <= index < len(merged[kind]):
-                raise ValueError(f"{kind}[{index}] is in none of the shared lists")
-            merged[kind][index] = state
+            if type(index) is not int or not 0 <= index < len(states):
+                raise ValueError(f"{name}[{index}] is in none of the shared lists")
+            states[index] = state
+        merged[name] = states[0] if known[name].single else states
     return merged
 
 
-def own_document(rows: Sequence[StateEntry], keys: Sequence[str]) -> dict[str, dict[int, Any]]:
+def own_document(rows: Sequence[StateEntry], keys: Sequence[str]) -> dict[str, dict[int, object]]:
     """What a rank writes: {kind: {index: state}} of the entries that differ."""
-    document: dict[str, dict[int, Any]] = {}
+    document: dict[str, dict[int, object]] = {}
     for row in rows:
         if row.key in keys:
-            document.setdefault(row.kind, {})[row.index] = row.state
+            document.setdefault(row.kind.name, {})[row.index] = row.state
     return document

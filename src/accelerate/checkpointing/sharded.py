@@ -39,10 +39,10 @@ from ..parallel.materialize import canonical_name
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from .codec import TensorSink, decode, encode, memory_of
 from .dcp_legacy import PlainPlanner, PlainReader
+from .documents import damage
 from .layout import model_shards, optimizer_shards
-from .matching import CheckpointMismatch, Differences
-from .session import damage
-from .tensorfile import read_header
+from .matching import CheckpointMismatch, compare_names
+from .tensorfile import only_tensors, read_header
 
 _OPTIONS = "options.json"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -56,7 +56,7 @@ class ShardedState:
 
     def __init__(self, models: Sequence[PreparedModel], optimizers: Sequence[PreparedOptimizer] = ()) -> None:
         self.update(models, optimizers)
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
         self._host: dict[tuple[Path, str], torch.Tensor] = {}  # copies of the last background save, used again
 
     def update(self, models: Sequence[PreparedModel], optimizers: Sequence[PreparedOptimizer] = ()) -> None:
@@ -87,15 +87,15 @@ class ShardedState:
             blocking: if False, the shards are copied to host memory, and writing them uses a separate group.
             compat: write the API's format.
         """
-        jobs: list[tuple[Path, dict[str, Any], dict[str, Any]]] = [
+        jobs: list[tuple[Path, dict[str, torch.Tensor], dict[str, object]]] = [
             (model_shards(Path(), index), self._model_state(model), {}) for index, model in self.models
         ]
         for index, model, optimizer in self.optimizers:
             _check_by_tensor(optimizer)
             with _states_of(model, optimizer):
                 flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-            tensors = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
-            rest = {name: value for name, value in flat.items() if name not in tensors}
+            tensors = only_tensors(flat)
+            rest: dict[str, Any] = {name: value for name, value in flat.items() if name not in tensors}
             rest = _of_all_ranks(rest) if self.templates else rest
             jobs.append((optimizer_shards(Path(), index), tensors, rest))
         group = None
@@ -146,13 +146,8 @@ class ShardedState:
             if is_fsdp1(model):
                 continue  # a rank does not see the shapes of what it has a slice of; `load` compares them
             template = self.templates.get(index)
-            state = self._model_state(model) if template is None else template.state_dict()
-            here = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
-            found = Differences(
-                missing=[name for name in here if name not in saved],
-                unexpected=[name for name in saved if name not in here],
-                shapes={n: (saved[n] or (), here[n]) for n in here if n in saved and saved[n] != here[n]},
-            )
+            state = self._model_state(model) if template is None else only_tensors(template.state_dict())
+            found = compare_names(saved, state)
             if found and strict:
                 raise CheckpointMismatch(f"{path} does not fit model {index}: {found}. Nothing was loaded.")
             notes += [f"model {index}: {found}"] if found else []
@@ -171,7 +166,7 @@ class ShardedState:
     def load(self, folder: Path, strict: bool, models_only: bool = False) -> None:
         """Read the shards of this rank from what any number of ranks has written."""
         for index, model in self.models:
-            weights = self._model_state(model)
+            weights: dict[str, Any] = self._model_state(model)
             read_shards(model_shards(folder, index), weights, strict)
             set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
         for index, model, optimizer in () if models_only else self.optimizers:
@@ -187,9 +182,8 @@ class ShardedState:
             drop_states(model, optimizer, without)
 
     @staticmethod
-    def _model_state(model: torch.nn.Module) -> dict[str, Any]:
-        state = get_model_state_dict(model)
-        return {name: unwrapped(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        return {name: unwrapped(value) for name, value in only_tensors(get_model_state_dict(model)).items()}
 
 
 def _check_by_tensor(optimizer: torch.optim.Optimizer) -> None:
@@ -223,12 +217,12 @@ def _without_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.
 
 def _optimizer_state(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Any], dict[str, torch.Tensor], set[str]]:
+) -> tuple[dict[str, object], dict[str, torch.Tensor], set[str]]:
     """(flat state, its tensors to read from a folder, names of parameters that the folder has no state of).
 
     An optimizer that has not stepped yet gets its tensors here, so that there is memory to read to.
     """
-    flat: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+    flat: dict[str, object] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
     without = _without_state(folder, model, optimizer)
     tensors = {
         name: value
@@ -281,17 +275,21 @@ def _model_of(index: int, optimizer: PreparedOptimizer) -> torch.nn.Module:
 
 
 def write_shards(
-    folder: Path, tensors: Mapping[str, Any], rest: Mapping[str, Any], group: Any = None, compat: bool = False
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    rest: Mapping[str, object],
+    group: dist.ProcessGroup | None = None,
+    compat: bool = False,
 ) -> None:
     """Write this rank's shards of `tensors` (DTensors, or plain tensors that all ranks have) below `folder`.
 
     `compat`: in torch's own format and under the API's names, with `rest` in the same files.
     torch's writer makes the folder, and raises an error of one rank on all of them.
     """
-    state: dict[str, Any] = _each_its_own(tensors)
+    state: dict[str, object] = dict(_each_its_own(tensors))
     if compat:
         state = {_api_prefix(folder).rstrip("."): {**state, **rest}}
-        writer: Any = dcp.FileSystemWriter(str(folder))
+        writer: dcp.StorageWriter = dcp.FileSystemWriter(str(folder))
     else:
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     dcp.save(
@@ -302,16 +300,16 @@ def write_shards(
     )
 
 
-def write_options(folder: Path, rest: Mapping[str, Any]) -> None:
+def write_options(folder: Path, rest: Mapping[str, object]) -> None:
     """Write the values that are no tensors, on the first rank. No other rank waits for it here."""
     if rest and (not dist.is_initialized() or dist.get_rank() == 0):
         text = json.dumps(encode(dict(rest), TensorSink(inline=1 << 30), "options"), allow_nan=False)
         (folder / _OPTIONS).write_text(text)
 
 
-def _each_its_own(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _each_its_own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same values, tied ones as copies: torch's writer puts them into one file, which refuses shared memory."""
-    seen: set[tuple[Any, ...]] = set()
+    seen: set[tuple[object, ...]] = set()
     separate = {}
     for name, value in tensors.items():
         local = value.to_local() if hasattr(value, "to_local") else value
@@ -321,14 +319,14 @@ def _each_its_own(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return separate
 
 
-def _of_all_ranks(values: dict[str, Any]) -> dict[str, Any]:
+def _of_all_ranks(values: dict[str, object]) -> dict[str, object]:
     """What is no tensor, of every rank: each has its own names."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, values)
     return {name: value for part in everyone for name, value in part.items()}
 
 
-def read_options(folder: Path) -> dict[str, Any]:
+def read_options(folder: Path) -> dict[str, object]:
     """What was saved of an optimizer besides tensors: its groups' options, by the flat names."""
     path = folder / _OPTIONS
     if path.exists():
@@ -347,7 +345,7 @@ def read_options(folder: Path) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in plain.items()}
 
 
-def _reader(folder: Path) -> Any:
+def _reader(folder: Path) -> dcp.StorageReader:
     files = sorted(folder.glob("*.safetensors"))
     for path in files:
         with damage(path):
@@ -417,7 +415,7 @@ def shards_damage(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"the shards in {folder} cannot be read: {str(cause)[:500]}") from error
 
 
-def read_shards(folder: Path, tensors: Mapping[str, Any], strict: bool) -> None:
+def read_shards(folder: Path, tensors: Mapping[str, torch.Tensor], strict: bool) -> None:
     """Fill `tensors` (DTensors or plain ones) in place from shards of any layout.
 
     Raises CheckpointError that lists what is missing or of another shape; without `strict` those are left as they are.
@@ -426,7 +424,7 @@ def read_shards(folder: Path, tensors: Mapping[str, Any], strict: bool) -> None:
         load_entries(wanted, folder)
 
 
-def match_shards(folder: Path, tensors: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+def match_shards(folder: Path, tensors: Mapping[str, torch.Tensor], strict: bool) -> dict[str, torch.Tensor]:
     """The tensors that can be read from the shards in a folder, under its names. Raises as `read_shards` does."""
     if not tensors:
         return {}  # plain SGD has no tensors, and torch's writer leaves no file of shards
@@ -440,7 +438,7 @@ def match_shards(folder: Path, tensors: Mapping[str, Any], strict: bool) -> dict
     return {f"{prefix}{name}": value for name, value in tensors.items() if name in saved and name not in other}
 
 
-def load_entries(wanted: dict[str, Any], folder: Path) -> None:
+def load_entries(wanted: dict[str, torch.Tensor], folder: Path) -> None:
     """Fill `wanted` in place, by the names that the folder uses. All of them must be there."""
     with warnings.catch_warnings(), shards_damage(folder):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -456,7 +454,8 @@ def _api_prefix(folder: Path) -> str:
     return "model." if folder.name.startswith(MODEL_NAME) else "optimizer."
 
 
-def _read_full(folder: Path) -> dict[str, torch.Tensor]:
+def read_unsharded(folder: Path) -> dict[str, torch.Tensor]:
+    """Merge all tensors in a folder of shards in host memory."""
     entries = shard_entries(folder)
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     load_entries(tensors, folder)
@@ -470,11 +469,6 @@ def model_shapes(folder: Path) -> dict[str, tuple[int, ...] | None]:
     return {name.removeprefix(prefix): tuple(entry.size) for name, entry in shard_entries(folder).items()}
 
 
-def read_model(folder: Path) -> dict[str, torch.Tensor]:
-    """The unsharded state of a model."""
-    return _read_full(folder)
-
-
 def read_optimizer(
     folder: Path,
     optimizer: torch.optim.Optimizer,
@@ -486,12 +480,12 @@ def read_optimizer(
     Shards know parameters by name; `modules` are the models in which `optimizer` finds them, or `groups` has the names
     of each of its groups.
     """
-    values: dict[str, Any] = {**read_options(folder), **_read_full(folder)}
+    values: dict[str, object] = {**read_options(folder), **read_unsharded(folder)}
     if groups is None:
         names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
         groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    by_name: dict[str, dict[str, Any]] = {}
-    options: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, object]] = {}
+    options: dict[str, dict[str, object]] = {}
     known = sorted((name for group in groups for name in group), key=len, reverse=True)
     for key, value in values.items():
         kind, _, rest = key.partition(".")

@@ -28,6 +28,7 @@ from ..parallel.fsdp.state import full_options, is_fsdp1
 from .compat import load_pickled
 from .layout import model_shards, numbered, optimizer_shards
 from .sharded import load_nested, read_options, read_shards
+from .tensorfile import only_tensors
 
 _FSDP_MODEL = f"{MODEL_NAME}_fsdp"
 
@@ -49,10 +50,6 @@ def _weights(model: torch.nn.Module, options: StateDictOptions | None, adapter_o
 
         state = dict(get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter))
     return state
-
-
-def _is_main() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _rank() -> int:
@@ -100,7 +97,7 @@ def save_fsdp_model(
     kind = _kind(fsdp_plugin)
     if kind == "FULL_STATE_DICT":
         state = _weights(model, full_options(model), adapter_only)
-        if _is_main():
+        if _rank() == 0:
             _write(state, folder / numbered(_FSDP_MODEL, model_index, ".bin"))
     elif kind == "SHARDED_STATE_DICT" and use_dcp:
         _write_dcp({"model": _weights(model, None, adapter_only)}, model_shards(folder, model_index))
@@ -132,7 +129,7 @@ def load_fsdp_model(
         full = StateDictOptions(
             full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=options.strict
         )
-        return set_model_state_dict(model, load_pickled(path) if _is_main() else {}, options=full)
+        return set_model_state_dict(model, load_pickled(path) if _rank() == 0 else {}, options=full)
     state = _weights(model, None, adapter_only)
     shards, own = model_shards(folder, model_index), folder / _rank_file(_FSDP_MODEL, model_index)
     if shards.is_dir() and (use_dcp or not own.exists()):
@@ -158,7 +155,7 @@ def save_fsdp_optimizer(
     inner = getattr(optimizer, "optimizer", optimizer)
     if _kind(fsdp_plugin) == "FULL_STATE_DICT" or not use_dcp:
         state = get_optimizer_state_dict(model, inner, options=full_options(model))
-        if _is_main():
+        if _rank() == 0:
             _write(state, folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))
     else:
         state = get_optimizer_state_dict(model, inner, options=StateDictOptions(flatten_optimizer_state_dict=True))
@@ -188,24 +185,25 @@ def load_fsdp_optimizer(
     file = folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin")
     if not path.is_dir() or (file.exists() and not use_dcp):
         full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
-        set_optimizer_state_dict(model, inner, load_pickled(file) if _is_main() else {}, options=full)
+        set_optimizer_state_dict(model, inner, load_pickled(file) if _rank() == 0 else {}, options=full)
         return
     if is_fsdp1(model):
         load_nested(path, model, inner, strict=not adapter_only)
         return
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     state = get_optimizer_state_dict(model, inner, options=flat)
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    tensors = only_tensors(state)
     read_shards(path, tensors, strict=not adapter_only)
-    set_optimizer_state_dict(model, inner, {**state, **read_options(path), **tensors}, options=flat)
+    merged: dict[str, Any] = {**state, **read_options(path), **tensors}
+    set_optimizer_state_dict(model, inner, merged, options=flat)
 
 
-def _write(value: Any, path: Path) -> None:
+def _write(value: object, path: Path) -> None:
     with atomic_write(path) as file:
         torch.save(value, file)
 
 
-def _write_dcp(state: dict[str, Any], folder: Path) -> None:
+def _write_dcp(state: dict[str, object], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(str(folder)), no_dist=not dist.is_initialized())
 

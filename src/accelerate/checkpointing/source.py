@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +15,35 @@ import torch
 from ..core.constants import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError
 from ..parallel.prepared import PreparedModel
+from ..runtime.agreement import Process
 from . import compat, per_rank
-from .blocks import BlockIO, CorruptFile
-from .contents import check_rank, check_shared
-from .layout import model_shards, numbered, optimizer_shards
-from .manifest import MANIFEST, CorruptCheckpoint, Manifest, check_files, check_sizes, read_manifest, reason
-from .matching import Differences, compare_model
-from .session import RunState, damage, read_document, read_document_into
+from .blocks import BlockIO
+from .documents import damage, read_document, read_document_into
+from .kinds import SESSION, StateKind, Written, check_document, kinds, no_generators, unknown_keys
+from .layout import RANK_DOCUMENT, model_shards, numbered, optimizer_shards, rank_document_name
+from .manifest import (
+    MANIFEST,
+    CorruptCheckpoint,
+    Manifest,
+    check_files,
+    check_progress,
+    check_sizes,
+    read_manifest,
+)
+from .matching import CheckpointMismatch, Differences, compare_model
+from .run_state import RunState
 from .tensorfile import read_header, read_into, read_tensors
 
 
 class CheckpointReader:
-    """Reads a checkpoint. Only `WeightsReader.load` changes the run."""
+    """Reads a checkpoint. Only `ModelWeights.load` changes the run."""
 
     manifest: Manifest | None = None
 
-    def __init__(self, folder: Path, run: RunState, allow_pickle: bool) -> None:
+    def __init__(self, folder: Path, run: RunState, process: Process, allow_pickle: bool) -> None:
         self.folder = folder
         self.run = run
+        self.rank, self.processes = process.process_index, process.num_processes
         self.allow_pickle = allow_pickle
         self.io = BlockIO()
 
@@ -77,67 +90,88 @@ class CheckpointReader:
         """Whether a file is always read into new memory, and checked when it is read."""
         return False
 
-    def model(self, index: int, part: PreparedModel) -> WeightsReader:
-        """Return the reader for the weights of a model."""
-        for name in (numbered(SAFE_MODEL_NAME, index, ".safetensors"), numbered(MODEL_NAME, index, ".bin")):
-            path = self.folder / name
-            if path.exists():
-                kind = SafetensorsWeights if name.endswith(".safetensors") else PickledWeights
-                return kind(self, path, index)
-        if model_shards(self.folder, index).is_dir():
-            return ShardedWeights(self, model_shards(self.folder, index), index)
-        raise CheckpointError(f"{self.folder} holds no weights of model {index}")
+    def model(self, index: int) -> ModelWeights:
+        """Return the saved weights of a model."""
+        path = self.folder / numbered(SAFE_MODEL_NAME, index, ".safetensors")
+        pickled = self.folder / numbered(MODEL_NAME, index, ".bin")
+        shards = model_shards(self.folder, index)
+        if path.exists():
+            shapes, read = _safetensors(path, self.io)
+        elif pickled.exists():
+            path = pickled
+            shapes, read = _pickled(path, self.allow_pickle)
+        elif shards.is_dir():
+            from .sharded import model_shapes, read_unsharded
 
-    def model_extra(self, index: int) -> dict[str, Any]:
+            path = shards
+            shapes, read = model_shapes(path), functools.partial(read_unsharded, path)
+        else:
+            raise CheckpointError(f"{self.folder} holds no weights of model {index}")
+        return ModelWeights(path, self.io, shapes, read, self.model_extra(index))
+
+    def model_extra(self, index: int) -> dict[str, object]:
         """The entries of a model's state that are no tensors."""
         return {}
 
-    def counts(self) -> dict[str, int | None]:
-        """Return the number of saved objects by kind, as far as it is known."""
-        raise NotImplementedError
+    def counts(self) -> dict[str, int]:
+        """The number of saved objects by kind, where it is known."""
+        if self.manifest is None:
+            return {}
+        return {"models": len(self.manifest.models), "optimizers": len(self.manifest.optimizers)}
 
-    def optimizer(self, index: int) -> Callable[[], Any]:
-        """Check the saved state of an optimizer now; the callable gives it, at the cost of the former state."""
-        raise NotImplementedError
+    def check_counts(self) -> None:
+        """Raise CheckpointMismatch when the run has more or fewer objects of a kind than were saved."""
+        saved = self.counts()
+        if self.run.load_hooks:
+            # A hook may have taken models out when they were saved.
+            saved.pop("models", None)
+        here = {kind: len(kind.objects(self.run)) for kind in kinds(*Written) if kind.name in saved}
+        rows = [
+            f"{saved[kind.name]} {kind.label}s saved, {count} here"
+            for kind, count in here.items()
+            if saved[kind.name] != count
+        ]
+        if rows:
+            raise CheckpointMismatch(
+                f"{self.folder} was saved by another run: {'; '.join(rows)}. Nothing was loaded. Prepare and register "
+                "the same objects in the same order before loading."
+            )
 
-    def sharded_optimizer(self, index: int) -> Any:
-        """Read the state of an optimizer that was saved in shards."""
+    def about(self, kind: StateKind, index: int) -> Mapping[str, Any] | None:
+        """An object's row in the manifest, if there is one."""
+        rows = (
+            {} if self.manifest is None else {"models": self.manifest.models, "optimizers": self.manifest.optimizers}
+        )
+        return rows[kind.name][index] if kind.name in rows else None
+
+    def read_file(self, kind: StateKind, index: int, item: Any) -> Callable[[], object]:
+        """Check the saved state of an object of a FILE kind now, and return a function that reads it."""
+        shards = self.folder / f"{kind.file}_{index}"
+        if not shards.is_dir():
+            return self._read_unsharded(kind, index, item)
         from .sharded import read_optimizer  # slow to import, and not needed for an unsharded checkpoint
 
-        optimizer = self.run.optimizers[index]
-        return read_optimizer(
-            optimizer_shards(self.folder, index),
-            optimizer.inner,
-            [part.state_template for part in self.run.models],
-            optimizer.group_shapes(),
-        )
+        models = [part.state_template for part in self.run.models]
+        state = read_optimizer(shards, item.inner, models, item.group_shapes())
+        return lambda: state
 
-    def about_optimizer(self, index: int) -> Mapping[str, Any] | None:
-        """Return an optimizer's entry in the manifest; None without a manifest."""
-        return self.manifest.optimizers[index] if self.manifest else None
-
-    def shared(self) -> dict[str, Any]:
-        """Return the state that all ranks share."""
+    def _read_unsharded(self, kind: StateKind, index: int, item: Any) -> Callable[[], object]:
         raise NotImplementedError
 
-    def shared_of(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
-        """The shared state as a rank takes it."""
-        return self.shared()
-
-    def rank(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
-        """Return the state of one rank."""
+    def states(self, notes: list[str]) -> tuple[dict[str, list[object]], dict[str, Any]]:
+        """({kind: states of its objects}, progress) for this rank, of the kinds without files of their own."""
         raise NotImplementedError
 
 
-def open_checkpoint(folder: Path, run: RunState, allow_pickle: bool) -> CheckpointReader:
+def open_checkpoint(folder: Path, run: RunState, process: Process, allow_pickle: bool) -> CheckpointReader:
     """The checkpoint in a folder, by its manifest or else by the random states that the API's format always has.
 
     Raises CorruptCheckpoint for a folder that has neither.
     """
     if not (folder / MANIFEST).exists() and any(folder.glob(f"{RNG_STATE_NAME}_*.pkl")):
-        return CompatReader(folder, run, allow_pickle)
+        return CompatReader(folder, run, process, allow_pickle)
     manifest = read_manifest(folder)
-    source = (CompatReader if manifest.layout == "compat" else NativeReader)(folder, run, allow_pickle)
+    source = (CompatReader if manifest.layout == "compat" else NativeReader)(folder, run, process, allow_pickle)
     source.manifest = manifest
     return source
 
@@ -149,162 +183,169 @@ class NativeReader(CheckpointReader):
 
     def read_fresh(self, name: str) -> bool:
         """Whether a file is a document or belongs to one."""
-        return not (name.startswith((SAFE_MODEL_NAME, MODEL_NAME)) or "/" in name) and name.endswith(
-            (".json", ".safetensors")
+        return self._documents.fullmatch(name) is not None
+
+    @functools.cached_property
+    def _documents(self) -> re.Pattern[str]:
+        files = "|".join(kind.file for kind in kinds(Written.FILE))
+        return re.compile(
+            rf"({SESSION}|{per_rank.PREFIX}\d+|{RNG_STATE_NAME}_\d+|({files})(_\d+)?)\.(json|safetensors)"
         )
 
-    def counts(self) -> dict[str, int | None]:
+    def counts(self) -> dict[str, int]:
         """Return the number of saved objects by kind."""
-        shared = self.shared()
-        return {
-            "models": len(self.manifest.models),
-            "optimizers": len(self.manifest.optimizers),
-            "schedulers": len(shared["schedulers"]),
-            "registered objects": len(shared["custom"]),
-        }
+        found = {kind.name: len(kind.states(self._session)) for kind in kinds(Written.ONCE) if not kind.single}
+        for kind in kinds(Written.FILE):
+            pattern = re.compile(rf"{kind.file}(_\d+)?\.json")
+            found[kind.name] = sum(pattern.fullmatch(name) is not None for name in self.manifest.files)
+        for kind in kinds(Written.RANK):
+            if not kind.single:
+                found[kind.name] = len(kind.states(self._own or self._first_rank))
+        return {**found, **super().counts()}
 
-    def model_extra(self, index: int) -> dict[str, Any]:
+    def model_extra(self, index: int) -> dict[str, object]:
         """Return the entries of a model's state that are not tensors."""
         name = numbered("model_extra", index, "")
         if f"{name}.json" not in self.manifest.files:
             return {}
-        found = read_document(self.io, self.folder, name, self.manifest)
+        found = self._read(name)
         if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
             raise CorruptCheckpoint(f"{self.folder / name}.json is damaged: it is not an object")
         return found
 
-    def optimizer(self, index: int) -> Callable[[], Any]:
-        """Check the saved state of an optimizer now, and return a function that reads it."""
-        if self.manifest.optimizers[index]["sharded"]:
-            state = self.sharded_optimizer(index)
-            return lambda: state
-        part = self.run.optimizers[index]
+    def _read(self, name: str) -> Any:
+        return read_document(self.io, self.folder, name, self.manifest)
+
+    def _read_unsharded(self, kind: StateKind, index: int, item: Any) -> Callable[[], object]:
         # Where the state's memory is there already it is read in place, so that none is needed twice.
-        current = None if part.is_partial else part.state_dict()
-        name = numbered("optimizer", index, "")
-        return read_document_into(self.io, self.folder, name, self.manifest, current, f"optimizer {index}")
+        current = None if getattr(item, "is_partial", False) else item.state_dict()
+        name = numbered(kind.file, index, "")
+        return read_document_into(self.io, self.folder, name, self.manifest, current, f"{kind.label} {index}")
 
-    def shared(self) -> dict[str, Any]:
-        """Return the state that all ranks share. It is read once."""
-        if not hasattr(self, "_shared"):
-            found = read_document(self.io, self.folder, "session", self.manifest)
-            self._shared: dict[str, Any] = check_shared(found, self.folder / "session.json")
-        return self._shared
+    @functools.cached_property
+    def _session(self) -> dict[str, Any]:
+        return check_document(self._read(SESSION), Written.ONCE, self.folder / f"{SESSION}.json")
 
-    def shared_of(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
-        """The shared state as a rank had it. On another number of processes it is the same for all."""
+    def _rank_document(self, rank: int) -> dict[str, Any]:
+        name = rank_document_name(rank)
+        return check_document(self._read(name), Written.RANK, self.folder / f"{name}.json")
+
+    @functools.cached_property
+    def _own(self) -> dict[str, Any]:
+        """The document that the rank of this number wrote; empty if there is none."""
+        return self._rank_document(self.rank) if f"{rank_document_name(self.rank)}.json" in self.manifest.files else {}
+
+    @functools.cached_property
+    def _first_rank(self) -> dict[str, Any]:
+        """The document of the lowest rank that this folder has (0 but where each machine keeps its own copy)."""
+        present = [int(match[1]) for name in self.manifest.files if (match := RANK_DOCUMENT.fullmatch(name))]
+        if not present:
+            raise CorruptCheckpoint(f"{self.folder} holds the state of no rank")
+        return self._own if min(present) == self.rank else self._rank_document(min(present))
+
+    @property
+    def _is_same_size(self) -> bool:
+        return self.processes == self.manifest.world_size
+
+    def states(self, notes: list[str]) -> tuple[dict[str, list[object]], dict[str, Any]]:
+        """Of a rank that has saved, its own states. On another number of processes, what has a place there."""
+        own = self._rank_states(notes)
+        session = self._session_of_rank(notes)
+        unknown = [*unknown_keys(session, Written.ONCE), *unknown_keys(own, Written.RANK)]
+        if unknown:
+            notes.append(f"{', '.join(unknown)[:200]}: not loaded, because this version has no such kind of state")
+        found = {kind.name: kind.states(session) for kind in kinds(Written.ONCE)}
+        found.update({kind.name: kind.states(own) for kind in kinds(Written.RANK)})
+        return found, session["progress"]
+
+    def _session_of_rank(self, notes: list[str]) -> dict[str, Any]:
+        """What is written once, as this rank had it."""
         names = per_rank.document_names(self.manifest.files)
-        if world_size != self.manifest.world_size:
-            if names:
-                notes.append(self._differing(names))
-            return self.shared()
-        name = per_rank.document_name(rank)
-        if name not in names:
-            return self.shared()
-        with damage(self.folder / f"{name}.json"):
-            return per_rank.overlay(self.shared(), read_document(self.io, self.folder, name, self.manifest))
-
-    def _differing(self, names: list[str]) -> str:
+        if self._is_same_size:
+            names = [name for name in names if name == per_rank.document_name(self.rank)]
         keys: dict[str, None] = {}
+        session = self._session
         for name in names:
             with damage(self.folder / f"{name}.json"):
-                for kind, rows in read_document(self.io, self.folder, name, self.manifest).items():
-                    keys.update({f"{kind}[{index}]": None for index in rows})
-        return (
-            f"{', '.join(keys)} differed between the {self.manifest.world_size} processes that saved: with another "
-            "number of processes every rank takes the state of rank 0"
-        )
-
-    def rank(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
-        """A rank's own state. On another number of processes the loaders' places are rank 0's, which are global."""
-        same = world_size == self.manifest.world_size
-        own = f"random_states_{rank}"
-        if f"{own}.json" in self.manifest.files:
-            state = self._rank_document(own)
-            if same:
-                return state
+                own = self._read(name)
+                keys.update({f"{kind}[{index}]": None for kind, rows in own.items() for index in rows})
+                if self._is_same_size:
+                    session = per_rank.overlay(session, own)
+        if keys and not self._is_same_size:
             notes.append(
-                f"saved by {self.manifest.world_size} processes, loaded by {world_size}: each of the first ranks "
+                f"{', '.join(keys)} differed between the {self.manifest.world_size} processes that saved: with "
+                "another number of processes every rank takes the state of rank 0"
+            )
+        return session
+
+    def _rank_states(self, notes: list[str]) -> dict[str, Any]:
+        own = self._own
+        if own:
+            if self._is_same_size:
+                return own
+            notes.append(
+                f"saved by {self.manifest.world_size} processes, loaded by {self.processes}: each of the first ranks "
                 "takes its former random states; unfinished gradients, and places in streams of random numbers that "
                 "stages of a pipeline have for themselves, are dropped"
             )
-            if rank == 0:
-                return {**state, "rank_state": None}
         else:
-            state = {"rng": None}
-            notes.append(f"no random states of rank {rank} were saved: its generators stay as they are")
-        first = self._first_rank()
-        return {"rng": state["rng"], "dataloaders": first["dataloaders"], "rank_state": None}
-
-    def _first_rank(self) -> dict[str, Any]:
-        """The state of the lowest rank that this folder has (rank 0 but where each machine keeps its own copy)."""
-        present = [
-            int(match[1])
-            for name in self.manifest.files
-            if (match := re.fullmatch(r"random_states_(\d{1,9})\.json", name))
-        ]
-        if not present:
-            raise CorruptCheckpoint(f"{self.folder} holds the state of no rank")
-        return self._rank_document(f"random_states_{min(present)}")
-
-    def _rank_document(self, name: str) -> dict[str, Any]:
-        return check_rank(read_document(self.io, self.folder, name, self.manifest), self.folder / f"{name}.json")
+            notes.append(no_generators(self.rank))
+        documents = {"own": own, "first": self._first_rank}
+        return {
+            kind.name: documents[kind.resized].get(kind.name) if kind.resized else None if kind.single else []
+            for kind in kinds(Written.RANK)
+        }
 
 
 class CompatReader(CheckpointReader):
     """A folder in the API's own format, written by another library (without checksums) or by layout='compat'."""
 
-    def counts(self) -> dict[str, int | None]:
-        """Return the numbers of models and optimizers; empty without a manifest."""
-        if self.manifest is None:
-            return {}
-        return {"models": len(self.manifest.models), "optimizers": len(self.manifest.optimizers)}
-
-    def optimizer(self, index: int) -> Callable[[], Any]:
-        """Read the saved state of an optimizer, and return a function that returns it."""
-        if optimizer_shards(self.folder, index).is_dir():
-            state = self.sharded_optimizer(index)
-        else:
-            state = compat.read_optimizer(self.folder, index, self.allow_pickle)
+    def _read_unsharded(self, kind: StateKind, index: int, item: Any) -> Callable[[], object]:
+        state = kind.compat and compat.load_pickled(self.folder / kind.compat(index), self.allow_pickle)
         return lambda: state
 
-    def shared(self) -> dict[str, Any]:
-        """Return the state that all ranks share."""
-        return {**compat.read_shared(self.folder, self.run, self.allow_pickle), "progress": self.progress}
-
-    def rank(self, rank: int, world_size: int, notes: list[str]) -> dict[str, Any]:
-        """Return the random states and the positions of the loaders of one rank."""
-        found = compat.read_rank(self.folder, rank, self.allow_pickle)
-        if found is None:
-            notes.append(f"no random states of rank {rank} were saved: its generators stay as they are")
-            found = {"rng": None}
-        loaders = [
-            compat.read_loader(self.folder, index, self.allow_pickle, notes)
-            for index in range(len(self.run.dataloaders))
-        ]
-        progress = {"accumulation_step": found.get("step", 0)}
-        return {"rng": found["rng"], "progress": progress, "dataloaders": loaders}
+    def states(self, notes: list[str]) -> tuple[dict[str, list[object]], dict[str, Any]]:
+        """Return the states in the files that the API's format has, for the objects of the run."""
+        found = {
+            kind.name: kind.read_compat(self.folder, len(kind.objects(self.run)), self.rank, self.allow_pickle, notes)
+            for kind in kinds(Written.ONCE, Written.RANK)
+        }
+        notes.extend(
+            f"the API's format has no place for the state of the {kind.label}, which stays as it is"
+            for kind in kinds(Written.ONCE, Written.FILE)
+            if kind.compat is None and kind.objects(self.run)
+        )
+        progress = self.progress or {"accumulation_step": compat.read_step(self.folder, self.rank, self.allow_pickle)}
+        with damage(self.folder):
+            check_progress(progress)
+        return found, progress
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
 
 
-class WeightsReader:
-    """The saved state of one model."""
+Shapes = Mapping[str, tuple[int, ...] | None]  # by entry; None for an entry that is not a tensor
 
-    def __init__(self, source: CheckpointReader, path: Path, index: int) -> None:
-        self.source = source
-        self.path = path
-        self.extra = source.model_extra(index)
-        self.differences = Differences()
 
-    def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Return the shape of each entry; None for an entry that is not a tensor."""
-        raise NotImplementedError
+@dataclass
+class ModelWeights:
+    """The saved weights of one model.
 
-    def state(self) -> dict[str, Any]:
-        """The full state, in host memory."""
-        raise NotImplementedError
+    Fields:
+        path: the file, or the folder of shards.
+        io: reads it.
+        shapes: of its entries.
+        read: reads its entries into host memory.
+        extra: the entries of the model's state that are not tensors.
+        differences: between the entries and the model, after `compare`.
+    """
+
+    path: Path
+    io: BlockIO
+    shapes: Shapes
+    read: Callable[[], Mapping[str, object]]
+    extra: dict[str, object]
+    differences: Differences = field(default_factory=Differences)
 
     def compare(self, index: int, part: PreparedModel, strict: bool) -> list[str]:
         """Notes on what differs from the model; with `strict` any difference is a CheckpointMismatch."""
@@ -313,91 +354,48 @@ class WeightsReader:
 
             if is_fsdp1(part.module):
                 return []  # its parameters are flattened: only its own loader knows their names
-        saved = {**self.shapes(), **dict.fromkeys(self.extra)}
+        saved = {**self.shapes, **dict.fromkeys(self.extra)}
         self.differences = compare_model(index, part, saved, self.path, strict)
         return [f"model {index}: {self.differences}"] if self.differences else []
 
     def load(self, part: PreparedModel, strict: bool) -> None:
-        """Load the weights into a model."""
-        state = {**self.state(), **self.extra}
-        for name in self.differences.shapes:
-            state.pop(name, None)
+        """Load the weights into a model, directly into its memory if possible."""
+        other = self.differences.shapes
+        if self.path.suffix == ".safetensors" and not (part.is_partial or self.extra):
+            template = part.state_template
+            if _loads_plainly(template):
+                state = template.state_dict()
+                with damage(self.path):
+                    wanted = {name: state[name] for name in state if name in self.shapes and name not in other}
+                    read_into(self.io, self.path, wanted)
+                return
+        entries = {**self.read(), **self.extra}
         # What is missing or unexpected was judged before; tied names may be missing rightly.
-        part.load_state_dict(state, strict if part.is_partial else False)
+        kept = {name: value for name, value in entries.items() if name not in other}
+        part.load_state_dict(kept, strict if part.is_partial else False)
 
 
-class SafetensorsWeights(WeightsReader):
-    """A safetensors file."""
+def _safetensors(path: Path, io: BlockIO) -> tuple[Shapes, Callable[[], Mapping[str, object]]]:
+    """The shapes in a safetensors file, with the aliases of tied weights, and a function that reads it."""
+    with damage(path):
+        header = read_header(path)
+    shapes = {name: entry.shape for name, entry in header.entries.items()}
+    shapes.update({alias: shapes[name] for alias, name in header.aliases.items() if name in shapes})
 
-    def __init__(self, source: CheckpointReader, path: Path, index: int) -> None:
-        super().__init__(source, path, index)
-        try:
-            self.header = read_header(path)
-        except (CorruptFile, OSError) as error:
-            raise CorruptCheckpoint(f"{path} is damaged: {reason(error)}") from error
+    def read() -> Mapping[str, object]:
+        with damage(path):
+            return read_tensors(io, path)
 
-    def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Return the shape of each entry, including aliases of tied weights."""
-        found: dict[str, tuple[int, ...] | None] = {name: entry.shape for name, entry in self.header.entries.items()}
-        found.update({alias: found[name] for alias, name in self.header.aliases.items() if name in found})
-        return found
-
-    def state(self) -> dict[str, Any]:
-        """Read the full state into host memory."""
-        with damage(self.path):
-            return dict(read_tensors(self.source.io, self.path))
-
-    def load(self, part: PreparedModel, strict: bool) -> None:
-        """Load the weights, directly into the model's memory if possible."""
-        if part.is_partial or self.extra or not _loads_plainly(part.state_template):
-            super().load(part, strict)
-            return
-        saved = self.shapes()
-        targets = {
-            name: tensor
-            for name, tensor in part.state_template.state_dict().items()
-            if name in saved and name not in self.differences.shapes
-        }
-        with damage(self.path):
-            read_into(self.source.io, self.path, targets)
+    return shapes, read
 
 
-class PickledWeights(WeightsReader):
-    """A file of torch.save."""
-
-    def __init__(self, source: CheckpointReader, path: Path, index: int) -> None:
-        super().__init__(source, path, index)
-        found = compat.load_pickled(path, source.allow_pickle)
-        if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-            raise CorruptCheckpoint(f"{path} is not the state of a model")
-        self._state = dict(found)
-
-    def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Return the shape of each entry; None for an entry that is not a tensor."""
-        return {
-            name: tuple(value.shape) if isinstance(value, torch.Tensor) else None
-            for name, value in self._state.items()
-        }
-
-    def state(self) -> dict[str, Any]:
-        """Return the full state, which is in host memory."""
-        return self._state
-
-
-class ShardedWeights(WeightsReader):
-    """A folder of shards, merged for an unsharded model."""
-
-    def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Return the unsharded shape of each entry."""
-        from .sharded import model_shapes
-
-        return model_shapes(self.path)
-
-    def state(self) -> dict[str, Any]:
-        """Merge the shards in host memory."""
-        from .sharded import read_model
-
-        return read_model(self.path)
+def _pickled(path: Path, allow_pickle: bool) -> tuple[Shapes, Callable[[], Mapping[str, object]]]:
+    """The shapes in a file of torch.save, which is in host memory then, and a function that returns its content."""
+    found = compat.load_pickled(path, allow_pickle)
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise CorruptCheckpoint(f"{path} is not the state of a model")
+    shapes = {name: tuple(one.shape) if isinstance(one, torch.Tensor) else None for name, one in found.items()}
+    return shapes, lambda: found
 
 
 def _loads_plainly(module: torch.nn.Module) -> bool:

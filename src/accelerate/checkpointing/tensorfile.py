@@ -58,6 +58,11 @@ class Header:
         }
 
 
+def only_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """The entries of a state that are tensors."""
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
 def without_aliases(state: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """(tensors that are memories of their own, {alias: name}) of a state whose tied tensors stand in it twice."""
     kept: dict[str, torch.Tensor] = {}

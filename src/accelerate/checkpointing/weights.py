@@ -28,7 +28,7 @@ from ..core.files import atomic_write, follow_links, fsync_path, user_path
 from ..state import PartialState
 from .blocks import BlockIO
 from .compat import load_pickled
-from .tensorfile import segments, without_aliases
+from .tensorfile import only_tensors, segments, without_aliases
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def plan_shards(state: Mapping[str, torch.Tensor], limit: int) -> list[list[str]
 
 
 def save_model(
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     save_directory: str | os.PathLike[str],
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
@@ -93,11 +93,11 @@ def save_model(
     if not (process.is_local_main_process if save_on_each_node else process.is_main_process):
         return
     folder.mkdir(parents=True, exist_ok=True)
-    kept: dict[str, Any] = dict(state)
+    kept: Mapping[str, object] = dict(state)
     aliases: dict[str, str] = {}
     if safe_serialization:
         kept, aliases = without_aliases(clean_tensors(state))
-    shards = plan_shards({name: value for name, value in kept.items() if isinstance(value, torch.Tensor)}, limit)
+    shards = plan_shards(only_tensors(kept), limit)
     single, pattern, index = (
         (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME)
         if safe_serialization
@@ -116,7 +116,7 @@ def _numbered_shards(pattern: str, count: int) -> list[str]:
     return [pattern.format(suffix=f"-{number:05d}-of-{count:05d}") for number in range(1, count + 1)]
 
 
-def clean_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def clean_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     """The tensors of a state; an entry of another kind cannot stand in a safetensors file and is named in an error."""
     bad = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if bad:
@@ -124,11 +124,11 @@ def clean_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             f"these entries are no tensors and have no place in a safetensors file: {', '.join(bad[:20])}. "
             "Pass safe_serialization=False, or leave them out of the state dict."
         )
-    return dict(state)
+    return only_tensors(state)
 
 
 def _write_shards(
-    folder: Path, files: Mapping[str, Mapping[str, Any]], aliases: Mapping[str, str], index: str | None
+    folder: Path, files: Mapping[str, Mapping[str, object]], aliases: Mapping[str, str], index: str | None
 ) -> None:
     """Write all files under temporary names, then rename each, the index last."""
     token = uuid.uuid4().hex[:8]
@@ -139,7 +139,7 @@ def _write_shards(
             for name, content in files.items():
                 if safe:
                     here = {alias: kept for alias, kept in aliases.items() if kept in content}
-                    io.write(temporary[name], segments(content, here))
+                    io.write(temporary[name], segments(only_tensors(content), here))
                 else:
                     torch.save(dict(content), temporary[name])
                     fsync_path(temporary[name])
@@ -157,7 +157,7 @@ def _write_shards(
     fsync_path(folder)
 
 
-def _write_index(path: Path, files: Mapping[str, Mapping[str, Any]], aliases: Mapping[str, str]) -> None:
+def _write_index(path: Path, files: Mapping[str, Mapping[str, object]], aliases: Mapping[str, str]) -> None:
     total = sum(
         value.numel() * value.element_size()
         for content in files.values()
@@ -184,7 +184,7 @@ def _remove_stale(folder: Path, single: str, pattern: str, index: str, written: 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A state that a safetensors file can hold: contiguous tensors, of tied ones the first name only."""
-    tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+    tensors = only_tensors(state_dict)
     kept, aliases = without_aliases(tensors)
     if aliases:
         logger.info("left out tied tensors %s: their values are stored under another name", sorted(aliases))

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
-from ..runtime.agreement import Agreement, Process
 from .blocks import BlockIO, Segment, host_view, is_host, nbytes
-from .saving import Options, PendingCheckpoint, complete
+from .opening import PendingCheckpoint
+from .ranks import SaveRanks
+from .saving import complete
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,6 @@ class Writer:
     def __init__(self) -> None:
         self._job: _Job | None = None
         self._buffer: torch.Tensor | None = None
-        self.copy_seconds = 0.0  # how long the last save blocked the caller to copy its state
-        _Waiting.arm()
 
     @property
     def busy(self) -> bool:
@@ -63,19 +61,19 @@ class Writer:
             return
         job.thread.join()
         self._job = None
-        _Waiting.writers.discard(self)
+        _UNFINISHED.discard(self)
         if job.error is not None:
             raise CheckpointError(f"the background save of {job.folder} failed: {job.error}") from job.error
 
-    def submit(self, pending: PendingCheckpoint, process: Process, options: Options) -> None:
+    def submit(self, pending: PendingCheckpoint) -> None:
         """Write a pending checkpoint, whose state was copied, in the background."""
         # A separate agreement: messages of the training and other saves never wait for this one.
-        agreement = Agreement(process, "checkpoint-writer")
+        ranks = SaveRanks(pending.process, pending.folder, pending.options.timeout, "checkpoint-writer")
         job = _Job(threading.Thread(name="checkpoint-writer", target=lambda: _run(job)), str(pending.folder))
 
         def _run(job: _Job) -> None:
             try:
-                complete(pending, process, options, agreement)
+                complete(pending, ranks)
             except BaseException as error:
                 job.error = error
             finally:
@@ -83,15 +81,10 @@ class Writer:
 
         job.thread.start()
         self._job = job
-        _Waiting.writers.add(self)
+        _UNFINISHED.add(self)
 
     def copy(self, pending: PendingCheckpoint) -> None:
         """Copy the state to host memory, so that training can continue."""
-        started = time.perf_counter()
-        self._copy(pending)
-        self.copy_seconds = time.perf_counter() - started
-
-    def _copy(self, pending: PendingCheckpoint) -> None:
         tensors = [piece for pieces in pending.files.values() for piece in pieces if isinstance(piece, torch.Tensor)]
         copies = iter(self._snapshot(tensors))
         pending.files = {
@@ -140,24 +133,17 @@ def _clone(value: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
-class _Waiting:
-    """Writers whose last save nobody has waited for: an exit must not cut it off, nor hide its error."""
+_UNFINISHED: set[Writer] = set()  # their last saves nobody has waited for: an exit must not cut one off
 
-    writers: ClassVar[set[Writer]] = set()
-    armed = False
 
-    @classmethod
-    def arm(cls) -> None:
-        # Before an `atexit` function runs, and before threads are waited for, the thread pools of the standard library
-        # refuse new work. Functions registered here run before that (in reverse order of registration; Python 3.9+).
-        if not cls.armed:
-            cls.armed = True
-            threading._register_atexit(cls.finish)  # type: ignore[attr-defined]
+def _finish_all() -> None:
+    for writer in list(_UNFINISHED):
+        try:
+            writer.wait()
+        except CheckpointError as error:
+            logger.error("%s", error)
 
-    @classmethod
-    def finish(cls) -> None:
-        for writer in list(cls.writers):
-            try:
-                writer.wait()
-            except CheckpointError as error:
-                logger.error("%s", error)
+
+# Before an `atexit` function runs, and before threads are waited for, the thread pools of the standard library refuse
+# new work. Functions registered here run before that (in reverse order of registration; Python 3.9+).
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from ..config import launch_file
-from ..core import system
+from ..core import installation, system
 from ..core.errors import ConfigurationError
 from ..core.version import __version__
 from .parser import Parser
@@ -23,6 +23,9 @@ def gather(config_file: str | None = None) -> dict[str, Any]:
     """What is installed and present. Only the devices need an import of torch."""
     found: dict[str, Any] = {
         "accelerate": __version__,
+        "implementation": installation.IMPLEMENTATION,
+        "folder": str(installation.FOLDER),
+        "problems": installation.problems(),
         "command": shutil.which("accelerate"),
         "platform": platform.platform(),
         "python": platform.python_version(),
@@ -71,6 +74,8 @@ def as_text(found: dict[str, Any]) -> str:
     """Format the result of `gather` for a report."""
     lines = [
         f"- `Accelerate` version: {found['accelerate']}",
+        f"- Implementation: {found['implementation']}, {found['folder']}",
+        *(f"- Problem: {problem}" for problem in found["problems"]),
         f"- Platform: {found['platform']}",
         f"- `accelerate` command: {found['command'] or 'not on the PATH'}",
         f"- Python version: {found['python']}",

@@ -41,9 +41,10 @@ def main() -> None:
         sys.exit(0 if arguments else 2)
     name, rest = arguments[0], arguments[1:]
     if name in ("-v", "--version"):
+        from ..core.installation import IMPLEMENTATION
         from ..core.version import __version__
 
-        print(f"accelerate {__version__}")
+        print(f"accelerate {__version__} ({IMPLEMENTATION})")
         return
     if name not in COMMANDS:
         from ..core.errors import nearest

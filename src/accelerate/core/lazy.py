@@ -7,6 +7,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
@@ -22,6 +23,13 @@ _DEFINED_IN = {
     "AcceleratedOptimizer": "optimizer",
     "AcceleratedScheduler": "scheduler",
 }
+
+# The other distribution of this name has a module where this one has a package. The file exists if pip installed one
+# over the other, in either order.
+if os.path.exists(os.path.join(os.path.dirname(os.path.dirname(__file__)), "tracking.py")):
+    from .installation import warn_mixed
+
+    warn_mixed()
 
 
 def attach(

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The version of this package and of the API that it implements, defined only here."""
+"""The version of this package and of the API that it implements, defined only here.
 
-__version__ = "2.0.0.dev0"
+MAJOR.MINOR is that of the API with 1000 added to the minor number: 1.1015 implements API 1.15. This satisfies the
+requirements of client packages (`>=1.1.0`, `~=1.1`, `<2`) and is newer than each release of the other distribution of
+this name with the same major number, so that `pip install -U` keeps this package. The last number counts our releases.
+"""
+
+__version__ = "1.1015.0"
 # The version of the Accelerate API.
 API_VERSION = "1.15"
 

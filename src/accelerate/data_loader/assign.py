@@ -45,13 +45,20 @@ class BatchAssigner:
         plan: how the order is split.
         slice_fn: slices a batch, called as `(batch, slice, process_index=, num_processes=)`. Every step is joined
             first then.
+        first: reads the first batch of the epoch, where the batches begin later.
     """
 
-    def __init__(self, plan: ReadPlan, slice_fn: SliceFunction | None = None) -> None:
+    def __init__(
+        self,
+        plan: ReadPlan,
+        slice_fn: SliceFunction | None = None,
+        first: Callable[[], ShardStep | None] | None = None,
+    ) -> None:
         self.cut: ShardSplit = plan.cut
         self.size: int | None = plan.size
         self.drop_last: bool = plan.drop_last
         self.slice_fn = slice_fn
+        self.first = first
         self.head: tuple[Any, int] | None = None
 
     def steps(self, batches: Iterator[ShardStep]) -> Iterator[AssignedStep]:
@@ -86,7 +93,7 @@ class BatchAssigner:
         known = [count for count in rows if count is not None]
         if len(known) < len(rows):
             return self._uncounted(group)
-        if self.head is None:
+        if self.head is None and self.first is None:
             self.head = (group[0], known[0])
         complete = len(group) == self.cut.shards and not self.cut.split
         if self.slice_fn is None and complete and (self.cut.exact or not last or len(set(known)) == 1):
@@ -127,8 +134,9 @@ class BatchAssigner:
         part = -(-total // shards)
         counts = real_counts(total, part, shards)
         if (missing := part * shards - total) and self.cut.even:
-            assert self.head is not None
-            first, length = self.head
+            if self.head is None and self.first is not None and (step := self.first()) is not None:
+                self.head = (step.data, step.counts[0] if step.counts else count_rows(step.data) or 0)
+            first, length = self.head or (group[0], rows[0])
             joined = join_rows([joined, repeat_rows(first, length, missing)], [total, missing])
             total += missing
         parts = self._cut(joined, total, part)

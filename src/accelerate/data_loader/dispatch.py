@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..core.errors import CheckpointError, ConfigurationError
 from ..state import PartialState
 from .assign import AssignedStep, BatchAssigner, SliceFunction
-from .batch_source import is_iterable
+from .batch_source import has_state, is_iterable
 from .channel import READER, BatchChannel, BatchMessage, pack
 from .loader import PreparedLoader
 from .order import Order, draw_worker_seed, is_distributed
@@ -135,7 +135,8 @@ class DataLoaderDispatcher(PreparedLoader):
         order.isolate(shared=False)
         unsplit = dataclasses.replace(plan, cut=ShardSplit(exact=plan.cut.exact))
         # Opened by `_assigned`, so that an error there is reported to the other ranks as well.
-        assigner = BatchAssigner(plan, self.slice_fn)
+        resumed = start.consumed and not has_state(self.base_dataloader)
+        assigner = BatchAssigner(plan, self.slice_fn, (lambda: self._first_step(unsplit, order)) if resumed else None)
         return _assigned(lambda: assigner.steps(self._source.open(unsplit, order, start)), channel, plan.cut.index)
 
     def _draw_as_reader(self) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -184,6 +185,19 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return self._open_unsplit(self.base_dataloader, order, start)
         self._isolate(plan, order)
         return self._source.open(plan, order, start)
+
+    def _first_step(self, plan: ReadPlan, present: Order) -> ShardStep | None:
+        """The first step of the present epoch, read again without an effect on the global generators."""
+        generators = Generators()
+        states = generators.capture()
+        order = self._new_order()
+        order.isolate(shared=False)
+        order.resume(present.as_saved(), StreamPosition())
+        # Not the source of the present pass, whose workers may be persistent.
+        source = BatchSource(self.base_dataloader)
+        step = next(source.open(dataclasses.replace(plan, skip=0), order, StreamPosition()), None)
+        generators.restore(states)
+        return step
 
     def _isolate(self, plan: ReadPlan, order: Order) -> None:
         cut = plan.cut

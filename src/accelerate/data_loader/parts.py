@@ -13,8 +13,6 @@ from ..collectives import transport
 from ..core.errors import CheckpointError, PrepareError
 from ..runtime.calls import Call
 from ..runtime.channel import signature
-from .batch_source import BatchSource
-from .generators import Generators
 from .iterable import IterableDatasetShard
 from .loader import DataLoaderShard
 from .order import Order, is_distributed
@@ -101,19 +99,10 @@ class PartLoader(DataLoaderShard):
         own = dataclasses.replace(plan, cut=ShardSplit(), skip=read)
         steps = self._source.open(own, order, StreamPosition())
         if is_distributed() and (self.cut.even or plan.drop_last):
-            steps = equalized(steps, self.cut, plan.drop_last, (lambda: self._first(own)) if read else None)
+            steps = equalized(
+                steps, self.cut, plan.drop_last, (lambda: self._first_step(own, order)) if read else None
+            )
         return self._placed(steps, read, plan.size or 1)
-
-    def _first(self, plan: ReadPlan) -> ShardStep | None:
-        """The first step of the epoch, read again without an effect on the global generators."""
-        generators = Generators()
-        states = generators.capture()
-        order = self._new_order()
-        order.isolate(shared=False)
-        source = BatchSource(self.base_dataloader)
-        step = next(source.open(dataclasses.replace(plan, skip=0), order, StreamPosition()), None)
-        generators.restore(states)
-        return step
 
     def _placed(self, steps: Iterator[ShardStep], read: int, size: int) -> Iterator[ShardStep]:
         for step in steps:

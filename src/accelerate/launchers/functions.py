@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -64,6 +64,8 @@ def _child(
         prepare()
     env.publish(variables)
     forget_parent()
+    outputs = [_Lines(sys.stdout), _Lines(sys.stderr)]
+    sys.stdout, sys.stderr = outputs
     try:
         function(*args)
     except BaseException as error:
@@ -72,7 +74,48 @@ def _child(
             own = error.__traceback__.tb_next if error.__traceback__ else None
             report.send((time.monotonic(), "".join(traceback.format_exception(type(error), error, own))))
             sys.exit(1)
+    finally:
+        for output in outputs:
+            output.finish()
     finish_forked()
+
+
+class _Lines:
+    """An output stream that passes on complete lines, in one write each, so that lines of several ranks do not mix.
+
+    `print` writes a line and its end separately, and a notebook sends each write as a message. An incomplete line is
+    passed on by `flush`, as progress bars need it.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._pending = ""
+
+    def write(self, text: str) -> int:
+        self._pending += text
+        complete, newline, rest = self._pending.rpartition("\n")
+        if newline:
+            self._pending = rest
+            self._stream.write(complete + newline)
+            self._stream.flush()
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        if self._pending:
+            pending, self._pending = self._pending, ""
+            self._stream.write(pending)
+        self._stream.flush()
+
+    def finish(self) -> None:
+        """Complete the last line, so that another rank's line does not continue it."""
+        if self._pending:
+            self.write("\n")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def forget_parent() -> None:

@@ -145,7 +145,12 @@ def notebook_launcher(
         return
     with _port(use_port, fixed=num_nodes > 1 or node_rank > 0) as port:
         number = int(use_port) if num_nodes > 1 else port.number
-        run_functions(function, args, [spec.process(index, number).variables for index in range(count)])
+        variables = [spec.process(index, number).variables for index in range(count)]
+        try:
+            run_functions(function, args, variables)
+        except LaunchError as error:
+            # The message contains the traceback of the rank. The cell does not need the launcher's frames too.
+            raise error.with_traceback(None) from None
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:

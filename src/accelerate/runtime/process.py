@@ -27,14 +27,16 @@ def goes_first(is_first: bool, wait: Callable[[str], None]) -> Iterator[None]:
     """The block runs on the first process, then on the others.
 
     `wait` is a barrier that takes an error message: where the block fails on the first process, the others raise it
-    instead of running theirs.
+    instead of running theirs. Blocks can be nested, as long as they use the same barrier.
     """
     if not is_first:
         wait("")
     try:
         yield
     except BaseException as error:
-        if is_first:
+        # Processes that wait for an outer block have this error from an inner one, and do not wait again.
+        if is_first and not getattr(error, "_other_processes_raise", False):
+            error._other_processes_raise = True  # type: ignore[attr-defined]
             wait(f"{type(error).__name__}: {error}")
         raise
     if is_first:

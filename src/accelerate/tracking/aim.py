@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from .base import ClientTracker, checked, on_main_process
-from .values import plain
+from .values import configuration, plain
 
 
 class AimTracker(ClientTracker):
@@ -49,7 +49,7 @@ class AimTracker(ClientTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyperparameters of the run."""
-        self.tracker["hparams"] = plain(checked(values, "store_init_configuration"))
+        self.tracker["hparams"] = configuration(checked(values, "store_init_configuration"))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -93,6 +93,10 @@ class GeneralTracker:
     def finish(self) -> None:
         """Write what is pending and close the run."""
 
+    def finish_at_exit(self) -> None:
+        """Finish the run of a script that ends without `finish`: returned, failed, interrupted or exited."""
+        self.finish()
+
 
 class ClientTracker(GeneralTracker):
     """Base class of the trackers of client packages: `start` opens a run once, `finish` closes it once.
@@ -140,6 +144,13 @@ class ClientTracker(GeneralTracker):
         if self._is_open:
             self._is_open = False
             self._close(self._client)
+
+    def finish_at_exit(self) -> None:
+        """Finish the run of a script that ends without `finish`.
+
+        Here this does nothing: most client packages close their runs themselves at exit, and record whether the script
+        failed.
+        """
 
     @property
     def run_key(self) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 from ..core import env
 from ..core.errors import ConfigurationError
 from .base import ClientTracker, checked, on_main_process
-from .values import flat, number, plain
+from .values import configuration, flat, number
 
 # Prefixes of names that select the series of a chart: `eval_loss` is the series `eval` of the chart `loss`.
 SERIES = ("train", "eval", "test")
@@ -51,6 +51,12 @@ class ClearMLTracker(ClientTracker):
         if self._owns_task:
             client.close()
 
+    @on_main_process
+    def finish_at_exit(self) -> None:
+        """Write what is pending. ClearML closes the task itself, but too early for the values of the last seconds."""
+        if self._is_open:
+            self.tracker.flush(wait_for_uploads=True)
+
     @classmethod
     def resume_kwargs(cls, run_key: str) -> dict[str, Any]:
         """Return the constructor's arguments that continue the run `run_key`."""
@@ -59,7 +65,7 @@ class ClearMLTracker(ClientTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyperparameters of the run."""
-        self.tracker.connect_configuration(plain(checked(values, "store_init_configuration")))
+        self.tracker.connect_configuration(configuration(checked(values, "store_init_configuration")))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base import ClientTracker, checked, on_main_process
-from .values import number, plain
+from .values import configuration, number, plain
 
 
 class CometMLTracker(ClientTracker):
@@ -44,7 +44,7 @@ class CometMLTracker(ClientTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyperparameters of the run."""
-        self.tracker.log_parameters(plain(checked(values, "store_init_configuration")))
+        self.tracker.log_parameters(configuration(checked(values, "store_init_configuration")))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -64,6 +64,7 @@ class CometMLTracker(ClientTracker):
             elif isinstance(value, Mapping):
                 experiment.log_metrics(plain(value), step=step, **kwargs)
             elif (scalar := number(value)) is not None:
-                experiment.log_metric(key, scalar, step=step, **kwargs)
+                # Comet stores a boolean metric as text.
+                experiment.log_metric(key, int(scalar) if isinstance(scalar, bool) else scalar, step=step, **kwargs)
             else:
                 self._warn_unsupported(key, value, "numbers, text and mappings of numbers")

@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from .base import ClientTracker, checked, on_main_process
-from .values import flat, number, plain
+from .values import configuration, flat, number
 
 
 class DVCLiveTracker(ClientTracker):
@@ -39,7 +39,7 @@ class DVCLiveTracker(ClientTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyperparameters of the run."""
-        self.tracker.log_params(plain(checked(values, "store_init_configuration")))
+        self.tracker.log_params(configuration(checked(values, "store_init_configuration")))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -3,11 +3,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from .base import GeneralTracker
+from .base import GeneralTracker, logger
 from .registry import filter_trackers, start_trackers
+
+# {group with open trackers: the process that opened them}
+_open: dict[TrackerGroup, int] = {}
+
+
+def _finish_open() -> None:
+    """Finish the trackers of a process that ends without `end_training`."""
+    # A child of multiprocessing, such as a rank of `notebook_launcher`, runs no `atexit` function, with which client
+    # packages close their runs.
+    in_child = multiprocessing.parent_process() is not None
+    for group, process in list(_open.items()):
+        if process == os.getpid():
+            _each(group.trackers, lambda tracker: tracker.finish() if in_child else tracker.finish_at_exit())
+
+
+def _each(trackers: list[GeneralTracker], finish: Callable[[GeneralTracker], None]) -> list[Exception]:
+    """Finish these trackers, log what fails, and return the errors."""
+    errors = []
+    for tracker in trackers:
+        try:
+            finish(tracker)
+        except Exception as error:
+            logger.error("the tracker %s failed at its end, the last values may be lost: %r", tracker.name, error)
+            errors.append(error)
+    return errors
+
+
+# Unlike `atexit`, this also runs in children of multiprocessing, and while thread pools still accept work.
+threading._register_atexit(_finish_open)  # type: ignore[attr-defined]
 
 
 class TrackerGroup:
@@ -35,6 +67,7 @@ class TrackerGroup:
         self.trackers = start_trackers(
             self.log_with, project_name, self.logging_dir, config, init_kwargs, self.resumed_keys
         )
+        _open[self] = os.getpid()
 
     def get(self, name: str, unwrap: bool = False) -> Any:
         """Return a started tracker.
@@ -72,6 +105,8 @@ class TrackerGroup:
         return {tracker.name: tracker.run_key for tracker in self.trackers if tracker.run_key is not None}
 
     def finish(self) -> None:
-        """Close the trackers."""
-        for tracker in self.trackers:
-            tracker.finish()
+        """Close the trackers. If one cannot be closed, the others are, and its error is raised."""
+        _open.pop(self, None)
+        errors = _each(self.trackers, lambda tracker: tracker.finish())
+        if errors:
+            raise errors[0]

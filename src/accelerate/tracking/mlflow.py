@@ -12,7 +12,7 @@ from typing import Any
 from ..core import env
 from ..core.errors import ConfigurationError
 from .base import ClientTracker, checked, on_main_process
-from .values import flat, number, plain
+from .values import configuration, flat, number
 
 
 class MLflowTracker(ClientTracker):
@@ -92,7 +92,7 @@ class MLflowTracker(ClientTracker):
         mlflow = importlib.import_module("mlflow")
         limits = importlib.import_module("mlflow.utils.validation")
         accepted = []
-        for key, value in plain(checked(values, "store_init_configuration")).items():
+        for key, value in configuration(checked(values, "store_init_configuration")).items():
             if len(str(value)) > limits.MAX_PARAM_VAL_LENGTH:
                 self._warn_unsupported(key, value, f"parameters of at most {limits.MAX_PARAM_VAL_LENGTH} characters")
             else:

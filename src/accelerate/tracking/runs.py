@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from .base import ClientTracker, checked, on_main_process
-from .values import plain
+from .values import configuration, plain
 
 
 class RunTracker(ClientTracker):
@@ -38,7 +38,7 @@ class RunTracker(ClientTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyperparameters of the run."""
-        self.tracker.config.update(plain(checked(values, "store_init_configuration")))
+        self.tracker.config.update(configuration(checked(values, "store_init_configuration")))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

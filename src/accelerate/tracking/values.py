@@ -43,11 +43,38 @@ def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any
     for key, value in values.items():
         name = f"{prefix}{key}"
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            value = _fields(value)
         if isinstance(value, Mapping):
             yield from flat(value, prefix=f"{name}/")
         else:
             yield name, value
+
+
+def configuration(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Convert a configuration to nested dicts and lists of numbers, booleans, text and None.
+
+    Other values are converted to text: the clients refuse them, or store only that an object was there.
+    """
+    return {str(key): _stored(value) for key, value in values.items()}
+
+
+def _stored(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = _fields(value)
+    if isinstance(value, Mapping):
+        return configuration(value)
+    if isinstance(value, (list, tuple)):
+        return [_stored(item) for item in value]
+    if value is None or isinstance(value, str):
+        return value
+    found = number(value)
+    return str(value) if found is None else found
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def hyperparameters(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:

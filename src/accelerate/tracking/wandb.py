@@ -7,7 +7,7 @@ from typing import Any
 
 from .base import checked, on_main_process
 from .runs import ImageRunTracker
-from .values import plain
+from .values import configuration
 
 
 class WandBTracker(ImageRunTracker):
@@ -30,7 +30,7 @@ class WandBTracker(ImageRunTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Record the hyperparameters of the run."""
         # A resumed run stores its hyperparameters again.
-        self.tracker.config.update(plain(checked(values, "store_init_configuration")), allow_val_change=True)
+        self.tracker.config.update(configuration(checked(values, "store_init_configuration")), allow_val_change=True)
 
     @on_main_process
     def log_table(

@@ -18,7 +18,7 @@ from ...core.devices import kind_of
 from ...core.errors import ConfigurationError, PrepareError
 from ...core.imports import is_available
 from ...precision.base import Precision
-from ...runtime import group
+from ...runtime import deepspeed_comm, group
 from ...state import AcceleratorState, GradientState, PartialState
 from ..base import Bundle, Strategy
 from ..compile import Compile, compile_regions_deepspeed
@@ -125,17 +125,12 @@ class DeepSpeedZero(Strategy):
                 "deepspeed_plugin is given and DeepSpeed is not installed: pip install deepspeed (or "
                 "accelerate[deepspeed]); on a machine without a GPU with DS_BUILD_OPS=0 and --no-build-isolation"
             )
-        if device.type == "cpu" and env.get("DS_ACCELERATOR") is None:
-            # DeepSpeed chooses its device once, when it is imported.
-            env.publish({"DS_ACCELERATOR": "cpu"})
         if not dist.is_initialized():
             group.start_alone(kind_of(device).backend)
         if env.get("LOCAL_RANK") is None:
             # An engine reads its device index from there.
             env.publish({"LOCAL_RANK": PartialState().local_process_index})
-        import deepspeed
-
-        deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        deepspeed_comm.start(device)
         self.engine: DeepSpeedEngineWrapper | None = None
         # Of the engines that `prepare_together` has started and `prepare` has not seen yet.
         self._started: list[EngineModel] = []
@@ -239,7 +234,7 @@ class DeepSpeedZero(Strategy):
                 found.append(started)
             else:
                 found.append(self.as_prepared(model.to(self.device) if place and not _is_engine(model) else model))
-        self._remember(found)
+        self.remember(found)
         return found
 
     def as_prepared(self, module: nn.Module) -> PreparedModel:

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of state in a checkpoint: one row each. A new kind is a row, or a subclass of `StateKind` in its own file.
+
+A row has where its objects are in a `RunState`, where their states are written, and their files in the API's format.
+Saving, comparing ranks, counting, checking and loading go through the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME, SCALER_NAME, SCHEDULER_NAME
+from ..core.errors import CheckpointError
+from . import compat
+from .documents import damage
+from .generators import GlobalGenerators, check_generators
+from .gradients import is_empty as is_empty_rank_state
+from .layout import numbered
+from .manifest import LOADER_NAME, check_progress
+from .matching import check_optimizer
+from .run_state import RunState
+
+SESSION = "session"
+
+
+class Written(enum.Enum):
+    """Where the native format has the states of a kind."""
+
+    WEIGHTS = "a file of weights for each object, or a folder of its shards"
+    FILE = "a document for each object, or a folder of its shards; its tensors are read in place"
+    ONCE = "in the document `session`; a rank whose state differs writes its own to `session_rank_<rank>`"
+    RANK = "in the document `random_states_<rank>` of each rank"
+
+
+@dataclass(frozen=True)
+class StateKind:
+    """A kind of state, and how it is saved and loaded.
+
+    Fields:
+        name: the key of its states in a document, and the field of `RunState` that has its objects.
+        label: what messages call one of its objects.
+        written: where its states are in the native format.
+        file: the name of its files, for kinds with their own.
+        compat: the file name of object number i in the API's format; None where that format has no place for it.
+        single: whether a run has at most one object. Its key has the state itself, else a list.
+        always: whether every document has its key, also without objects. True for those of format version 1.
+        shards: whether objects that save shards are written by `RunState.sharded` instead.
+        check: raises an error for a state that no object of this kind can load. The run is unchanged then.
+        check_fit: raises CheckpointMismatch if the state in a file is that of another object. Its arguments are the
+            object's index, the object, a function that reads the state, the row in the manifest if any, the folder.
+        is_empty: whether nothing is lost if a state is not saved.
+        resized: of a RANK kind, what is loaded on another number of processes: the "own" state of the rank of this
+            number, that of the "first" rank, or nothing.
+    """
+
+    name: str
+    label: str
+    written: Written
+    file: str = ""
+    compat: Callable[[int], str] | None = None
+    single: bool = False
+    always: bool = False
+    shards: bool = False
+    check: Callable[[Any], object] | None = None
+    check_fit: Callable[[int, Any, Callable[[], object], Mapping[str, Any] | None, Path], None] | None = None
+    is_empty: Callable[[Any], bool] | None = None
+    resized: Literal["own", "first"] | None = None
+
+    def objects(self, run: RunState) -> Sequence[Any]:
+        """The objects of a run whose states are of this kind."""
+        found = getattr(run, self.name)
+        if self.single:
+            return () if found is None else (found,)
+        return list(found)
+
+    def in_shards(self, item: Any) -> bool:
+        """Whether each rank writes a shard of an object's state."""
+        return self.shards and bool(item.saves_shards)
+
+    def title(self, index: int, item: object) -> str:
+        """What messages call an object."""
+        return f"the {self.label}" if self.single else f"{self.label} {index} ({type(item).__qualname__})"
+
+    def collect(self, run: RunState) -> list[object]:
+        """The state of each object; None for an object without one."""
+        return [
+            item.state_dict() if callable(getattr(item, "state_dict", None)) else None for item in self.objects(run)
+        ]
+
+    def states(self, document: Mapping[str, object]) -> list[object]:
+        """The states in a document. Raises KeyError or ValueError where they are missing or not a list."""
+        if self.name not in document and not self.always:
+            return []
+        found = document[self.name]
+        if self.single:
+            return [found]
+        if not isinstance(found, list):
+            raise ValueError(f"{self.name} is not a list")
+        return found
+
+    def compat_files(self, states: Sequence[Any], run: RunState, rank: int, is_first: bool) -> dict[str, object]:
+        """{file name: value} of what this rank writes in the API's format. `is_first`: for what is written once."""
+        if self.compat is None or not is_first:
+            return {}
+        return {
+            self.compat(index): state
+            for index, state in enumerate(states)
+            if state is not None or self.written is not Written.RANK
+        }
+
+    def read_compat(self, folder: Path, count: int, rank: int, allow_pickle: bool, notes: list[str]) -> list[object]:
+        """The states of `count` objects in a folder of the API's format."""
+        if self.compat is None:
+            return []
+        paths = [folder / self.compat(index) for index in range(count)]
+        return [
+            None if self.single and not path.exists() else compat.load_pickled(path, allow_pickle) for path in paths
+        ]
+
+    def load(self, index: int, item: Any, state: object, folder: Path) -> list[str]:
+        """Load a state into its object. Returns notes on what could not be restored."""
+        if state is None and (self.single or self.written is not Written.ONCE):
+            # A run and the saved one may differ here: a scaler is used with fp16 only.
+            nothing = self.written is Written.ONCE
+            return [f"{self.title(index, item)} stays as it is: no state of it was saved"] if nothing else []
+        if not callable(getattr(item, "load_state_dict", None)):
+            return []
+        with loading(self.title(index, item), folder):
+            notes = item.load_state_dict(state)
+        return list(notes) if isinstance(notes, list) else []
+
+
+class _Loaders(StateKind):
+    def read_compat(self, folder: Path, count: int, rank: int, allow_pickle: bool, notes: list[str]) -> list[object]:
+        return [compat.read_loader(folder, index, allow_pickle, notes) for index in range(count)]
+
+
+class _Generators(StateKind):
+    def objects(self, run: RunState) -> Sequence[Any]:
+        return (GlobalGenerators(),)
+
+    def compat_files(self, states: Sequence[Any], run: RunState, rank: int, is_first: bool) -> dict[str, object]:
+        step = run.progress.get("accumulation_step", 0)
+        return {f"{RNG_STATE_NAME}_{rank}.pkl": compat.generator_file(states[0], step)}
+
+    def read_compat(self, folder: Path, count: int, rank: int, allow_pickle: bool, notes: list[str]) -> list[object]:
+        state = compat.read_generators(folder, rank, allow_pickle)
+        if state is None:
+            notes.append(no_generators(rank))
+        return [state]
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{str(value)[:60]!r} is not an object")
+    return value
+
+
+# In the order of their keys in documents and of loading; the generators are loaded last.
+KINDS: tuple[StateKind, ...] = (
+    StateKind("models", "model", Written.WEIGHTS, SAFE_MODEL_NAME, shards=True),
+    StateKind(
+        "optimizers", "optimizer", Written.FILE, OPTIMIZER_NAME, partial(numbered, OPTIMIZER_NAME, ending=".bin"),
+        shards=True, check_fit=check_optimizer,
+    ),
+    StateKind(
+        "schedulers", "scheduler", Written.ONCE, compat=partial(numbered, SCHEDULER_NAME, ending=".bin"), always=True
+    ),
+    _Generators(
+        "rng", "state of the random number generators", Written.RANK, single=True, always=True,
+        compat=lambda rank: f"{RNG_STATE_NAME}_{rank}.pkl", check=check_generators, resized="own",
+    ),
+    _Loaders(  # positions in the data are global
+        "dataloaders", "data loader", Written.RANK, compat=partial(numbered, LOADER_NAME, ending=".bin"), always=True,
+        check=_mapping, resized="first",
+    ),
+    StateKind(
+        "scaler", "gradient scaler", Written.ONCE, compat=lambda index: SCALER_NAME, single=True, always=True
+    ),
+    StateKind(
+        "rank_state", "unfinished gradients and random streams", Written.RANK, single=True, always=True,
+        check=_mapping, is_empty=is_empty_rank_state,
+    ),
+    StateKind(
+        "custom", "registered object", Written.ONCE, compat=lambda index: f"custom_checkpoint_{index}.pkl", always=True
+    ),
+)  # fmt: skip
+
+
+def kinds(*written: Written) -> list[StateKind]:
+    """The rows of the table that are written in one of these places."""
+    return [kind for kind in KINDS if kind.written in written]
+
+
+def collect(run: RunState, written: Written) -> dict[str, object]:
+    """The content of the document of ONCE or RANK states."""
+    document: dict[str, object] = {"progress": run.progress} if written is Written.ONCE else {}
+    for kind in kinds(written):
+        states = kind.collect(run)
+        if kind.always or states:
+            document[kind.name] = (states or [None])[0] if kind.single else states
+    return document
+
+
+def check_document(document: object, written: Written, path: Path) -> dict[str, Any]:
+    """A document that was read. Raises CorruptCheckpoint for anything that `collect` does not make."""
+    with damage(path):
+        found = _mapping(document)
+        if written is Written.ONCE:
+            check_progress(_mapping(found["progress"]))
+        for kind in kinds(written):
+            for state in kind.states(found):
+                if kind.check is not None and state is not None:
+                    kind.check(state)
+    return found
+
+
+def unknown_keys(document: Mapping[str, object], written: Written) -> list[str]:
+    """The keys of a document that are of no kind in the table: a version with more kinds wrote it."""
+    return sorted(set(document) - {kind.name for kind in kinds(written)} - {"progress"})
+
+
+def no_generators(rank: int) -> str:
+    """The note for a checkpoint without the random states of a rank."""
+    return f"no random states of rank {rank} were saved: its generators stay as they are"
+
+
+@contextlib.contextmanager
+def loading(what: str, path: Path) -> Iterator[None]:
+    """Convert an error of an object that rejects its saved state to a CheckpointError that names both."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, CheckpointError) and str(path) in str(error):
+            raise
+        kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {str(error)[:500]}"
+        raise kind(f"{path}: {what} cannot take its saved state ({text})") from error
+
+
+def compat_files(
+    run: RunState, states: Mapping[str, list[object]], rank: int, is_first: bool
+) -> tuple[dict[str, object], list[str]]:
+    """What a rank writes in the API's format: {file name: value}, and the labels of what has no place in it.
+
+    Args:
+        run: the run that is saved.
+        states: the states of FILE kinds, by name.
+        rank: of this process.
+        is_first: whether this rank writes what is written once.
+    """
+    files: dict[str, object] = {}
+    lost: list[str] = []
+    for kind in kinds(Written.FILE, Written.ONCE, Written.RANK):
+        found = states[kind.name] if kind.name in states else kind.collect(run)
+        files.update(kind.compat_files(found, run, rank, is_first))
+        held = [state for state in found if state is not None and not (kind.is_empty and kind.is_empty(state))]
+        if kind.compat is None and held:
+            lost.append(kind.label)
+    return files, lost
