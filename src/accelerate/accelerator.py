@@ -21,6 +21,7 @@ from .core import memory
 from .core.enums import DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .core.lazy import public_names
+from .core.modules import model_has_dtensor
 from .core.retired import ACCELERATOR_ARGUMENTS, explain_arguments
 from .data_loader import prepare_data_loader, skip_first_batches
 from .first_step import FirstStepCheck
@@ -34,7 +35,7 @@ from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .placement.dispatch import check_quantized
 from .process_control import ProcessControl
-from .resolve import Plan, Request, resolve
+from .resolve import Plan, Request, Resolved, adopt, resolve
 from .run_checkpoints import RunCheckpoints
 from .run_objects import RunObjects
 from .run_options import RunOptions
@@ -295,6 +296,9 @@ class Accelerator(ProcessControl, RunOptions):
                     )
             if quantized:
                 bundle.place[i] = False
+        # transformers.Trainer prepares models that transformers has sharded for evaluation, and trains them itself.
+        if not evaluation and any(model_has_dtensor(model) for model in bundle.models):
+            self._adopt(bundle.models)
         for model in bundle.models:
             self.precision.convert(model, functools.partial(_repoint, bundle.optimizers))
         fresh = self.strategy.prepare(bundle)
@@ -305,6 +309,24 @@ class Accelerator(ProcessControl, RunOptions):
         self._objects.models += fresh
         modules = iter(prepared.module for prepared in fresh)
         return [next(modules) if twin is None else twin for twin in known]
+
+    def _adopt(self, models: list[torch.nn.Module]) -> None:
+        """Train in the layout of models that are sharded already."""
+        former = self.strategy
+        plain = [optimizer.optimizer for optimizer in self._objects.optimizers]
+        resolved = adopt(Resolved(self.plan, self.state, self.precision, former), models, plain)
+        strategy = resolved.strategy
+        if strategy is former:
+            return
+        if self._objects.dataloaders and strategy.data_shard != former.data_shard:
+            raise PrepareError(
+                f"a loader was prepared for {former.data_shard[1]} data shards, and {type(models[0]).__name__}, "
+                f"sharded already, has {strategy.data_shard[1]}: prepare the model with the loader, or before it"
+            )
+        self.plan, self.strategy = resolved.plan, strategy
+        self._items.strategy = self._checkpoints.strategy = strategy
+        for optimizer in self._objects.optimizers:
+            optimizer.scaler = self.scaler
 
     def _prepared_twin(self, model: torch.nn.Module) -> torch.nn.Module | None:
         """The prepared form of a model that was prepared before; None for any other."""
@@ -378,6 +400,8 @@ class Accelerator(ProcessControl, RunOptions):
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
+        if not self.split_batches:
+            prepared._steps_per_call = self.strategy.data_shard[1]
         self._objects.schedulers.append(prepared)
         return prepared
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +25,12 @@ from .config.training import (
 )
 from .core import devices, env, extensions
 from .core.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType
-from .core.errors import ConfigurationError
+from .core.errors import ConfigurationError, PrepareError
 from .core.imports import is_available
 from .logging import get_logger
 from .parallel.base import Strategy
 from .parallel.choice import check_beside_deepspeed, choose_strategy
+from .parallel.ddp.strategy import DataParallel
 from .parallel.registry import strategy_class
 from .parallelism_config import ParallelismConfig
 from .precision.amp import MixedPrecision, ScaledPrecision
@@ -172,6 +174,65 @@ def resolve(request: Request) -> Resolved:
     return Resolved(plan, state, precision, strategy)
 
 
+def adopt(
+    resolved: Resolved, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
+) -> Resolved:
+    """What `resolve` gave, for a run with models that are sharded before `prepare`. Every rank calls it.
+
+    Without a plugin or sizes the layout is that of the models. Otherwise they have to agree. `optimizers` are those
+    that were prepared before.
+
+    Raises:
+        PrepareError: the models contradict what was requested, or cannot be taken as they are.
+    """
+    from .parallel.adopted.sharing import find_layout
+    from .parallel.adopted.strategy import Adopted
+    from .parallel.fsdp.fsdp2 import FullyShardedDataParallel
+    from .parallel.sharded import lay_out_step
+    from .parallel.tensor.strategy import TensorParallel
+
+    state, former = resolved.state, resolved.strategy
+    kinds = ", ".join(type(model).__name__ for model in models)
+    if isinstance(former, Adopted) or getattr(former, "sequence", None) is not None:
+        # Ranks that share a sequence cannot be read from a mesh.
+        return resolved
+    if isinstance(former, FullyShardedDataParallel | TensorParallel):
+        layout, _ = find_layout(models)
+        index, count = former.data_shard
+        if len(layout.shards) != count or state.process_index not in layout.shards[index]:
+            raise PrepareError(
+                f"{kinds}: the ranks that read the same samples are {list(layout.shards)} by the meshes of the "
+                f"parameters, and this Accelerator ({former.name}) has {count} data shards: shard the model on "
+                "accelerator.torch_device_mesh, or leave the fsdp_plugin and the parallelism_config out"
+            )
+        return resolved
+    requested = type(former) not in (Strategy, DataParallel) or state.parallelism_config is not None
+    options = "DistributedDataParallelKwargs" if resolved.plan.handlers.ddp is not None else ""
+    if requested or options:
+        raise PrepareError(
+            f"{kinds}: parameters are DTensors already, and this Accelerator requests {options or former.name}, which "
+            "starts from the plain model. Leave the plugin or the option out: the model then trains in its own layout"
+        )
+    if state.mixed_precision == "fp8":
+        raise PrepareError(
+            f"mixed_precision='fp8' replaces layers, and the parameters of {kinds} are sharded already: give prepare "
+            "the plain model, with an fsdp_plugin of version 2 or tp_size"
+        )
+    strategy = Adopted(state.device, resolved.precision, models)
+    if former.prepared and strategy.data_shard != former.data_shard:
+        raise PrepareError(
+            f"{kinds} splits layers over ranks, which read the same samples, and {former.prepared[0].inner.__class__} "
+            "was prepared to read others on each rank: give both to one call of prepare"
+        )
+    strategy.transforms = former.transforms
+    strategy.remember(former.prepared)
+    for optimizer in optimizers:
+        lay_out_step(optimizer)
+    state.__dict__["device_mesh"] = strategy.mesh
+    plan = dataclasses.replace(resolved.plan, strategy=strategy.name)
+    return Resolved(plan, state, resolved.precision, strategy)
+
+
 def sort_handlers(given: list[Any] | None) -> Handlers:
     """The handlers by kind. Raises for a foreign object, or a kind that is given twice."""
     handlers = Handlers()
@@ -215,8 +276,6 @@ def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumula
 
 
 def _with_steps(plugin: GradientAccumulationPlugin, steps: int) -> GradientAccumulationPlugin:
-    import dataclasses
-
     return dataclasses.replace(plugin, num_steps=steps)
 
 

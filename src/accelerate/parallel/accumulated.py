@@ -51,8 +51,8 @@ class AccumulatedGradients:
         ]
         # While no unit is gathered the model shows shards.
         names = {id(p): materialize.canonical_name(name) for name, p in model.named_parameters()}
-        self._sharded = [(names[id(_module_parameter(parameter))], parameter) for parameter in sharded]
-        inside = {id(_module_parameter(parameter)) for parameter in sharded}
+        self._sharded = [(names[id(module_parameter(parameter))], parameter) for parameter in sharded]
+        inside = {id(module_parameter(parameter)) for parameter in sharded}
         self._plain = [(names[id(p)], p) for p in model.parameters() if id(p) not in inside]
         self._known: list[_Place] = []
 
@@ -149,7 +149,7 @@ def _placement(text: str, like: DTensor) -> Placement:
     return Shard(int(inside)) if kind == "S" else Partial(inside)
 
 
-def _module_parameter(sharded: Any) -> nn.Parameter:
+def module_parameter(sharded: Any) -> nn.Parameter:
     """The parameter in the module: FSDP2 notices only at the first forward that it was replaced."""
     place = sharded._module_info
     found: nn.Parameter = getattr(place.module, place.param_name)

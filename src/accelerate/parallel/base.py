@@ -77,7 +77,7 @@ class Strategy:
         found = (reference() for reference in self._prepared)
         return [prepared for prepared in found if prepared is not None]
 
-    def _remember(self, models: Iterable[PreparedModel]) -> None:
+    def remember(self, models: Iterable[PreparedModel]) -> None:
         """Add models to `prepared`, as weak references: the caller of `prepare` owns them."""
         self._prepared = [weakref.ref(prepared) for prepared in [*self.prepared, *models]]
 
@@ -139,7 +139,7 @@ class Strategy:
                 _check_storage(model, self.name)
                 model = model.to(self.device)
             found.append(self.compose(model, bundle.evaluation))
-        self._remember(found)
+        self.remember(found)
         return found
 
     def compose(self, model: torch.nn.Module, evaluation: bool = False) -> PreparedModel:
@@ -147,12 +147,15 @@ class Strategy:
 
         What a layout itself consists of (tensor parallelism, activation checkpointing, sharding) is in its `lay_out`.
         """
-        model = self.precision.wrap_forward(model)
-        model = self._transform(model, before_layout=True)
+        model = self._transform(self.wrap_forward(model), before_layout=True)
         prepared = self.as_prepared(model) if evaluation else self.lay_out(model)
         # Compilation is the last of these.
         prepared.module = self._transform(prepared.module, before_layout=False)
         return prepared
+
+    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model, computing in the run's precision."""
+        return self.precision.wrap_forward(model)
 
     def _transform(self, model: torch.nn.Module, before_layout: bool) -> torch.nn.Module:
         """Apply the transforms that come before the layout, or after it."""

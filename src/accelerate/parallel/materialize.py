@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..core.errors import PrepareError
 
@@ -33,11 +35,30 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def local_shard(full: torch.Tensor, layout: DTensor) -> torch.Tensor:
-    """This rank's shard of `full`, in the layout of a DTensor of the same shape (a view)."""
+    """This rank's shard of `full`, in the layout of a DTensor of the same shape (a view, unless it is packed)."""
+    if is_packed(layout):
+        packed = distribute_tensor(full, layout.device_mesh, layout.placements, src_data_rank=None)
+        return packed.to_local()
     shape, offset = compute_local_shape_and_global_offset(full.shape, layout.device_mesh, layout.placements)
     for dimension, (length, start) in enumerate(zip(shape, offset, strict=True)):
         full = full.narrow(dimension, min(start, full.shape[dimension]), length)
     return full
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """Whether a rank's shard is not one block: fused matrices that are split one by one (packed layers)."""
+    if not isinstance(tensor, DTensor):
+        return False
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for dimension, placement in enumerate(placements):
+        if not isinstance(placement, _StridedShard):
+            continue
+        # FSDP2 over tensor parallelism has the same placement, for one block of a block.
+        inner = range(dimension + 1, mesh.ndim)
+        blocks = math.prod(mesh.size(other) for other in inner if placements[other].is_shard(placement.dim))
+        if blocks != placement.split_factor:
+            return True
+    return False
 
 
 def where_meta(model: nn.Module) -> str | None:

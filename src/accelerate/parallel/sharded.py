@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,8 +46,21 @@ def _is_about_layout(record: logging.LogRecord) -> bool:
     return "While redistributing from" not in record.getMessage()
 
 
+class GradientReducer(Protocol):
+    """Reduces gradients of a model that the backward itself leaves unreduced."""
+
+    def deferred(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which `finish` does nothing."""
+
+    def finish(self) -> None:
+        """Reduce what has accumulated, after each backward."""
+
+    def communication_volume(self) -> list[CommunicationVolume]:
+        """What this sends in an optimizer step."""
+
+
 class ShardedModel(PreparedModel):
-    """A model whose parameters are DTensors on one mesh.
+    """A model whose parameters are DTensors.
 
     Args:
         module: what `prepare` returns to the user.
@@ -68,6 +81,7 @@ class ShardedModel(PreparedModel):
         super().__init__(module, precision)
         self.device = device
         self.sequence = sequence
+        self.reducers: list[GradientReducer] = []
 
     @property
     def inner(self) -> nn.Module:
@@ -79,6 +93,14 @@ class ShardedModel(PreparedModel):
         return [self.inner]
 
     # -- the step
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in this context leave to a later one what they do not reduce themselves."""
+        with contextlib.ExitStack() as stack:
+            for reducer in self.reducers:
+                stack.enter_context(reducer.deferred())
+            yield
 
     def reshard(self) -> None:
         """Reshard all FSDP2 units."""
@@ -135,6 +157,7 @@ class ShardedModel(PreparedModel):
             *communication.shard_volume(model, backwards),
             *communication.tensor_parallel_volume(model, backwards),
             *attention,
+            *(volume for reducer in self.reducers for volume in reducer.communication_volume()),
         ]
 
     def dtypes(self) -> tuple[str, str]:
@@ -215,7 +238,7 @@ class ShardedStrategy(Strategy):
             self.replacements.repoint(optimizer)
             _check_trains(optimizer, [prepared.module for prepared in found])
             lay_out_step(optimizer)
-        self._remember(found)
+        self.remember(found)
         return found
 
     def join(
@@ -230,9 +253,12 @@ class ShardedStrategy(Strategy):
         return super().join(joinables, loaders, even_batches)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """The backward, in which split attention may be recomputed."""
+        """The backward, in which split attention may be recomputed, and the reductions that are left."""
         with contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing():
             super().backward(loss, **kwargs)
+        for prepared in self.prepared:
+            for reducer in getattr(prepared, "reducers", ()):
+                reducer.finish()
 
     def context_parallel(
         self, buffers: list[torch.Tensor], seq_dims: list[int], no_restore: set[torch.Tensor]

@@ -234,7 +234,7 @@ class DeepSpeedZero(Strategy):
                 found.append(started)
             else:
                 found.append(self.as_prepared(model.to(self.device) if place and not _is_engine(model) else model))
-        self._remember(found)
+        self.remember(found)
         return found
 
     def as_prepared(self, module: nn.Module) -> PreparedModel:

@@ -14,8 +14,9 @@ from torch import nn
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.errors import ConfigurationError, PrepareError
 from ...precision.base import Precision
-from ..base import Strategy
+from ..gradients import by_kind, gradients_of
 from ..prepared import CommunicationVolume
+from ..report.memory import local_bytes
 from .units import find_modules
 
 
@@ -53,8 +54,8 @@ def refuse_unshardable(model: torch.nn.Module, layout: str, ignored: Any) -> Non
             )
 
 
-class UnshardedParameters:
-    """A model's trainable parameters that FSDP does not shard: averages their gradients over `group` (None: all)."""
+class UnreducedGradients:
+    """Averages gradients that no backward reduces over `group` (None: all), as of parameters FSDP does not shard."""
 
     def __init__(self, group: dist.ProcessGroup | None, parameters: Iterable[nn.Parameter] = ()) -> None:
         self.group = group
@@ -65,7 +66,7 @@ class UnshardedParameters:
         """What averaging sends in an optimizer step: a message a parameter."""
         if not self.parameters:
             return []
-        sent = sum(parameter.nbytes for parameter in self.parameters)
+        sent = sum(local_bytes([parameter]) for parameter in self.parameters)
         return [CommunicationVolume("all-reduce of gradients of unsharded parameters", len(self.parameters), sent)]
 
     @contextlib.contextmanager
@@ -77,27 +78,17 @@ class UnshardedParameters:
         finally:
             self._is_deferred = before
 
-    def average(self) -> None:
+    def finish(self) -> None:
         """Average the gradients over the group, unless they are deferred."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if self._is_deferred or not gradients:
-            return
+        gradients = gradients_of(self.parameters)
         ranks = dist.get_world_size(self.group)
-        if ranks == 1:
+        if self._is_deferred or not gradients or ranks == 1:
             return
-        pending = [dist.all_reduce(gradient, group=self.group, async_op=True) for gradient in gradients]
+        kinds = by_kind(gradients)
+        pending = [
+            dist.all_reduce(gradient, group=self.group, async_op=True) for kind in kinds.values() for gradient in kind
+        ]
         for work in pending:
             work.wait()
-        torch._foreach_div_(gradients, float(ranks))
-
-
-class AveragesUnsharded(Strategy):
-    """Averages the gradients of parameters that FSDP leaves unsharded (`PreparedModel.unsharded`) after a backward."""
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """The backward, and then the average of gradients that FSDP does not reduce."""
-        super().backward(loss, **kwargs)
-        for prepared in self.prepared:
-            unsharded: UnshardedParameters | None = getattr(prepared, "unsharded", None)
-            if unsharded is not None:
-                unsharded.average()
+        for kind in kinds.values():
+            torch._foreach_div_(kind, float(ranks))

@@ -27,14 +27,14 @@ from ...runtime.mesh import describe
 from ...runtime.topology import Topology
 from .. import materialize, norms
 from ..activation import checkpoint_activations
-from ..base import Bundle
+from ..base import Bundle, Strategy
 from ..optimizer_scope import refuse_flat_shards
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..pretrained import require_state_dict
 from ..report import memory
 from ..report.communication import dtype_name
 from . import fsdp1_communication, fsdp1_state
-from .common import AveragesUnsharded, UnshardedParameters, fill_policy, refuse_unshardable
+from .common import UnreducedGradients, fill_policy, refuse_unshardable
 from .fsdp1_state import PlainModel
 from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused
 from .fsdp2 import upcast
@@ -77,7 +77,7 @@ class Fsdp1Model(PreparedModel):
         self.device = device
         self._saves_shards = saves_shards
         self._plain = plain
-        self.unsharded: UnshardedParameters | None = None
+        self.unsharded: UnreducedGradients | None = None
         self.usage: ParameterUsage | None = None
 
     @property
@@ -169,7 +169,7 @@ class Fsdp1Model(PreparedModel):
         return super().dtypes() if found is None else (dtype_name(found[0]), dtype_name(found[1]))
 
 
-class FullyShardedDataParallel1(AveragesUnsharded):
+class FullyShardedDataParallel1(Strategy):
     """Each rank keeps a shard of each unit's flattened parameters; a unit is gathered to compute."""
 
     name = "FSDP1"
@@ -220,7 +220,7 @@ class FullyShardedDataParallel1(AveragesUnsharded):
             if self.sharding is not ShardingStrategy.NO_SHARD:
                 require_state_dict(prepared.module)
             found.append(prepared)
-        self._remember(found)
+        self.remember(found)
         for optimizer in bundle.optimizers:
             fsdp1_state.repoint(optimizer, self._plain_models())
             if not self.plugin.use_orig_params:
@@ -234,8 +234,11 @@ class FullyShardedDataParallel1(AveragesUnsharded):
         return [p.usage for p in self.prepared if isinstance(p, Fsdp1Model) and p.usage is not None]
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """The backward; gradients of parameters that no rank has used then become None."""
+        """The backward, and what FSDP1 does not reduce; gradients that no rank has used then become None."""
         super().backward(loss, **kwargs)
+        for prepared in self.prepared:
+            if isinstance(prepared, Fsdp1Model) and prepared.unsharded is not None:
+                prepared.unsharded.finish()
         self._agreement.drop_unused(self._usages())
 
     def lay_out(self, model: nn.Module) -> Fsdp1Model:
@@ -261,9 +264,9 @@ class FullyShardedDataParallel1(AveragesUnsharded):
         plain.attach(sharded)
         prepared = self.as_prepared(sharded, plain)
         prepared.usage = ParameterUsage(sharded, compiled=bool(self.transforms))
-        prepared.unsharded = UnshardedParameters(
-            self.gradient_group, {parameter for module in ignored for parameter in module.parameters()}
-        )
+        # In an order that is the same on all ranks.
+        unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
+        prepared.unsharded = UnreducedGradients(self.gradient_group, unsharded.values())
         return prepared
 
     def clip_grad_norm(

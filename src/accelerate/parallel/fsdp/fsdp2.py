@@ -23,14 +23,14 @@ from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize
 from ..activation import checkpoint_activations
-from ..prepared import CommunicationVolume
+from ..adopted.sharing import find_layout, reducers_of
 from ..remap import ParameterPlaces, switch_parameters
 from ..report import memory
 from ..report.communication import shard_gradients
 from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
-from .common import AveragesUnsharded, UnshardedParameters, fill_policy, refuse_unshardable
+from .common import UnreducedGradients, fill_policy, refuse_unshardable
 from .units import find_modules, select_units
 
 if TYPE_CHECKING:
@@ -40,17 +40,12 @@ if TYPE_CHECKING:
 class Fsdp2Model(ShardedModel):
     """A model whose units FSDP2 shards.
 
-    Fields:
-        saves_shards: whether a checkpoint stores shards (the plugin's `state_dict_type`).
-        unsharded: trainable parameters that FSDP does not shard.
+    `saves_shards` is whether a checkpoint stores shards (the plugin's `state_dict_type`).
     """
 
-    def __init__(
-        self, *arguments: Any, saves_shards: bool = False, unsharded: UnshardedParameters | None = None
-    ) -> None:
+    def __init__(self, *arguments: Any, saves_shards: bool = False) -> None:
         super().__init__(*arguments)
         self._saves_shards = saves_shards
-        self.unsharded = unsharded
         self._syncs = True  # whether a backward reduces gradients
 
     @property
@@ -58,26 +53,26 @@ class Fsdp2Model(ShardedModel):
         """Depends on the plugin's `state_dict_type`."""
         return self._saves_shards
 
+    @functools.cached_property
+    def outer_units(self) -> list[FSDPModule]:
+        """The FSDP2 units that are in no other one."""
+        units = [module for module in self.inner.modules() if isinstance(module, FSDPModule)]
+        nested = {id(child) for unit in units for child in unit.modules() if child is not unit}
+        return [unit for unit in units if id(unit) not in nested]
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in this context do not reduce gradients; blocks may be nested."""
-        sharded = self.inner
-        if not isinstance(sharded, FSDPModule):
-            yield
-            return
         before, self._syncs = self._syncs, False
-        sharded.set_requires_gradient_sync(False)
+        for unit in self.outer_units:
+            unit.set_requires_gradient_sync(False)
         try:
-            with contextlib.nullcontext() if self.unsharded is None else self.unsharded.deferred():
+            with super().no_sync():
                 yield
         finally:
             self._syncs = before
-            sharded.set_requires_gradient_sync(before)
-
-    def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
-        """As the base class, with the parameters that FSDP does not shard."""
-        rest = [] if self.unsharded is None else self.unsharded.communication_volume()
-        return [*(super().communication_volume(backwards) or []), *rest]
+            for unit in self.outer_units:
+                unit.set_requires_gradient_sync(before)
 
     def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
         """As the base class, with the unsharded gradients of a window."""
@@ -88,7 +83,7 @@ class Fsdp2Model(ShardedModel):
         return found
 
 
-class FullyShardedDataParallel(AveragesUnsharded, ShardedStrategy):
+class FullyShardedDataParallel(ShardedStrategy):
     """Each rank keeps a shard of every parameter, gradient and optimizer state; units are gathered to compute."""
 
     name = "FSDP2"
@@ -117,7 +112,9 @@ class FullyShardedDataParallel(AveragesUnsharded, ShardedStrategy):
         """Shard one model in place; one that is sharded already is only cast."""
         prepared = self.as_prepared(model)
         if isinstance(model, FSDPModule):
+            _, averages = find_layout([model])
             self.cast_parameters(model)
+            prepared.reducers = reducers_of(model, averages, self.gradient_group)
             return prepared
         refuse_unshardable(model, self.name, self.plugin.ignored_modules)
         split = None
@@ -126,7 +123,7 @@ class FullyShardedDataParallel(AveragesUnsharded, ShardedStrategy):
         shard_model(model, self.plugin, self.shards, self.device, split=split, full_outputs=self.full_outputs)
         self.cast_parameters(model)
         rest = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
-        prepared.unsharded = UnshardedParameters(self.gradient_group, rest)
+        prepared.reducers.append(UnreducedGradients(self.gradient_group, rest))
         return prepared
 
 

@@ -108,7 +108,8 @@ def load_full_optimizer_state(
 ) -> None:
     """Load the state of a plain run's optimizer, which only rank 0 needs to have. Every rank calls it."""
     optimizer = _plain(optimizer)
-    if steps_unsharded(optimizer):
+    # torch 2.13 cuts a rank's shard of the state out as one block.
+    if steps_unsharded(optimizer) or any(materialize.is_packed(parameter) for parameter in model.parameters()):
         _load_unsharded_state(optimizer, state)
         return
     named: dict[str, Any] = {}

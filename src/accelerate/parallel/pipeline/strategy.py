@@ -110,7 +110,7 @@ class PipelineParallel(ShardedStrategy):
                     self._foreign[parameter] = True
             require_state_dict(prepared.module)
             found.append(prepared)
-        self._remember(found)
+        self.remember(found)
         for optimizer in bundle.optimizers:
             refuse_model_scope(optimizer, "pp_size", "use fsdp_version=2 or tp_size without pp_size")
             self._repoint(optimizer)

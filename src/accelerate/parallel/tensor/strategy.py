@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,23 +21,15 @@ from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize
+from ..prepared import CommunicationVolume
 from ..remap import ParameterPlaces
+from ..report.memory import local_bytes
 from ..sharded import ShardedModel, ShardedStrategy
 from . import loss as tensor_loss
 from . import plan as tensor_plan
 from . import random as tensor_random
 from . import sequence as tensor_sequence
 from . import styles as tensor_styles
-
-
-class TensorParallelModel(ShardedModel):
-    """A model whose layers are split over tensor-parallel ranks. `sums` reduces its partial gradients."""
-
-    sums: PartialSums | None = None
-
-    def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """Accumulate partial gradients of replicated parameters without communicating."""
-        return contextlib.nullcontext() if self.sums is None else self.sums.deferred()
 
 
 class TensorParallel(ShardedStrategy):
@@ -53,11 +45,7 @@ class TensorParallel(ShardedStrategy):
                 "need FSDP2, and for it an fsdp_plugin"
             )
 
-    def as_prepared(self, module: nn.Module) -> TensorParallelModel:
-        """Return the prepared model of a module that is laid out already."""
-        return TensorParallelModel(module, self.precision, self.device, self.sequence)
-
-    def lay_out(self, model: nn.Module) -> TensorParallelModel:
+    def lay_out(self, model: nn.Module) -> ShardedModel:
         """Split the layers of the model over the ranks."""
         ranks = self.mesh["tp"]  # type: ignore[index]
 
@@ -70,15 +58,8 @@ class TensorParallel(ShardedStrategy):
         materialize.lay_out(model, self.device, split)
         self.cast_parameters(model)
         prepared = self.as_prepared(model)
-        prepared.sums = PartialSums(model)
+        prepared.reducers.append(PartialSums(model.parameters()))
         return prepared
-
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward, and sum partial gradients of replicated parameters."""
-        super().backward(loss, **kwargs)
-        for prepared in self.prepared:
-            if isinstance(prepared, TensorParallelModel) and prepared.sums is not None:
-                prepared.sums.finish()
 
 
 class PartialSums:
@@ -87,11 +68,11 @@ class PartialSums:
     They accumulate unreduced and are all-reduced once, at the end of a window, in one message.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters: list[Any] = [
             parameter
-            for parameter in model.parameters()
-            if isinstance(parameter, DTensor) and all(place.is_replicate() for place in parameter.placements)
+            for parameter in parameters
+            if isinstance(parameter, DTensor) and any(place.is_replicate() for place in parameter.placements)
         ]
         self._deferred = False
 
@@ -104,6 +85,11 @@ class PartialSums:
         finally:
             self._deferred = before
 
+    def communication_volume(self) -> list[CommunicationVolume]:
+        """At most one message with all gradients; which of them are partial is known after a backward."""
+        sent = local_bytes(self._parameters)
+        return [CommunicationVolume("all-reduce of partial gradients", None, sent, about=True)] if sent else []
+
     @torch.no_grad()
     def finish(self) -> None:
         """All-reduce what the window has accumulated."""
@@ -112,7 +98,11 @@ class PartialSums:
         kinds: dict[tuple[Any, torch.dtype], list[Any]] = {}
         for parameter in self._parameters:
             gradient = parameter.grad
-            if isinstance(gradient, DTensor) and any(place.is_partial() for place in gradient.placements):
+            if not isinstance(gradient, DTensor) or not any(place.is_partial() for place in gradient.placements):
+                continue
+            if gradient.device_mesh.ndim > 1:
+                parameter.grad = gradient.redistribute(placements=parameter.placements)
+            else:
                 kinds.setdefault((gradient.device_mesh, gradient.dtype), []).append(parameter)
         for (ranks, _), listed in kinds.items():
             local = [parameter.grad.to_local() for parameter in listed]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are sharded when they are given to `prepare`."""

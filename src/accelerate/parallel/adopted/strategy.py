@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that are sharded when they are given to `prepare`: by `fully_shard`, `parallelize_module` or transformers.
+
+Their meshes and placements stay as they are. What torch does not do by itself is done around them: the shards of the
+data, gradients that no backward reduces, clipping, full and sharded state, and steps that need entire tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ...core.errors import PrepareError
+from ...core.modules import get_model_tp_size
+from ...parallelism_config import ParallelismConfig
+from ...precision.base import Precision
+from .. import materialize
+from ..base import Bundle
+from ..fsdp.fsdp2 import Fsdp2Model
+from ..prepared import CommunicationVolume, PreparedModel
+from ..report import communication
+from ..sharded import ShardedStrategy
+from ..tensor import plan as tensor_plan
+from ..tensor import random as tensor_random
+from .layout import Ranks
+from .sharing import Averages, find_layout, parameters_of, reducers_of
+
+
+class AdoptedModel(Fsdp2Model):
+    """A model that was sharded before `prepare`."""
+
+    def communication_volume(self, backwards: int) -> list[CommunicationVolume] | None:
+        """Messages of FSDP2 and of this library; None if layers of the model send messages as well."""
+        self.reshard()
+        if any(sharing.split for _, _, sharing in parameters_of(self.inner)):
+            return None
+        return super().communication_volume(backwards)
+
+    def dtypes(self) -> tuple[str, str]:
+        """The dtypes of the units' policy, if it has some, or else those of the run's precision."""
+        compute, reduction = super().dtypes()
+        return (compute if computes_in(self.inner) else self.precision.computes_in), reduction
+
+
+class Adopted(ShardedStrategy):
+    """The strategy of models that are sharded when they arrive.
+
+    Args:
+        device: that of the run.
+        precision: that of the run.
+        models: the first models of the run that are sharded. Every rank makes this object.
+    """
+
+    def __init__(self, device: torch.device, precision: Precision, models: Sequence[nn.Module]) -> None:
+        layout, self._averages = find_layout(models)
+        self.shards = layout.shards
+        sizes = ParallelismConfig(
+            dp_replicate_size=1, dp_shard_size=len(self.shards), tp_size=len(self.shards[0]),
+            cp_size=1, sp_size=1, pp_size=1,
+        )  # fmt: skip
+        sizes.device_mesh = _mesh(self.shards, device)
+        super().__init__(device, precision, sizes)
+        self.gradient_group = self.data_group
+        self.name = _name_of(self._averages)
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """The ranks of a tensor-parallel dimension share one."""
+        rank = dist.get_rank()
+        return next(index for index, ranks in enumerate(self.shards) if rank in ranks), len(self.shards)
+
+    def prepare(self, bundle: Bundle) -> list[PreparedModel]:
+        """Take sharded models as they are. Plain tensors are replicated: they become equal on all ranks."""
+        if bundle.models:
+            self._extend(bundle.models)
+        for model in bundle.models:
+            _check_device(model, self.device)
+            materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), self.device, None)
+        bundle.place = [False] * len(bundle.models)
+        return super().prepare(bundle)
+
+    def _extend(self, models: list[nn.Module]) -> None:
+        """Read the layout of further models, which have to read the data as those before them."""
+        layout, self._averages = find_layout(models, self.shards[self.data_shard[0]])
+        if layout.shards != self.shards:
+            raise PrepareError(
+                f"with {type(models[0]).__name__} the ranks that read the same samples are {list(layout.shards)}, and "
+                f"without it {list(self.shards)}. Give all models to one call of prepare, before the loaders"
+            )
+
+    def wrap_forward(self, model: nn.Module) -> nn.Module:
+        """Autocast, unless a policy of the model's FSDP2 units casts already."""
+        dtypes, requested = computes_in(model), getattr(self.precision, "dtype", None)
+        if not dtypes or requested is None:
+            return super().wrap_forward(model)
+        if dtypes != {requested}:
+            raise PrepareError(
+                f"mixed_precision={self.precision.name!r}, and the units of {type(model).__name__} have a "
+                f"MixedPrecisionPolicy with param_dtype={', '.join(sorted(map(str, dtypes)))}: give both one dtype"
+            )
+        return model
+
+    def as_prepared(self, module: nn.Module) -> AdoptedModel:
+        """A prepared model that saves shards where FSDP2 shards it."""
+        is_fsdp = any(True for _ in communication.shard_groups(module))
+        # torch.distributed.checkpoint takes a rank's shard for one block.
+        saves_shards = is_fsdp and not any(materialize.is_packed(parameter) for parameter in module.parameters())
+        return AdoptedModel(module, self.precision, self.device, saves_shards=saves_shards)
+
+    def lay_out(self, model: nn.Module) -> AdoptedModel:
+        """Find what the model's own backward leaves unreduced."""
+        if (get_model_tp_size(model) or 1) > 1 and self.mesh is not None:
+            # transformers leaves random numbers to us.
+            tensor_random.separate_streams(model, tensor_plan.known_styles(model), self.mesh["tp"])
+        self.cast_parameters(model)
+        prepared = self.as_prepared(model)
+        prepared.reducers = reducers_of(model, self._averages, self.data_group)
+        return prepared
+
+
+def computes_in(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes to which policies of FSDP2 units cast parameters for the computation."""
+    found = {group.mp_policy.param_dtype for _, group, _ in communication.shard_groups(model)}
+    return found - {None, torch.float32, torch.float64}
+
+
+def _mesh(shards: tuple[Ranks, ...], device: torch.device) -> DeviceMesh | None:
+    """The mesh of the run: `dp` over the shards of the data, `tp` over the ranks that read one."""
+    sizes = {"dp": len(shards), "tp": len(shards[0])}
+    names = tuple(name for name, size in sizes.items() if size > 1)
+    if not names:
+        return None
+    ranks = torch.tensor(shards, dtype=torch.int).reshape([sizes[name] for name in names])
+    return DeviceMesh(device.type, ranks, mesh_dim_names=names)
+
+
+def _name_of(sharings: Averages) -> str:
+    """The name of the strategy, with the sizes of the meshes."""
+    found = set()
+    for sharing in sharings:
+        parts = {"fsdp": sharing.averaged, "split": sharing.split}
+        sizes = {word: "x".join(str(len(ranks)) for ranks in groups) for word, groups in parts.items() if groups}
+        found.add(" ".join(f"{word} {size}" for word, size in sizes.items()))
+    return f"sharded before prepare ({', '.join(sorted(found - {''})) or 'one rank'})"
+
+
+def _check_device(model: nn.Module, device: torch.device) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != device.type:
+            raise PrepareError(
+                f"{name} of {type(model).__name__} is a DTensor on {parameter.device_mesh}, and this run is on "
+                f"{device}: shard the model on a mesh of that device, or let the Accelerator use the mesh's"
+            )

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that transformers shards in `from_pretrained` (`DistributedConfig`), against the plain loop, to 1e-8."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rank_pool import on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+transformers = pytest.importorskip("transformers")
+
+PRELOADED = ("transformers.models.llama.modeling_llama",)
+VOCABULARY, LENGTH, BATCH, STEPS, ACCUMULATION, CLIP = 16, 8, 8, 3, 2, 0.1
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "attn_implementation": "sdpa",
+}  # fmt: skip
+# The family, the sizes, the data shards of the ranks.
+LAYOUTS = {
+    "fsdp of 2": ("Llama", {"fsdp_size": 2}, (0, 1)),
+    "tp of 2": ("Llama", {"tp_size": 2}, (0, 0)),
+}
+
+
+def config_of(family):
+    return getattr(transformers, f"{family}Config")(**SIZES)
+
+
+def batches():
+    tokens = torch.randint(VOCABULARY, (STEPS * ACCUMULATION * BATCH, LENGTH), generator=torch.Generator())
+    return list(tokens)
+
+
+def loss_of(model, tokens):
+    logits = model(input_ids=tokens).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_optimizer(model):
+    """Norms and routers of these models are in float32: Adam would make steps of the roundings of small gradients."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def plain_run(model):
+    optimizer, norms = make_optimizer(model), []
+    for number, tokens in enumerate(DataLoader(batches(), BATCH)):
+        (loss_of(model, tokens) / ACCUMULATION).backward()
+        if number % ACCUMULATION:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict(), norms
+
+
+def check_run(what, folder):
+    family, sizes, shards = LAYOUTS[what]
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    torch.manual_seed(0)
+    plain = kind(config_of(family)).to(torch.float64)
+    if accelerator.is_main_process:
+        plain.save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    expected, norms = plain_run(plain.train())
+    layout = transformers.distributed.DistributedConfig(**sizes)
+    model = kind.from_pretrained(folder, dtype=torch.float64, distributed_config=layout).train()
+    optimizer = make_optimizer(model)
+    loader = DataLoader(batches(), BATCH // len(set(shards)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    assert accelerator.strategy.data_shard == (shards[accelerator.process_index], len(set(shards)))
+    assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    found = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            if accelerator.sync_gradients:
+                found.append(accelerator.clip_grad_norm_(model.parameters(), CLIP))
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(found, norms, rtol=1e-6, atol=0)
+    accelerator.save_state(folder / "checkpoint")
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        torch.testing.assert_close(dict(state), dict(expected), rtol=0, atol=1e-8)
+    prepared = accelerator.prepared_model(model)
+    momenta = prepared.optimizer_state_dict(optimizer.optimizer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+            optimizer.state[parameter]["momentum_buffer"].zero_()
+    accelerator.load_state(folder / "checkpoint")
+    state = accelerator.get_state_dict(model)
+    loaded = prepared.optimizer_state_dict(optimizer.optimizer)
+    if accelerator.is_main_process:
+        torch.testing.assert_close(dict(state), dict(expected), rtol=0, atol=1e-8)
+        torch.testing.assert_close(loaded["state"], momenta["state"], rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_layouts(tmp_path):
+    ranks = PartialState(cpu=True).num_processes
+    for what, (_, _, shards) in LAYOUTS.items():
+        if len(shards) == ranks:
+            check_run(what, tmp_path / what)
