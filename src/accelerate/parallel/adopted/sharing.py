@@ -38,6 +38,7 @@ def find_layout(models: Sequence[nn.Module], same_batch: Ranks = ()) -> tuple[La
     first: dict[Sharing, str] = {}
     for model in models:
         _check(model)
+        _check_divisors(model)
         for name, _, sharing in parameters_of(model):
             first.setdefault(sharing, name)
     _check_dimensions(models)
@@ -139,6 +140,24 @@ def _check(model: nn.Module) -> None:
             raise PrepareError(
                 f"{name} of {kind} is a DTensor with the placements {parameter.placements}: a parameter that is a "
                 "pending sum is not trained. Redistribute it to Replicate() or Shard(...)"
+            )
+
+
+def _check_divisors(model: nn.Module) -> None:
+    """Refuse units whose gradient torch divides twice.
+
+    With a divisor and a group of one rank, torch (up to 2.13) divides float16 and float64 before the reduction, and
+    again in its place.
+    """
+    for module, group, _ in shard_groups(model):
+        policy = group.mp_policy
+        dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+        alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
+        if group.gradient_divide_factor is not None and alone and dtype not in (torch.float32, torch.bfloat16):
+            raise PrepareError(
+                f"FSDP2 of torch {torch.__version__} divides the {dtype} gradient of {type(module).__name__} twice: "
+                "its unit is sharded over one rank and has a gradient divisor (experts do). Reduce gradients in "
+                "float32 or bfloat16 (MixedPrecisionPolicy.reduce_dtype), or make fsdp_size larger than ep_size"
             )
 
 

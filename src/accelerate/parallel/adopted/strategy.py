@@ -7,7 +7,8 @@ data, gradients that no backward reduces, clipping, full and sharded state, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,9 +119,36 @@ class Adopted(ShardedStrategy):
             # transformers leaves random numbers to us.
             tensor_random.separate_streams(model, tensor_plan.known_styles(model), self.mesh["tp"])
         self.cast_parameters(model)
+        _sum_once(model)
         prepared = self.as_prepared(model)
         prepared.reducers = reducers_of(model, self._averages, self.data_group)
         return prepared
+
+
+def _sum_once(model: nn.Module) -> None:
+    """Let transformers sum each gradient of a replicated parameter that is partial once, also when they accumulate.
+
+    Its layers with the style `replicated_with_grad_allreduce` sum the accumulated gradient after every backward
+    (transformers 5.23), which has the sums of earlier ones. Those are divided before, so that the sum restores them.
+    """
+    mesh = getattr(model, "_device_mesh", None)
+    styles: Mapping[str, Any] = getattr(model, "_tp_plan", None) or {}
+    summed = {pattern: word for pattern, word in styles.items() if word == "replicated_with_grad_allreduce"}
+    if mesh is None or not summed or "tp" not in (mesh.mesh_dim_names or ()):
+        return
+    size = mesh["tp"].size()
+
+    def divide(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
+        def before(_: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                parameter.grad.div_(size)
+
+        return before
+
+    for name in tensor_plan.match_plan(model, summed, strict=False):
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.register_hook(divide(parameter))
 
 
 def computes_in(model: nn.Module) -> set[torch.dtype]:

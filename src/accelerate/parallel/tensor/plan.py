@@ -76,7 +76,7 @@ def match_plan(model: nn.Module, plan: Plan, strict: bool = True) -> Styles:
                 unused.discard(pattern)
                 if name not in found:
                     found[name] = _style(pattern, plan[pattern])
-    for name, _ in model.named_parameters():
+    for name, _ in model.named_parameters() if strict else ():
         if named := [pattern for pattern in unused if patterns[pattern].fullmatch(name)]:
             raise PrepareError(
                 f"the tensor-parallel plan splits the parameter {name} by itself ({named[0]}): only modules are split"
