@@ -3,6 +3,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -66,8 +67,10 @@ def test_deepspeed_s_own_starter():
             "22",
         )
     )
-    assert command == [
-        "deepspeed", "--hostfile", "/h", "--no_local_rank", "--launcher", "pdsh", "--num_gpus", "2",
+    # By its path, if it is not on the PATH.
+    assert Path(command[0]).name == "deepspeed"
+    assert command[1:] == [
+        "--hostfile", "/h", "--no_local_rank", "--launcher", "pdsh", "--num_gpus", "2",
         "--master_addr", "1.2.3.4", "--master_port", "22", "x.py", "--a", "1",
     ]  # fmt: skip
     assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"

@@ -15,7 +15,7 @@ from torch import nn
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.parallel.report.explain import memory_usage
 
-ACCUMULATION = 3
+ACCUMULATION, WINDOWS = 3, 5
 KINDS = {"all-gather": "allgather", "reduce-scatter": "reduce_scatter", "reduction": "allreduce"}
 # Bytes of what is one number.
 NUMBERS = 8
@@ -84,7 +84,7 @@ def test_bytes_are_those_that_explain_reports(case):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    for _ in range(2):  # the order of the modules is traced first
+    for _ in range(WINDOWS - 1):  # the order of the modules is traced first
         window()
     with Large() as messages:
         window()
@@ -107,7 +107,9 @@ def check_memory(accelerator, model, optimizer, usage):
     reported = memory_usage([accelerator.prepared_model(model)], [optimizer.optimizer], windows=True)
     buckets, rest = reported.pop("buckets"), sum(reported.values())
     large = max(sum(size for size in found.values() if size >= BUCKET) for found in usage)
-    real = max(sum(size for size in found.values() if size < BUCKET) for found in usage)
+    totals = [sum(size for size in found.values() if size < BUCKET) for found in usage]
+    # Each backward of a window, in the windows after the first: some tensors live on for a while in one or the other.
+    real = max(min(totals[number::ACCUMULATION][1:]) for number in range(ACCUMULATION))
     small = buckets % BUCKET
     assert large in (0, buckets - small), (large, buckets)
     assert any(0 <= real - rest - more <= NUMBERS * 50 for more in (0, small)), (real, rest, small, reported)

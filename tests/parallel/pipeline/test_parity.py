@@ -81,7 +81,7 @@ def test_1f1b_in_the_order_of_other_backends():
 def test_a_schedule_is_one_row():
     """torch's DualPipeV, which the table does not have."""
     PartialState(cpu=True)
-    row = dataclasses.replace(PIPELINE_SCHEDULES["zbv"], implementation=f"{schedules.__name__}:ScheduleDualPipeV")
+    row = PIPELINE_SCHEDULES["zbv"]._replace(implementation=f"{schedules.__name__}:ScheduleDualPipeV")
     with mock.patch.dict(PIPELINE_SCHEDULES, {"dual_pipe_v": row}):
         options = Options(schedule="dual_pipe_v", num_microbatches=8)
         run, model, *_ = check_run(own, options, inside=True, steps=4, pp_size=2)

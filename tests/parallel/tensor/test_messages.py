@@ -67,8 +67,8 @@ def ours(strategy):
         strategy.backward(model(tokens, labels=tokens)[0])
         model.zero_grad()
 
-    # What the layout says of itself.
-    window.told = sum(traffic.messages for traffic in prepared.communication_volume(BATCHES))
+    # What the layout says of itself. Some numbers are known after a backward only.
+    window.told = sum(volume.messages or 0 for volume in prepared.communication_volume(BATCHES))
     return window
 
 
