@@ -127,6 +127,7 @@ def test_flags_without_their_switch_are_named():
     ]
     assert idle_flags(resolve_settings({"fsdp_version": 2, "use_fsdp": True})) == []
     assert idle_flags(resolve_settings({})) == []
+    assert idle_flags(resolve_settings({"engine": "deepspeed", "deepspeed_hostfile": "hosts"})) == []
 
 
 def test_flag_beats_variable_beats_default(monkeypatch):

@@ -131,7 +131,7 @@ class KubernetesLauncher(Launcher):
             command += ["--main_process_port", str(self._port)]
         for name in HANDED_ON:
             value = getattr(spec, name)
-            if value != getattr(LaunchSpec, name):
+            if value != LaunchSpec._field_defaults[name]:
                 command += [f"--{name}", _literal(str(value))]
         flag = {"script": [], "module": ["-m"], "program": ["--no_python"]}[spec.program.kind]
         return [*command, *flag, *map(_literal, (spec.program.name, *spec.program.args))]

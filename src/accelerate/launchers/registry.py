@@ -109,7 +109,7 @@ UNUSED: dict[str, tuple[str, ...]] = {
     "tpu": (*_AGENT, *_RUN, "rdzv_conf", "machine_rank", "num_cpu_threads_per_process", "mpirun_hostfile"),
     "slurm": (*_AGENT, "rdzv_conf", "machine_rank", "tee", "mpirun_hostfile"),
     "ray": (*_AGENT, "mpirun_hostfile"),
-    "kubernetes": (*_AGENT, "rdzv_conf", "tee", "log_dir", "error_file", "stop_timeout", "mpirun_hostfile"),
+    "kubernetes": ("monitor_interval", "rdzv_id", "mpirun_hostfile"),
 }
 
 

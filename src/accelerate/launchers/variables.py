@@ -26,14 +26,26 @@ def variables(settings: Settings) -> dict[str, str | None]:
     return found
 
 
+# What the engine `deepspeed` uses, also for a script that does not train with DeepSpeed.
+STARTER_OPTIONS = (
+    "deepspeed_hostfile",
+    "deepspeed_multinode_launcher",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+)
+
+
 def idle_flags(settings: Settings) -> list[str]:
     """A line for each switch that is off although flags were given that need it."""
     off = {option.name: option.flag for option in STRATEGY.options if not settings[option.name]}
+    of_engine = STARTER_OPTIONS if settings["engine"] == "deepspeed" else ()
     if settings["mixed_precision"] != "fp8":
         off["fp8"] = "--mixed_precision fp8"
     found = []
     for switch, wanted in off.items():
-        options_of_switch = [option for option in options().values() if switch in option.when]
+        options_of_switch = [
+            option for option in options().values() if switch in option.when and option.name not in of_engine
+        ]
         given = [option.flag for option in options_of_switch if settings.origin(option.name).startswith("flag ")]
         if given:
             found.append(f"{', '.join(given)}: no effect without {wanted}")
