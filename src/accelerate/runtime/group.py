@@ -125,6 +125,10 @@ def stop(group: Any = None) -> None:
     """Leave a group (the default one, when None is given). Called twice, the second call does nothing."""
     if not is_running():
         return
+    # A worker thread of gloo drops its last work while it has the lock of the group's queue, and may need the
+    # interpreter lock for that (torch 2.13). The group's destructor takes them in the other order: a deadlock, unless
+    # the threads are idle by then.
+    time.sleep(LOCK_HANDOVER)
     dist.destroy_process_group(group)
     if group is None:
         _Exit.owner = False
