@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import socket
 import time
+from contextlib import nullcontext
 from itertools import combinations
 
 import torch
@@ -51,12 +52,13 @@ def build(kind: str) -> nn.Module:
 
 
 def train(kind: str, batch: Batch, variables: dict, steps: int, results) -> None:
-    """One rank of a run: its peak of memory and its shortest step."""
+    """One rank of a run: its peak of memory, or its shortest step if `steps` are timed."""
     env.publish(variables)
     torch.set_num_threads(1)
     kinds = [torch.profiler.ProfilerActivity.CPU]
     accelerator = Accelerator(cpu=True)
-    with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
+    profiled = torch.profiler.profile(activities=kinds, profile_memory=True) if not steps else nullcontext()
+    with profiled as profile:
         model = build(kind)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -65,7 +67,7 @@ def train(kind: str, batch: Batch, variables: dict, steps: int, results) -> None
         gc.collect()
         step(accelerator, model, optimizer, inputs)
     now = peak = 0
-    events = profile.profiler.kineto_results.events()
+    events = profile.profiler.kineto_results.events() if profile else ()
     for event in sorted((one for one in events if one.name() == "[memory]"), key=lambda one: one.start_ns()):
         now += event.nbytes()
         if event.start_ns() >= since:
@@ -124,7 +126,8 @@ def main() -> None:
     parser.add_argument("--memory", nargs="*", default=["gpt", "llama", "bert", "mixture"])
     parser.add_argument("--order", nargs="*", default=["llama"])
     parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
-    parser.add_argument("--batch", default="8x128")
+    parser.add_argument("--batch", default="8x128", help="of the runs whose memory is compared")
+    parser.add_argument("--order_batch", default="8x64", help="of the runs that are timed")
     parser.add_argument("--steps", type=int, default=4)
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -135,7 +138,7 @@ def main() -> None:
         compare_memory(kind, batch, chosen)
     for kind in given.order:
         for ranks in given.ranks:
-            compare_order(kind, batch, ranks, given.steps)
+            compare_order(kind, parse_batch(given.order_batch), ranks, given.steps)
 
 
 def compare_memory(kind: str, batch: Batch, chosen: list[tuple[str, int]]) -> None:
@@ -145,14 +148,14 @@ def compare_memory(kind: str, batch: Batch, chosen: list[tuple[str, int]]) -> No
         ((_, planned),) = trace.trace_all(training, [layout])
         if planned.failure:
             raise SystemExit(f"{kind} {name}: {planned.failure}")
-        half = machine.CPU_MEMORY_SPREAD
         measured, _ = run(kind, training, layout, 0)
         total = planned.total
+        low, high = estimate.memory_interval(layout, total, planned.spare, machine.CPU_MEMORY_SPREAD)
         emit(
-            name=f"memory {kind} {name} on {ranks}", unit="MB", planned=round(total / 1e6, 1),
-            low=round(total * (1 - half) / 1e6, 1), high=round(total * (1 + half) / 1e6, 1),
-            measured=round(measured / 1e6, 1), error=round(measured / total - 1, 4),
-            inside=total * (1 - half) <= measured <= total * (1 + half),
+            name=f"memory {kind} {name} on {ranks}", unit="MB", planned=round((low + high) / 2e6, 1),
+            low=round(low / 1e6, 1), high=round(high / 1e6, 1),
+            measured=round(measured / 1e6, 1), half_width=round((high - low) / (high + low), 3),
+            inside=low <= measured <= high,
         )  # fmt: skip
 
 

@@ -84,14 +84,21 @@ def estimate(layout: Layout, step: Step, machine: Machine) -> Row:
             kinds[kind] = 0
     total = sum(kinds.values())
     # Kernels allocate by themselves, and there are gaps between blocks.
-    low = total * (1 - machine.memory_spread)
-    high = total * (1 + machine.memory_spread)
+    low, high = memory_interval(layout, total, round(step.spare * machine.memory_scale), machine.memory_spread)
     first, last = step.work
     seconds = _seconds(last, machine) + (layout.accumulation - 1) * _seconds(first, machine) + extra
     seconds *= machine.time_scale
     times = Interval(seconds * (1 - machine.spread), seconds * (1 + machine.spread))
     sent = _sent(last) + (layout.accumulation - 1) * _sent(first)
     return Row(layout, Interval(low, high), kinds, times, sent, high <= machine.memory)
+
+
+def memory_interval(layout: Layout, total: int, spare: int, spread: float) -> Interval:
+    """The interval of an estimate, of which `spare` bytes may be free."""
+    if "tp" in dict(layout.sizes):
+        # How long the tensors of functional collectives live depends on when they are waited for.
+        spread *= 2
+    return Interval((total - spare) * (1 - spread), total * (1 + spread))
 
 
 def _sent(work: Work) -> int:

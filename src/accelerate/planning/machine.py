@@ -35,7 +35,7 @@ KNOWN = {
 # Of the published peaks, what matrix products and copies of a real model reach.
 _REACHED = 0.5
 # Half-width of the interval of memory on the CPU, whose error benchmarks/plan.py measures.
-CPU_MEMORY_SPREAD = 0.05
+CPU_MEMORY_SPREAD = 0.03
 # Without a name: the assumed device.
 _ASSUMED = "a100"
 _FORM = "8x80GB, 8xH100, or 2x8xH100 for two machines"

@@ -59,12 +59,13 @@ class Step:
         memory: bytes by kind at the peak.
         work: of the batches before the last one of an accumulation window, and of the last one with the optimizer's
             step.
-        blocks: the number of storages alive at the peak.
+        spare: bytes of `memory` that a backend may have freed at the peak.
         failure: why the layout has no estimate; None if it has one.
     """
 
     memory: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     work: tuple[Work, Work] = field(default_factory=lambda: (Work(), Work()))
+    spare: int = 0
     failure: str | None = None
 
     @property
@@ -147,7 +148,7 @@ def _in_child(training: Training, layout: Layout, sender: Connection) -> None:
 
 
 def trace_step(training: Training, layout: Layout) -> Step:
-    """Prepare the model and run two optimizer steps of it, as the first rank; the second one is measured.
+    """Prepare the model and run optimizer steps of it, as the first rank; all but the first are measured.
 
     It changes the environment and the state of this process: call it in a process of its own.
     """
@@ -173,17 +174,22 @@ def trace_step(training: Training, layout: Layout) -> Step:
         ledger.label([*model.parameters(), *model.buffers()], WEIGHTS)
         if layout.replicated:
             buckets = _buckets(model)
-        for _ in range(2):
+        peaks = []
+        for window in range(3 if training.device == "cpu" and layout.ranks > 1 else 2):
+            if window == 2:
+                ledger.keep_messages()
             start, works = ledger.mark(), []
             for _ in range(micro):
                 with ledger.fresh_work() as work:
                     _batch(accelerator, model, optimizer, fake_batch(model, batch), ledger)
                     works.append(work)
-    memory = ledger.peak(start, granularity=512 if training.device != "cpu" else 64)
+            peaks.append(ledger.peak(start, granularity=512 if training.device != "cpu" else 64))
+    memory = peaks[-1]
+    spare = max(0, sum(memory.values()) - sum(peaks[1].values()))
     if layout.replicated:
         memory[MESSAGES] += buckets
         works[-1].send("all-reduce", layout.ranks, min(_BUCKET, buckets), max(1, round(buckets / _BUCKET)))
-    return Step(memory, (works[0], works[-1]))
+    return Step(memory, (works[0], works[-1]), spare)
 
 
 def launch_variables(configuration: Mapping[str, Any]) -> dict[str, Any]:
