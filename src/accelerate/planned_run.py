@@ -19,7 +19,7 @@ from .core.files import atomic_write
 from .parallel.report.explain import size_of
 from .state import PartialState
 
-# Optimizer steps that are not timed, and those that are.
+# Optimizer steps before the timing starts, and timed ones.
 WARMUP, TIMED = 2, 4
 
 

@@ -98,7 +98,9 @@ def memory_interval(layout: Layout, total: int, spare: int, spread: float) -> In
     if "tp" in dict(layout.sizes):
         # How long the tensors of functional collectives live depends on when they are waited for.
         spread *= 2
-    return Interval((total - spare) * (1 - spread), total * (1 + spread))
+    # Without what a backend may keep, a step needs hardly less than its trace.
+    below = spread / 3 if spare else spread
+    return Interval((total - spare) * (1 - below), total * (1 + spread))
 
 
 def _sent(work: Work) -> int:
@@ -118,7 +120,7 @@ def _seconds(work: Work, machine: Machine) -> float:
 
 
 def plan(training: Training, machine: Machine, layouts: Iterable[Layout], processes: int = 1) -> list[Row]:
-    """All rows: those that fit by time, then those that do not by memory, then those without an estimate.
+    """All rows: layouts that fit, by time; then layouts that do not, by memory; then layouts without an estimate.
 
     A layout that does not fit is tried again with half the batch and twice the batches of a window, until it fits or
     has one sample.

@@ -54,7 +54,7 @@ class Machine:
         bandwidth: bytes a second of other operations.
         overhead: seconds of one operation.
         links: collective -> (seconds of a message, bytes a second of a rank), with all ranks of a run.
-        overlap: the fraction of messages that runs beside computation.
+        overlap: the fraction of messages that overlaps with computation.
         spread: half-width of the interval of times, as a fraction.
         memory_spread: half-width of the interval of memory.
         memory_scale, time_scale: measured over estimated, of the runs that calibrated it.
@@ -228,14 +228,14 @@ def _measure(rank: int, ranks: int, port: int, threads: int, results: Any) -> No
 def _collective(kind: str, size: int, ranks: int, rank: int) -> Callable[[], Any]:
     """One message of so many bytes, counted as `Work.messages` counts it: its largest tensor."""
     count = size // 4 // ranks * ranks
-    full, part, other = torch.zeros(count), torch.zeros(count // ranks), torch.zeros(count)
+    full, piece, other = torch.zeros(count), torch.zeros(count // ranks), torch.zeros(count)
     match kind:
         case "all-reduce":
             return lambda: dist.all_reduce(full)
         case "all-gather":
-            return lambda: dist.all_gather_into_tensor(full, part)
+            return lambda: dist.all_gather_into_tensor(full, piece)
         case "reduce-scatter":
-            return lambda: dist.reduce_scatter_tensor(part, full)
+            return lambda: dist.reduce_scatter_tensor(piece, full)
         case "all-to-all":
             return lambda: dist.all_to_all_single(other, full)
         case "broadcast":

@@ -100,7 +100,7 @@ class Training:
 
 
 def trace_all(training: Training, layouts: Iterable[Layout], processes: int = 1) -> Iterator[tuple[Layout, Step]]:
-    """Trace each layout in a process of its own, `processes` at a time; in the order of `layouts`."""
+    """Trace each layout in a separate process, `processes` at a time; in the order of `layouts`."""
     # A forked process has the model and the imported packages already.
     method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     context: Any = multiprocessing.get_context(method)
@@ -150,7 +150,7 @@ def _in_child(training: Training, layout: Layout, sender: Connection) -> None:
 def trace_step(training: Training, layout: Layout) -> Step:
     """Prepare the model and run optimizer steps of it, as the first rank; all but the first are measured.
 
-    It changes the environment and the state of this process: call it in a process of its own.
+    It changes the environment and the state of this process: call it in a separate process.
     """
     batch = training.batch.of_rank(layout)
     # More batches than two in a window have the memory of two.
