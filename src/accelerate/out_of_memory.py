@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .core import memory
+from .core import memory, system
 from .parallel.prepared import PreparedModel
 from .parallel.report import explain
 from .parallel.report import memory as kinds
@@ -31,7 +31,7 @@ from .run_objects import RunObjects
 # A step that fits leaves so much of the memory free.
 _USABLE = 0.95
 _MOST_BATCHES = 64
-# Of the limit, in a process whose errors were not explained for want of models.
+# Of the latest run: references to its objects and precision; the hook before ours; whether an error was explained.
 _state: dict[str, Any] = {"run": None, "hook": None, "reported": False}
 
 
@@ -111,18 +111,15 @@ def memory_limit(kept: int) -> int:
     """Bytes for the tensors of this process: of its device, or of the host less what is no tensor."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.mem_get_info()[1])
-    process = psutil.Process()
-    limits = [psutil.virtual_memory().available + kept]
+    available = system.available_memory()
+    limits = [] if available is None else [available + kept]
     with contextlib.suppress(ImportError):
         import resource
 
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         if soft != resource.RLIM_INFINITY:
-            limits.append(soft - process.memory_info().vms + kept)
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError), open(name) as file:
-            limits.append(int(file.read()) - process.memory_info().rss + kept)
-    return max(kept, min(limits))
+            limits.append(soft - psutil.Process().memory_info().vms + kept)
+    return max(kept, min(limits, default=kept))
 
 
 def _changes(step: _Step, usage: Mapping[str, int], kept: int, limit: float) -> Iterator[str]:

@@ -100,7 +100,7 @@ def test_nothing_fits(capsys):
 
 
 WRONG = {
-    "plan_net:branches --batch 8x64:float32 --machine 1x1GB": r"Net \(.*plan_net.py:12\) needs real data",
+    "plan_net:branches --batch 8x64:float32 --machine 1x1GB": r"Net \(.*py:11\) needs real data",
     "plan_net:broken --batch 8x64 --machine 1x1GB": r"fails on the meta device: RuntimeError: no such thing \(.*:17\)",
     "plan_net:number --batch 8x64 --machine 1x1GB": "must return a torch.nn.Module",
     "plan_net:nothing --batch 8x64 --machine 1x1GB": "has no function 'nothing'",

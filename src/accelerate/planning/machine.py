@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import re
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
+from ..core import system
 from ..core.errors import ConfigurationError
 
 GIB = 1 << 30
@@ -134,19 +133,12 @@ def found(ranks: int | None = None) -> Machine:
         count = ranks or torch.cuda.device_count()
         name = next((name for name in KNOWN if name in properties.name.lower().replace(" ", "")), None)
         one = describe(f"{count}x{name or f'{properties.total_memory / GIB:.3f}GiB'}")
-        return Machine(**{**asdict(one), "memory": properties.total_memory, "origin": f"found: {properties.name}"})
+        return replace(one, memory=properties.total_memory, origin=f"found: {properties.name}")
     count = ranks or 1
-    machine = measure(count)
-    return Machine(**{**asdict(machine), "memory": int(memory_limit() / count)})
-
-
-def memory_limit() -> int:
-    """Bytes that the processes of this machine may use: what is available, or the limit of the control group."""
-    limits = [psutil.virtual_memory().available]
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError), open(name) as file:
-            limits.append(int(file.read()))
-    return min(limits)
+    available = system.available_memory()
+    if available is None:
+        raise ConfigurationError("the free memory of this machine is not known: describe it with --machine")
+    return replace(measure(count), memory=available // count)
 
 
 # -- measurement on the CPU
