@@ -23,7 +23,6 @@ from torch import nn
 
 from .core import memory, system
 from .parallel.prepared import PreparedModel
-from .parallel.report import explain
 from .parallel.report import memory as kinds
 from .precision.base import Precision
 from .run_objects import RunObjects
@@ -64,6 +63,8 @@ def _explain(error: BaseException) -> None:
 
 def report(error: BaseException, objects: RunObjects, precision: Precision) -> str:
     """What the step needs by kind, and the smallest change that fits."""
+    from .parallel.report import explain
+
     optimizers = [one.optimizer for one in objects.optimizers]
     usage = explain.memory_usage(objects.models, optimizers, windows=False)
     kept = sum(usage.values())
@@ -124,6 +125,8 @@ def memory_limit(kept: int) -> int:
 
 def _changes(step: _Step, usage: Mapping[str, int], kept: int, limit: float) -> Iterator[str]:
     """Changes that fit, the smallest first."""
+    from .parallel.report import explain
+
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     smaller = 2
     while smaller <= min(_MOST_BATCHES, step.samples):

@@ -16,7 +16,6 @@ import torch
 from .core import json_text
 from .core.errors import ConfigurationError
 from .core.files import atomic_write
-from .parallel.report.explain import size_of
 from .state import PartialState
 
 # Optimizer steps before the timing starts, and timed ones.
@@ -56,6 +55,8 @@ class PlannedRun:
             self._report()
 
     def _report(self) -> None:
+        from .parallel.report.explain import size_of
+
         ends = self._times[WARMUP:]
         seconds = min(after - before for before, after in itertools.pairwise(ends))
         if self._device.type == "cuda":

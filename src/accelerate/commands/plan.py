@@ -61,8 +61,6 @@ def plan_command_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 2 for wrong arguments, and with 1 if nothing fits."""
     args = plan_command_parser().parse_args(argv)
-    # Libraries log about devices and tokens, which do not concern a plan.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         sys.exit(_run(args))
     except ConfigurationError as error:

@@ -101,8 +101,9 @@ class Training:
 
 def trace_all(training: Training, layouts: Iterable[Layout], processes: int = 1) -> Iterator[tuple[Layout, Step]]:
     """Trace each layout in a separate process, `processes` at a time; in the order of `layouts`."""
-    # A forked process has the model and the imported packages already.
-    method = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    # A forked process has the model and the imported packages already; CUDA does not survive a fork.
+    forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
+    method = "fork" if forks else "spawn"
     context: Any = multiprocessing.get_context(method)
     waiting, running = list(layouts), list[tuple[Layout, Any, Connection]]()
     try:
