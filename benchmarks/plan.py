@@ -26,7 +26,7 @@ from accelerate import Accelerator
 from accelerate.core import env
 from accelerate.parallel.report.fake_step import loss_of
 from accelerate.planning import estimate, layouts, machine, trace
-from accelerate.planning.model import Batch, fake_batch, parse_batch
+from accelerate.planning.model import BatchShape, fake_batch, parse_batch
 
 LAYOUTS = ("single", "ddp", "fsdp", "fsdp+ckpt")
 # The fifth: tensor parallelism where the model has a plan for it; the others shard over 2 of 4 ranks.
@@ -51,7 +51,7 @@ def build(kind: str) -> nn.Module:
     return tf.MixtralForCausalLM(tf.MixtralConfig(intermediate_size=512, **wide, **heads))
 
 
-def train(kind: str, batch: Batch, variables: dict, steps: int, results) -> None:
+def train(kind: str, batch: BatchShape, variables: dict, steps: int, results) -> None:
     """One rank of a run: its peak of memory, or its shortest step if `steps` are timed."""
     env.publish(variables)
     torch.set_num_threads(1)
@@ -93,7 +93,7 @@ def step(accelerator, model, optimizer, inputs) -> int:
     return time.time_ns()
 
 
-def run(kind: str, training: trace.Training, layout: layouts.Layout, steps: int) -> tuple[int, float]:
+def run(kind: str, training: trace.PlannedTraining, layout: layouts.PlannedLayout, steps: int) -> tuple[int, float]:
     """(peak bytes, seconds of a step) of a real run."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -141,7 +141,7 @@ def main() -> None:
             compare_order(kind, parse_batch(given.order_batch), ranks, given.steps)
 
 
-def compare_memory(kind: str, batch: Batch, chosen: list[tuple[str, int]]) -> None:
+def compare_memory(kind: str, batch: BatchShape, chosen: list[tuple[str, int]]) -> None:
     for name, ranks in chosen:
         training = training_of(kind, batch)
         layout = layouts.find(name, layouts.candidates(ranks))
@@ -159,7 +159,7 @@ def compare_memory(kind: str, batch: Batch, chosen: list[tuple[str, int]]) -> No
         )  # fmt: skip
 
 
-def compare_order(kind: str, batch: Batch, ranks: int, steps: int) -> None:
+def compare_order(kind: str, batch: BatchShape, ranks: int, steps: int) -> None:
     training = training_of(kind, batch)
     names = ("ddp", "fsdp", "fsdp+ckpt", "hsdp2x2", f"tp{ranks}")
     chosen = [layout for layout in layouts.candidates(ranks) if layout.name in names]
@@ -179,9 +179,9 @@ def compare_order(kind: str, batch: Batch, ranks: int, steps: int) -> None:
     emit(name=f"tau {kind} on {ranks}", unit="", tau=round(kendall(pairs), 2))
 
 
-def training_of(kind: str, batch: Batch) -> trace.Training:
+def training_of(kind: str, batch: BatchShape) -> trace.PlannedTraining:
     with torch.device("meta"):
-        return trace.Training(build(kind), batch)
+        return trace.PlannedTraining(build(kind), batch)
 
 
 def emit(**values: object) -> None:

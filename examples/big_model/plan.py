@@ -47,7 +47,7 @@ def main() -> None:
 
     here = machine.describe(given.machine)
     with torch.device("meta"):  # shapes without memory
-        training = trace.Training(Model(), parse_batch(given.batch), device=here.device)
+        training = trace.PlannedTraining(Model(), parse_batch(given.batch), device=here.device)
     for row in estimate.plan(training, here, layouts.candidates(here.ranks)):
         if row.failure is None:
             low, high = (size / 1e6 for size in row.memory)

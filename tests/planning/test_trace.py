@@ -13,7 +13,7 @@ from accelerate.parallel.report.ledger import KINDS
 from accelerate.planning import layouts, trace
 from accelerate.planning.estimate import memory_interval
 from accelerate.planning.machine import CPU_MEMORY_SPREAD
-from accelerate.planning.model import Batch, fake_batch, parse_batch
+from accelerate.planning.model import BatchShape, fake_batch, parse_batch
 
 BATCH = parse_batch("8x64:float32")
 
@@ -38,9 +38,9 @@ class Net(nn.Module):
         return self.blocks(x)
 
 
-def training() -> trace.Training:
+def training() -> trace.PlannedTraining:
     with torch.device("meta"):
-        return trace.Training(Net(), BATCH)
+        return trace.PlannedTraining(Net(), BATCH)
 
 
 def traced(name: str, ranks: int) -> trace.Step:
@@ -50,7 +50,7 @@ def traced(name: str, ranks: int) -> trace.Step:
     return step
 
 
-def measured(variables: dict, batch: Batch) -> int:
+def measured(variables: dict, batch: BatchShape) -> int:
     """The peak of the second step by the events of torch's allocator."""
     from accelerate.core import env
 
@@ -124,7 +124,7 @@ def test_a_model_that_needs_data_is_named_with_its_line():
     with torch.device("meta"):
         model = NeedsData()
     layout = layouts.candidates(1)[0]
-    ((_, step),) = trace.trace_all(trace.Training(model, BATCH), [layout])
+    ((_, step),) = trace.trace_all(trace.PlannedTraining(model, BATCH), [layout])
     line = NeedsData.forward.__code__.co_firstlineno + 1
     assert f"NeedsData ({__file__}:{line}) needs real data" in step.failure
 

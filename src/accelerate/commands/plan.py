@@ -12,7 +12,7 @@ from ..core.errors import ConfigurationError
 from .parser import Parser, table
 
 if TYPE_CHECKING:
-    from ..planning.estimate import Row
+    from ..planning.estimate import Estimate
 
 PRECISIONS = ("no", "bf16", "fp16")
 
@@ -31,7 +31,7 @@ def plan_command_parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--batch", required=True, metavar="SHAPE",
-        help="Batch of one optimizer step on all ranks: samples x tokens, as 32x512, or 32x3x224x224:float32.",
+        help="BatchShape of one optimizer step on all ranks: samples x tokens, as 32x512, or 32x3x224x224:float32.",
     )  # fmt: skip
     made.add_argument("--mixed_precision", choices=PRECISIONS, default="no", help="Precision of the run.")
     made.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, momentum, adagrad or rmsprop.")
@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
         chosen = [layout for layout in chosen if layout.name in args.layouts]
     local = ":" in args.model and not os.path.exists(args.model)
     module = model.from_function(args.model) if local else build(args.model, trust_remote_code=args.trust_remote_code)
-    training = trace.Training(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
+    training = trace.PlannedTraining(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
     processes = max(1, min(4, (os.cpu_count() or 1) // 2))
     rows = estimate.plan(training, here, chosen, processes)
     fitting = [row for row in rows if row.fits]
@@ -140,7 +140,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if fitting else 1
 
 
-def _written(args: argparse.Namespace, rows: list[Row], fitting: list[Row]) -> Row | None:
+def _written(args: argparse.Namespace, rows: list[Estimate], fitting: list[Estimate]) -> Estimate | None:
     if args.write is None:
         return None
     if args.layout is None:

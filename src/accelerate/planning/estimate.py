@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..parallel.report.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, Work
-from .layouts import NOT_ESTIMATED, Layout
+from .layouts import NOT_ESTIMATED, PlannedLayout
 from .machine import Machine
-from .trace import Step, Training, trace_all
+from .trace import Step, PlannedTraining, trace_all
 
 # How much slower float32 matrix products are than those whose speed describes an accelerator.
 _SLOWER = {"float32": 2.0, "float64": 32.0}
@@ -36,7 +36,7 @@ _NOTHING = Interval(0, 0)
 
 
 @dataclass(frozen=True)
-class Row:
+class Estimate:
     """One layout on one machine.
 
     Fields:
@@ -49,7 +49,7 @@ class Row:
         failure: why there is no estimate; None if there is one.
     """
 
-    layout: Layout
+    layout: PlannedLayout
     memory: Interval = _NOTHING
     kinds: dict[str, int] | None = None
     seconds: Interval = _NOTHING
@@ -71,10 +71,10 @@ class Row:
         }
 
 
-def estimate(layout: Layout, step: Step, machine: Machine) -> Row:
+def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
     """The row of one traced step."""
     if step.failure is not None:
-        return Row(layout, failure=step.failure)
+        return Estimate(layout, failure=step.failure)
     kinds = {kind: round(size * machine.memory_scale) for kind, size in step.memory.items()}
     extra = 0.0
     if layout.offload:
@@ -90,10 +90,10 @@ def estimate(layout: Layout, step: Step, machine: Machine) -> Row:
     seconds *= machine.time_scale
     times = Interval(seconds * (1 - machine.spread), seconds * (1 + machine.spread))
     sent = _sent(last) + (layout.accumulation - 1) * _sent(first)
-    return Row(layout, Interval(low, high), kinds, times, sent, high <= machine.memory)
+    return Estimate(layout, Interval(low, high), kinds, times, sent, high <= machine.memory)
 
 
-def memory_interval(layout: Layout, total: int, spare: int, spread: float) -> Interval:
+def memory_interval(layout: PlannedLayout, total: int, spare: int, spread: float) -> Interval:
     """The interval of an estimate, of which `spare` bytes may be free."""
     if "tp" in dict(layout.sizes):
         # How long the tensors of functional collectives live depends on when they are waited for.
@@ -119,13 +119,15 @@ def _seconds(work: Work, machine: Machine) -> float:
     return compute + messages - hidden
 
 
-def plan(training: Training, machine: Machine, layouts: Iterable[Layout], processes: int = 1) -> list[Row]:
+def plan(
+    training: PlannedTraining, machine: Machine, layouts: Iterable[PlannedLayout], processes: int = 1
+) -> list[Estimate]:
     """All rows: layouts that fit, by time; then layouts that do not, by memory; then layouts without an estimate.
 
     A layout that does not fit is tried again with half the batch and twice the batches of a window, until it fits or
     has one sample.
     """
-    rows, waiting = list[Row](), list(layouts)
+    rows, waiting = list[Estimate](), list(layouts)
     while waiting:
         again = []
         for layout, step in trace_all(training, waiting, processes):
@@ -136,11 +138,11 @@ def plan(training: Training, machine: Machine, layouts: Iterable[Layout], proces
                 again.append(base.accumulated(layout.accumulation * 2))
         waiting = again
     for name, why in NOT_ESTIMATED.items() if machine.ranks > 1 else ():
-        rows.append(Row(Layout(name, machine.ranks), failure=why))
+        rows.append(Estimate(PlannedLayout(name, machine.ranks), failure=why))
     return sorted(rows, key=_order)
 
 
-def _shrinks(row: Row, training: Training, machine: Machine) -> bool:
+def _shrinks(row: Estimate, training: PlannedTraining, machine: Machine) -> bool:
     """Whether a layout that does not fit may fit with half of its batch: only activations become smaller."""
     if row.failure is not None or row.fits or row.layout.accumulation >= _MOST_BATCHES:
         return False
@@ -149,12 +151,12 @@ def _shrinks(row: Row, training: Training, machine: Machine) -> bool:
     return samples % 2 == 0 and rest < machine.memory
 
 
-def _plain(layout: Layout, rows: list[Row]) -> Layout:
+def _plain(layout: PlannedLayout, rows: list[Estimate]) -> PlannedLayout:
     name = layout.name.rpartition(" x")[0]
     return next(row.layout for row in rows if row.layout.name == name)
 
 
-def _order(row: Row) -> tuple[int, float]:
+def _order(row: Estimate) -> tuple[int, float]:
     if row.failure is not None:
         return 2, 0.0
     return (0, row.seconds.middle) if row.fits else (1, row.memory.middle)

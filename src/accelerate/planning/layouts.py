@@ -21,7 +21,7 @@ _UNIT = 1 / 32
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlannedLayout:
     """One way to run a model.
 
     Fields:
@@ -57,7 +57,7 @@ class Layout:
         """The ranks, or groups of ranks, that read different samples."""
         return self.ranks // math.prod(size for name, size in self.sizes if name in ("tp", "cp", "sp"))
 
-    def accumulated(self, steps: int) -> Layout:
+    def accumulated(self, steps: int) -> PlannedLayout:
         """The same layout with smaller batches."""
         return replace(self, name=f"{self.name} x{steps}", accumulation=steps)
 
@@ -91,7 +91,7 @@ class Layout:
         return found
 
 
-def _kind(layout: Layout, device: str) -> str:
+def _kind(layout: PlannedLayout, device: str) -> str:
     if layout.sharded:
         return "FSDP"
     if layout.ranks == 1:
@@ -106,38 +106,38 @@ def _units(model: nn.Module) -> dict[str, Any]:
     return {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": max(1, int(count * _UNIT))}
 
 
-def candidates(ranks: int, machines: int = 1, device: str = "cpu") -> list[Layout]:
+def candidates(ranks: int, machines: int = 1, device: str = "cpu") -> list[PlannedLayout]:
     """All layouts of so many ranks, the plain ones first; whether a model allows one shows when it is prepared."""
     if ranks == 1:
-        return [Layout("single", 1)]
-    found = [Layout("ddp", ranks)]
+        return [PlannedLayout("single", 1)]
+    found = [PlannedLayout("ddp", ranks)]
     for layout in _sharded(ranks, machines):
         found += [layout, replace(layout, name=f"{layout.name}+ckpt", checkpointing=True)]
     if device != "cpu":
         shards = (("dp_shard", ranks),)
-        found.append(Layout("fsdp+ckpt+offload", ranks, shards, sharded=True, checkpointing=True, offload=True))
-    found.append(Layout(f"tp{ranks}", ranks, (("tp", ranks),)))
+        found.append(PlannedLayout("fsdp+ckpt+offload", ranks, shards, sharded=True, checkpointing=True, offload=True))
+    found.append(PlannedLayout(f"tp{ranks}", ranks, (("tp", ranks),)))
     return found
 
 
-def _sharded(ranks: int, machines: int) -> Iterator[Layout]:
-    yield Layout("fsdp", ranks, (("dp_shard", ranks),), sharded=True)
+def _sharded(ranks: int, machines: int) -> Iterator[PlannedLayout]:
+    yield PlannedLayout("fsdp", ranks, (("dp_shard", ranks),), sharded=True)
     replicas = machines if machines > 1 else 2
     if ranks % replicas == 0 and ranks // replicas > 1:
         sizes = (("dp_replicate", replicas), ("dp_shard", ranks // replicas))
-        yield Layout(f"hsdp{replicas}x{ranks // replicas}", ranks, sizes, sharded=True)
+        yield PlannedLayout(f"hsdp{replicas}x{ranks // replicas}", ranks, sizes, sharded=True)
     for size in (2, 4, 8):
         rest = ranks // size
         if ranks % size:
             continue
         if rest > 1:
-            yield Layout(f"tp{size}+fsdp{rest}", ranks, (("dp_shard", rest), ("tp", size)), sharded=True)
+            yield PlannedLayout(f"tp{size}+fsdp{rest}", ranks, (("dp_shard", rest), ("tp", size)), sharded=True)
         shards = (("dp_shard", rest),) if rest > 1 else ()
         for name in ("cp", "sp"):
             over = f"+fsdp{rest}" if rest > 1 else ""
-            yield Layout(f"{name}{size}{over}", ranks, (*shards, (name, size)), sharded=True)
+            yield PlannedLayout(f"{name}{size}{over}", ranks, (*shards, (name, size)), sharded=True)
 
 
-def find(name: str, layouts: list[Layout]) -> Layout | None:
+def find(name: str, layouts: list[PlannedLayout]) -> PlannedLayout | None:
     """The layout of this name, None if there is none."""
     return next((layout for layout in layouts if layout.name == name), None)

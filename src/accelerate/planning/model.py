@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from ..core.errors import ConfigurationError
-from .layouts import Layout
+from .layouts import PlannedLayout
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchShape:
     """The shape of a batch: samples x the shape of one; `dtype` None is token ids for one dimension, else float32."""
 
     samples: int
@@ -36,7 +36,7 @@ class Batch:
     def __str__(self) -> str:
         return "x".join(map(str, (self.samples, *self.shape)))
 
-    def of_rank(self, layout: Layout) -> Batch:
+    def of_rank(self, layout: PlannedLayout) -> BatchShape:
         """What one rank reads at once. ConfigurationError if the layout cannot divide the batch."""
         share = layout.data_ranks * layout.accumulation
         if self.samples % share:
@@ -51,7 +51,7 @@ class Batch:
         return replace(self, samples=self.samples // share)
 
 
-def parse_batch(text: str) -> Batch:
+def parse_batch(text: str) -> BatchShape:
     """Read `8x512`, or `8x3x224x224:float32`. ConfigurationError for anything else."""
     found = re.fullmatch(r"(\d+(?:x\d+)+)(?::(\w+))?", text.strip())
     numbers = [int(one) for one in found[1].split("x")] if found else []
@@ -61,7 +61,7 @@ def parse_batch(text: str) -> Batch:
             f"--batch {text!r} is not a batch: give samples x tokens (32x512), or samples x the shape of one with its "
             "dtype (32x3x224x224:float32)"
         )
-    return Batch(numbers[0], tuple(numbers[1:]), dtype)
+    return BatchShape(numbers[0], tuple(numbers[1:]), dtype)
 
 
 def from_function(text: str) -> nn.Module:
@@ -92,7 +92,7 @@ def _where(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({last.filename}:{last.lineno})"
 
 
-def fake_batch(model: nn.Module, batch: Batch) -> dict[str, Any]:
+def fake_batch(model: nn.Module, batch: BatchShape) -> dict[str, Any]:
     """The arguments of the model's forward: its first parameter, and labels if it takes them."""
     inner: Any = getattr(model, "module", model)
     parameters = list(inspect.signature(inner.forward).parameters)

@@ -15,16 +15,16 @@ from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from ..parallel.report.explain import size_of
 from ..parallel.report.ledger import KINDS
-from .estimate import Interval, Row
+from .estimate import Interval, Estimate
 from .machine import Machine
-from .trace import Training
+from .trace import PlannedTraining
 
 _HEADERS = ("layout", "memory per rank", *KINDS, "sent", "step")
 # Half-widths with one measured run, and the least with several.
 _ONE_RUN, _LEAST = (0.05, 0.2), (0.02, 0.05)
 
 
-def table_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+def table_rows(rows: Sequence[Estimate]) -> list[tuple[str, ...]]:
     """The cells of the layouts with an estimate."""
     return [
         (
@@ -52,7 +52,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
-def shortage(rows: Sequence[Row], machine: Machine) -> str | None:
+def shortage(rows: Sequence[Estimate], machine: Machine) -> str | None:
     """How much is missing in the layout that comes nearest; None if one fits or none has an estimate."""
     estimated = [row for row in rows if row.failure is None]
     if not estimated or any(row.fits for row in estimated):
@@ -67,7 +67,7 @@ def shortage(rows: Sequence[Row], machine: Machine) -> str | None:
     )
 
 
-def to_json(rows: Sequence[Row], training: Training, machine: Machine) -> str:
+def to_json(rows: Sequence[Estimate], training: PlannedTraining, machine: Machine) -> str:
     """The plan as JSON."""
     found = {
         "model": type(training.model).__name__,
@@ -80,7 +80,7 @@ def to_json(rows: Sequence[Row], training: Training, machine: Machine) -> str:
     return json.dumps(found, indent=2)
 
 
-def write(path: str | Path, row: Row, training: Training, machine: Machine) -> Path:
+def write(path: str | Path, row: Estimate, training: PlannedTraining, machine: Machine) -> Path:
     """Write the configuration file of a layout, and its estimate next to it; returns the path of the latter."""
     path = Path(path).expanduser()
     planned = path.with_suffix(".plan.json").absolute()

@@ -33,8 +33,8 @@ from ..launchers.variables import variables
 from ..parallel.context.random import ShardRandom
 from ..parallel.report.fake_step import fake_copy, loss_of
 from ..parallel.report.ledger import GRADIENTS, KINDS, MESSAGES, OPTIMIZER, WEIGHTS, Ledger, Work
-from .layouts import Layout
-from .model import Batch, fake_batch
+from .layouts import PlannedLayout
+from .model import BatchShape, fake_batch
 
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, {}),
@@ -75,7 +75,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Training:
+class PlannedTraining:
     """What is trained, on any layout.
 
     Fields:
@@ -88,24 +88,26 @@ class Training:
     """
 
     model: nn.Module
-    batch: Batch
+    batch: BatchShape
     precision: str = "no"
     optimizer: str = "adamw"
     device: str = "cpu"
     machines: int = 1
 
-    def configuration(self, layout: Layout) -> dict[str, Any]:
+    def configuration(self, layout: PlannedLayout) -> dict[str, Any]:
         """The configuration file of a layout."""
         return layout.configuration(self.model, self.precision, self.device, self.machines, self.batch.length)
 
 
-def trace_all(training: Training, layouts: Iterable[Layout], processes: int = 1) -> Iterator[tuple[Layout, Step]]:
+def trace_all(
+    training: PlannedTraining, layouts: Iterable[PlannedLayout], processes: int = 1
+) -> Iterator[tuple[PlannedLayout, Step]]:
     """Trace each layout in a separate process, `processes` at a time; in the order of `layouts`."""
     # A forked process has the model and the imported packages already; CUDA does not survive a fork.
     forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
     method = "fork" if forks else "spawn"
     context: Any = multiprocessing.get_context(method)
-    waiting, running = list(layouts), list[tuple[Layout, Any, Connection]]()
+    waiting, running = list(layouts), list[tuple[PlannedLayout, Any, Connection]]()
     try:
         while waiting or running:
             while waiting and len(running) < processes:
@@ -135,7 +137,7 @@ def _received(child: Any, receiver: Connection) -> Step:
     return step
 
 
-def _in_child(training: Training, layout: Layout, sender: Connection) -> None:
+def _in_child(training: PlannedTraining, layout: PlannedLayout, sender: Connection) -> None:
     # Warnings of libraries about fake tensors do not concern a plan.
     warnings.simplefilter("ignore")
     try:
@@ -148,7 +150,7 @@ def _in_child(training: Training, layout: Layout, sender: Connection) -> None:
     sender.close()
 
 
-def trace_step(training: Training, layout: Layout) -> Step:
+def trace_step(training: PlannedTraining, layout: PlannedLayout) -> Step:
     """Prepare the model and run optimizer steps of it, as the first rank; all but the first are measured.
 
     It changes the environment and the state of this process: call it in a separate process.

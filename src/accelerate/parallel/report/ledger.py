@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the storages, floating point operations, memory traffic and messages of the operations in a block."""
+"""Counts the storages, floating point operations, moved bytes and messages of the operations in a block."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _THREADS = 2
 
 
 @dataclass(eq=False)
-class Block:
+class Allocation:
     """The life of one storage: from event `born` until before event `freed`, in bytes."""
 
     size: int
@@ -97,10 +97,10 @@ class Ledger(TorchDispatchMode):
     def __init__(self, fake: bool = False) -> None:
         super().__init__()
         self._is_fake = fake
-        self._queue: list[tuple[Block, Any, Any]] | None = None
+        self._queue: list[tuple[Allocation, Any, Any]] | None = None
         self.work = Work()
-        self.blocks: list[Block] = []
-        self._alive: dict[int, Block] = {}
+        self.blocks: list[Allocation] = []
+        self._alive: dict[int, Allocation] = {}
         self._events = 0
         self._resize: Any = None
 
@@ -159,16 +159,16 @@ class Ledger(TorchDispatchMode):
         elif force and block.kind == ACTIVATIONS:
             block.kind = kind
 
-    def _add(self, storage: torch.UntypedStorage, kind: str) -> Block:
+    def _add(self, storage: torch.UntypedStorage, kind: str) -> Allocation:
         self._events += 1
-        block = Block(storage.nbytes(), self._events, kind)
+        block = Allocation(storage.nbytes(), self._events, kind)
         self.blocks.append(block)
         key = storage._cdata
         self._alive[key] = block
         weakref.finalize(storage, self._freed, key, block).atexit = False
         return block
 
-    def _freed(self, key: int, block: Block) -> None:
+    def _freed(self, key: int, block: Allocation) -> None:
         current = self._alive.pop(key, None)
         if current is not None:
             self._events += 1
@@ -180,7 +180,7 @@ class Ledger(TorchDispatchMode):
             return
         self._events += 1
         block.freed = self._events
-        again = Block(size, self._events, MESSAGES)
+        again = Allocation(size, self._events, MESSAGES)
         if block.kind == ACTIVATIONS:
             block.kind = MESSAGES
         self.blocks.append(again)
@@ -201,7 +201,7 @@ class Ledger(TorchDispatchMode):
 
     def peak(self, since: int = 0, granularity: int = 1) -> dict[str, int]:
         """Bytes by kind at the event after `since` at which most are alive, each block rounded up."""
-        changes: list[tuple[int, int, Block]] = []
+        changes: list[tuple[int, int, Allocation]] = []
         for block in self.blocks:
             size = -(-block.size // granularity) * granularity
             changes.append((max(block.born, since), size, block))
@@ -253,7 +253,7 @@ class Ledger(TorchDispatchMode):
             self._events += 1
             if len(self._queue) == _THREADS:
                 self._queue.pop(0)[0].freed = self._events
-            self.blocks.append(Block(size, self._events, MESSAGES))
+            self.blocks.append(Allocation(size, self._events, MESSAGES))
             self._queue.append((self.blocks[-1], inputs, outputs))
 
     def _count_work(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Any], outputs: list[Any]) -> None:
