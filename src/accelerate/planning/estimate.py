@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..parallel.report.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, Work
 from .layouts import NOT_ESTIMATED, PlannedLayout
 from .machine import Machine
-from .trace import Step, PlannedTraining, trace_all
+from .trace import PlannedTraining, Step, trace_all
 
 # How much slower float32 matrix products are than those whose speed describes an accelerator.
 _SLOWER = {"float32": 2.0, "float64": 32.0}

@@ -15,7 +15,7 @@ from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from ..parallel.report.explain import size_of
 from ..parallel.report.ledger import KINDS
-from .estimate import Interval, Estimate
+from .estimate import Estimate, Interval
 from .machine import Machine
 from .trace import PlannedTraining
 
