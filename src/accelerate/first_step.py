@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import weakref
 
+from torch.distributed.tensor import DTensor
+
 from .data_loader.diagnose import uneven_epoch, uneven_window
 from .logging import get_logger
 from .optimizer import AcceleratedOptimizer
@@ -59,4 +61,10 @@ class FirstStepCheck:
                 f"the {type(optimizer.optimizer).__name__} steps on parameters that belong to no prepared model"
                 + (": their gradients are not averaged over the processes" if PartialState().use_distributed else "")
                 + ". Was the model replaced after the optimizer was made, or never given to prepare?"
+            )
+        elif own and not objects.models and any(isinstance(parameter, DTensor) for parameter in own):
+            logger.warning(
+                f"the {type(optimizer.optimizer).__name__} steps on DTensors, and no model was given to prepare. It "
+                "is then unknown which processes have to read the same samples: prepared loaders give each process "
+                "different ones, which is wrong under tensor parallelism. Give the model to prepare as well"
             )
