@@ -41,13 +41,11 @@ def no_state_of_other_modules() -> None:
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
+def rank_pool() -> RankPool:
     """The process from which the ranks of all tests are forked."""
     from rank_pool import RankPool
 
-    pool = RankPool()
-    yield pool
-    pool.close()
+    return RankPool.shared()
 
 
 @pytest.fixture
