@@ -205,7 +205,10 @@ def test_masks(what, kind):
     ("build", "padding"),
     pairs(
         [llama, gpt2, opt, bert, roberta], ["behind", "before"],
-        [(llama, "behind"), (llama, "before"), (gpt2, "before"), (opt, "behind"), (bert, "before"), (roberta, "behind")],
+        usual=[
+            (llama, "behind"), (llama, "before"), (gpt2, "before"), (opt, "behind"), (bert, "before"),
+            (roberta, "behind"),
+        ],
     ),
 )  # fmt: skip
 def test_padding_that_has_labels(build, padding, kind):
