@@ -115,7 +115,6 @@ def test_wrong_arguments_are_told(gpt, monkeypatch, capsys, wrong, told):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("processes")
 def test_two_processes_go_on_from_a_checkpoint_to_the_same_weights(script, ranks, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     options = [*TINY, "--max_steps", 9, "--save_every", 5, "--eval_every", 4, "--log_every", 2, "--warmup", 3]
