@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..state import PartialState
 from .base import GeneralTracker, logger
 from .registry import filter_trackers, start_trackers
 
@@ -56,6 +57,7 @@ class TrackerGroup:
         self.trackers: list[GeneralTracker] = []
         # {tracker name: run key} from a loaded checkpoint: these trackers continue their runs.
         self.resumed_keys: dict[str, str] = {}
+        self._warned = False
 
     def start(
         self,
@@ -97,6 +99,11 @@ class TrackerGroup:
         log_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         """Log values to every tracker; `log_kwargs` is {tracker name: further arguments of its `log`}."""
+        if not self.trackers and self.log_with and not self._warned and PartialState().is_main_process:
+            self._warned = True
+            logger.warning(
+                "accelerator.log was called before accelerator.init_trackers(project_name): the values are not logged"
+            )
         for tracker in self.trackers:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))  # type: ignore[arg-type]
 
