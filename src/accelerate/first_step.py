@@ -212,7 +212,8 @@ class FirstStepCheck:
 
     def _check_unprepared(self, optimizer: torch.optim.Optimizer, objects: RunObjects) -> None:
         name, trains = type(optimizer).__name__, _trains(optimizer, objects)
-        if trains:
+        # Engines step an optimizer of their own next to the prepared one.
+        if trains and not objects.optimizers:
             self._log_once(
                 f"{user_line()}: this {name} trains a prepared model and was not prepared, so it steps at every batch "
                 "of an accumulation window and without the scaler of fp16: pass it to accelerator.prepare"
