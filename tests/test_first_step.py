@@ -172,10 +172,10 @@ def test_containers_are_not_prepared(wrap):
 
 
 def test_names_are_not_prepared():
-    with pytest.raises(PrepareError, match=r"prepare\(model\) instead of 'model'"):
+    with pytest.raises(PrepareError, match=r"not their names: prepare\(model\)"):
         Accelerator(cpu=True).prepare("model")
     # The API returns any other object unchanged.
-    assert Accelerator(cpu=True).prepare(None, [1, 2], {}) == (None, [1, 2], {})
+    assert Accelerator(cpu=True).prepare(None, "name", [1, 2], {}) == (None, "name", [1, 2], {})
 
 
 def test_log_before_init_trackers(tmp_path, caplog):

@@ -213,9 +213,9 @@ class Accelerator(ProcessControl, RunOptions):
             The prepared objects in the order given: a tuple, or the object itself if there is only one.
 
         Raises:
-            PrepareError: no object is given, or a name or container instead of objects, `device_placement` has another
-                length, a model is already wrapped in
-                DistributedDataParallel, or a model with a device map is prepared on several processes.
+            PrepareError: no object is given, names or a container are given instead of objects, `device_placement` has
+                another length, a model is already wrapped in DistributedDataParallel, or a model with a device map is
+                prepared on several processes.
 
         Example:
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -229,8 +229,7 @@ class Accelerator(ProcessControl, RunOptions):
                 f"`device_placement` should be a list with {len(args)} elements (the number of objects passed), "
                 f"it has {len(device_placement)}"
             )
-        for obj in args:
-            check_preparable(obj)
+        check_preparable(args)
         args = tuple(self.strategy.prepare_together(list(args), self.split_batches))
         result = list(args)
         models = [i for i, obj in enumerate(args) if isinstance(obj, torch.nn.Module)]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,15 +47,17 @@ class RunObjects:
             listed.clear()
 
 
-def check_preparable(obj: Any) -> None:
-    """Raise PrepareError for a name or a container of objects, which `prepare` would return as it is."""
-    if isinstance(obj, str):
-        raise PrepareError(f"prepare takes the objects themselves, not names: prepare({obj}) instead of {obj!r}")
-    items = list(obj.values()) if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
+def check_preparable(objects: Sequence[Any]) -> None:
+    """Raise PrepareError for containers of what `prepare` takes, and for names alone: both would stay as they are."""
+    if all(isinstance(obj, str) for obj in objects):
+        names = ", ".join(objects)
+        raise PrepareError(f"prepare takes the objects themselves, not their names: prepare({names})")
     kinds = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader, LRScheduler, AcceleratedScheduler)
-    found = [type(item).__name__ for item in items if isinstance(item, kinds)]
-    if found:
-        raise PrepareError(
-            f"prepare takes each object as an argument of its own, not a {type(obj).__name__} of them "
-            f"({', '.join(found)}): prepare(*objects)"
-        )
+    for obj in objects:
+        items = list(obj.values()) if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
+        found = [type(item).__name__ for item in items if isinstance(item, kinds)]
+        if found:
+            raise PrepareError(
+                f"prepare takes each object as a separate argument, not a {type(obj).__name__} of them "
+                f"({', '.join(found)}): prepare(*objects)"
+            )
