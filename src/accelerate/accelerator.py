@@ -31,6 +31,7 @@ from .parallel.base import Bundle
 from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow, global_loss
 from .parallel.optimizer_scope import is_elementwise
+from .parallel.placeholders import refuse_placeholder
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .placement.dispatch import check_quantized
@@ -214,8 +215,8 @@ class Accelerator(ProcessControl, RunOptions):
 
         Raises:
             PrepareError: no object is given, names or a container are given instead of objects, `device_placement` has
-                another length, a model is already wrapped in DistributedDataParallel, or a model with a device map is
-                prepared on several processes.
+                another length, a model is already wrapped in DistributedDataParallel, a model with a device map is
+                prepared on several processes, or an object stands for what another engine makes (`DummyOptim`).
 
         Example:
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -231,6 +232,8 @@ class Accelerator(ProcessControl, RunOptions):
             )
         check_preparable(args)
         args = tuple(self.strategy.prepare_together(list(args), self.split_batches))
+        for obj in args:
+            refuse_placeholder(obj)
         result = list(args)
         models = [i for i, obj in enumerate(args) if isinstance(obj, torch.nn.Module)]
         raw = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
@@ -390,11 +393,15 @@ class Accelerator(ProcessControl, RunOptions):
 
         Returns:
             The wrapped scheduler.
+
+        Raises:
+            PrepareError: `scheduler` stands for one that an engine makes (`DummyScheduler`).
         """
         if isinstance(scheduler, AcceleratedScheduler):
             if scheduler not in self._objects.schedulers:
                 self._objects.schedulers.append(scheduler)
             return scheduler
+        refuse_placeholder(scheduler)
         own = getattr(scheduler, "optimizer", None)
         known = self._objects.optimizers
         optimizers = [found for found in known if own in (found, found.optimizer)] or known
