@@ -217,8 +217,6 @@ from ..parallel.compile import compile_regions_fsdp2 as compile_regions_fsdp2
 from ..parallel.deepspeed.engine import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from ..parallel.deepspeed.engine import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from ..parallel.deepspeed.engine import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from ..parallel.deepspeed.engine import DummyOptim as DummyOptim
-from ..parallel.deepspeed.engine import DummyScheduler as DummyScheduler
 from ..parallel.fsdp.fsdp2 import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from ..parallel.fsdp.fsdp2 import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from ..parallel.fsdp.fsdp2 import ensure_weights_retied as ensure_weights_retied
@@ -230,8 +228,10 @@ from ..parallel.fsdp.fsdp2 import fsdp2_switch_optimizer_parameters as fsdp2_swi
 from ..parallel.fsdp.fsdp2 import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
 from ..parallel.fsdp.gathered import GatheredParameters as GatheredParameters
 from ..parallel.fsdp.units import get_parameters_from_modules as get_parameters_from_modules
-from ..parallel.megatron import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
-from ..parallel.megatron import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from ..parallel.placeholders import DummyOptim as DummyOptim
+from ..parallel.placeholders import DummyScheduler as DummyScheduler
+from ..parallel.placeholders import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from ..parallel.placeholders import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from ..parallel.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from ..parallel.unwrap import is_peft_model as is_peft_model
 from ..parallelism_config import ParallelismConfig as ParallelismConfig

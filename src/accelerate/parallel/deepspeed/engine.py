@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed engines behind the API's names: placeholders for what a config decides, wrappers, starting an engine."""
+"""DeepSpeed engines behind the API's names: wrappers, and starting an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,45 +14,16 @@ from ...core.errors import ConfigurationError, PrepareError
 from ...core.imports import required
 from ...optimizer import AcceleratedOptimizer
 from ...scheduler import AcceleratedScheduler
+from ..placeholders import DummyOptim, DummyScheduler
 from .items import check_multiplies, multiplied
 
 __all__ = [
     "DeepSpeedEngineWrapper",
     "DeepSpeedOptimizerWrapper",
     "DeepSpeedSchedulerWrapper",
-    "DummyOptim",
-    "DummyScheduler",
     "get_active_deepspeed_plugin",
     "start_engine",
 ]
-
-
-class DummyOptim:
-    """Stands for the optimizer that a DeepSpeed file describes; its "auto" values are filled from here."""
-
-    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
-        self.params = params
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.kwargs = kwargs
-
-
-class DummyScheduler:
-    """Stands for the scheduler that a DeepSpeed file describes, or that `lr_scheduler_callable(optimizer)` makes."""
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
-        lr_scheduler_callable: Callable[[Any], Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.optimizer = optimizer
-        self.total_num_steps = total_num_steps
-        self.warmup_num_steps = warmup_num_steps
-        self.lr_scheduler_callable = lr_scheduler_callable
-        self.kwargs = kwargs
 
 
 class DeepSpeedEngineWrapper:
