@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared fixtures, and the order of tests: those that start processes run one after another in one xdist worker."""
+"""Shared fixtures, and the mark of the tests of engines."""
 
 from __future__ import annotations
 
@@ -16,16 +16,11 @@ if TYPE_CHECKING:
     from rank_pool import RankPool, Ranks
 
 TESTS = Path(__file__).parent
-# Folders of tests that start several ranks, or complete training runs.
-PROCESS_FOLDERS = {TESTS / name for name in ("clients", "distributed", "engines", "examples", "faults")}
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the groups
+@pytest.hookimpl(tryfirst=True)  # before pytest's own, which selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Several ranks fill a small machine. Two such tests at the same time would slow each other to their time limits.
     for item in items:
-        if PROCESS_FOLDERS & set(item.path.parents):
-            item.add_marker(pytest.mark.xdist_group("processes"))
         if TESTS / "engines" in item.path.parents:
             item.add_marker(pytest.mark.engines)
 
@@ -41,13 +36,11 @@ def no_state_of_other_modules() -> None:
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
+def rank_pool() -> RankPool:
     """The process from which the ranks of all tests are forked."""
     from rank_pool import RankPool
 
-    pool = RankPool()
-    yield pool
-    pool.close()
+    return RankPool.shared()
 
 
 @pytest.fixture
