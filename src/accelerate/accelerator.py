@@ -697,7 +697,9 @@ class Accelerator(ProcessControl, RunOptions):
         Returns:
             A context manager.
         """
-        return self.strategy.context_parallel(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
+        if self.strategy.sequence is None:
+            return contextlib.nullcontext()
+        return self.strategy.sequence.open(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """Return a loader whose batches are sharded along the sequence (`sp_size`); `dl` itself without that layout.
@@ -711,7 +713,7 @@ class Accelerator(ProcessControl, RunOptions):
         Returns:
             A loader of this rank's shards, with `position_ids`, and with `shift_labels` instead of `labels`.
         """
-        return self.strategy.split_loader(dl)
+        return dl if self.strategy.sequence is None else self.strategy.sequence.split_loader(dl)
 
     def explain(self, all_ranks: bool = False) -> Report:
         """Print the requested options, the resulting layout, and the parameters, communication volume and memory.
