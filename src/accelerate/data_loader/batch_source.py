@@ -142,7 +142,7 @@ class BatchSource:
         with order.undisturbed():
             batches = iter(engine)
         if kept is None or meter is not kept[1]:
-            seed = batches._base_seed  # type: ignore[attr-defined]
+            seed = batches._base_seed
             meter.random = start.random or WorkerRandom(seed, [{} for _ in range(self.workers)], 0, reader)
             meter.first = meter.random.turn
         return _metered_batches(batches, meter, start, self.workers)

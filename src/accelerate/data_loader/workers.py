@@ -132,7 +132,8 @@ class MapWorker(Dataset[Any]):
         before, self._last = self._last, self._generators.capture()
         if self._last is before:
             return None
-        return as_bytes(packed({kind: self._last[kind] for kind in differing(before, self._last)}))
+        moved: States = as_bytes(packed({kind: self._last[kind] for kind in differing(before, self._last)}))
+        return moved
 
 
 class StreamWorker(IterableDataset[Any]):
