@@ -186,8 +186,10 @@ class FirstStepCheck:
                 + (": their gradients are not averaged over the processes" if PartialState().use_distributed else "")
                 + ". Was the model replaced after the optimizer was made, or never given to prepare?"
             )
-        elif own and not objects.models and any(isinstance(parameter, DTensor) for parameter in own):
-            logger.warning(
+        elif not objects.models and any(
+            isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            self._log_once(
                 f"the {type(optimizer.optimizer).__name__} steps on DTensors, and no model was given to prepare. It "
                 "is then unknown which processes have to read the same samples: prepared loaders give each process "
                 "different ones, which is wrong under tensor parallelism. Give the model to prepare as well"
