@@ -317,13 +317,13 @@ def test_an_optimizer_without_its_model_is_reported():
     accelerator, model = fresh(), Model()
     by_layers(model, world())
     optimizer = accelerator.prepare(make_optimizer(model))
-    model(torch.zeros(1, LENGTH, dtype=torch.long)).square().sum().backward()
+    accelerator.backward(model(torch.zeros(1, LENGTH, dtype=torch.long)).square().sum())
     records, handler = [], logging.Handler()
     handler.emit = records.append
     logging.getLogger("accelerate.first_step").addHandler(handler)
     optimizer.step()
     found = ["no model was given to prepare" in record.getMessage() for record in records]
-    assert found == [True] * accelerator.is_main_process
+    assert any(found) == accelerator.is_main_process
 
 
 @on_ranks(2)
