@@ -32,6 +32,7 @@ from .parallel.base import Bundle
 from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow, global_loss
 from .parallel.optimizer_scope import is_elementwise
+from .parallel.placeholders import refuse_placeholder
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .placement.dispatch import check_quantized
@@ -39,7 +40,7 @@ from .planned_run import PlannedRun
 from .process_control import ProcessControl
 from .resolve import Plan, Request, Resolved, adopt, resolve
 from .run_checkpoints import RunCheckpoints
-from .run_objects import RunObjects
+from .run_objects import RunObjects, check_preparable
 from .run_options import RunOptions
 from .runtime.communication import raise_lost
 from .scheduler import AcceleratedScheduler
@@ -218,8 +219,9 @@ class Accelerator(ProcessControl, RunOptions):
             The prepared objects in the order given: a tuple, or the object itself if there is only one.
 
         Raises:
-            PrepareError: no object is given, `device_placement` has another length, a model is already wrapped in
-                DistributedDataParallel, or a model with a device map is prepared on several processes.
+            PrepareError: no object is given, names or a container are given instead of objects, `device_placement` has
+                another length, a model is already wrapped in DistributedDataParallel, a model with a device map is
+                prepared on several processes, or an object stands for what another engine makes (`DummyOptim`).
 
         Example:
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -233,7 +235,10 @@ class Accelerator(ProcessControl, RunOptions):
                 f"`device_placement` should be a list with {len(args)} elements (the number of objects passed), "
                 f"it has {len(device_placement)}"
             )
+        check_preparable(args)
         args = tuple(self.strategy.prepare_together(list(args), self.split_batches))
+        for obj in args:
+            refuse_placeholder(obj)
         result = list(args)
         models = [i for i, obj in enumerate(args) if isinstance(obj, torch.nn.Module)]
         raw = [obj for obj in args if isinstance(obj, torch.optim.Optimizer)]
@@ -311,6 +316,8 @@ class Accelerator(ProcessControl, RunOptions):
             self.strategy.sync_rng_state()
         for prepared in fresh:
             prepared.module._is_accelerate_prepared = True  # type: ignore[assignment]
+            if not evaluation:
+                self._first_step.watch_model(prepared)
         self._objects.models += fresh
         modules = iter(prepared.module for prepared in fresh)
         return [next(modules) if twin is None else twin for twin in known]
@@ -374,7 +381,7 @@ class Accelerator(ProcessControl, RunOptions):
             raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
         prepared = AcceleratedOptimizer(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
         self.precision.attach_master_weights(optimizer)
-        prepared._before_first_step = self._first_step
+        prepared._before_step = self._first_step.before_step
         prepared._after_step.extend(self.strategy.after_step)
         if self._planned is not None:
             prepared._after_step.append(self._planned.after_step)
@@ -393,11 +400,15 @@ class Accelerator(ProcessControl, RunOptions):
 
         Returns:
             The wrapped scheduler.
+
+        Raises:
+            PrepareError: `scheduler` stands for one that an engine makes (`DummyScheduler`).
         """
         if isinstance(scheduler, AcceleratedScheduler):
             if scheduler not in self._objects.schedulers:
                 self._objects.schedulers.append(scheduler)
             return scheduler
+        refuse_placeholder(scheduler)
         own = getattr(scheduler, "optimizer", None)
         known = self._objects.optimizers
         optimizers = [found for found in known if own in (found, found.optimizer)] or known
@@ -528,6 +539,8 @@ class Accelerator(ProcessControl, RunOptions):
             accelerator.backward(loss)
             optimizer.step()
         """
+        if self._first_step.active:
+            self._first_step.before_backward(loss)
         if num_items is not None:
             models = [prepared.module for prepared in self._accumulation.models or self._objects.models]
             try:
@@ -571,6 +584,8 @@ class Accelerator(ProcessControl, RunOptions):
         fused = [found for found in self._objects.optimizers if hasattr(found.optimizer, "fused_backward")]
         if not fused:
             raise ValueError("lomo_backward needs a prepared LOMO optimizer (package lomo_optim)")
+        if self._first_step.active:
+            self._first_step.before_backward(loss)
         for optimizer in fused:
             optimizer.optimizer.fused_backward(loss, learning_rate)
 
@@ -690,7 +705,9 @@ class Accelerator(ProcessControl, RunOptions):
         Returns:
             A context manager.
         """
-        return self.strategy.context_parallel(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
+        if self.strategy.sequence is None:
+            return contextlib.nullcontext()
+        return self.strategy.sequence.open(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """Return a loader whose batches are sharded along the sequence (`sp_size`); `dl` itself without that layout.
@@ -704,7 +721,7 @@ class Accelerator(ProcessControl, RunOptions):
         Returns:
             A loader of this rank's shards, with `position_ids`, and with `shift_labels` instead of `labels`.
         """
-        return self.strategy.split_loader(dl)
+        return dl if self.strategy.sequence is None else self.strategy.sequence.split_loader(dl)
 
     def explain(self, all_ranks: bool = False) -> Report:
         """Print the requested options, the resulting layout, and the parameters, communication volume and memory.

@@ -85,8 +85,8 @@ class BatchAssigner:
             if self.drop_last and len(group) < (1 if self.cut.split else shards):
                 return
             rows = [step.counts[0] if step.counts else count_rows(step.data) for step in group]
-            parts, counts = self.assign([step.data for step in group], rows, last)
-            yield AssignedStep(parts, counts, group[-1].position, [last] * shards, last)
+            slices, counts = self.assign([step.data for step in group], rows, last)
+            yield AssignedStep(slices, counts, group[-1].position, [last] * shards, last)
 
     def assign(self, group: list[Any], rows: list[int | None], last: bool) -> tuple[list[Any], tuple[int, ...] | None]:
         """Each shard's batch in one step, and the number of samples in each."""
@@ -125,8 +125,8 @@ class BatchAssigner:
         length = rows[0] if self.size is None else max(self.size, rows[0])
         part = -(-length // shards)
         counts = real_counts(rows[0], part, shards)
-        parts = self._cut(group[0], rows[0], part)
-        return [cut if count else placeholder for cut, count in zip(parts, counts, strict=True)], counts
+        slices = self._cut(group[0], rows[0], part)
+        return [cut if count else placeholder for cut, count in zip(slices, counts, strict=True)], counts
 
     def _evenly(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
         shards = self.cut.shards
@@ -139,8 +139,8 @@ class BatchAssigner:
             first, length = self.head or (group[0], rows[0])
             joined = join_rows([joined, repeat_rows(first, length, missing)], [total, missing])
             total += missing
-        parts = self._cut(joined, total, part)
-        return [cut if part * shard < total else None for shard, cut in enumerate(parts)], counts
+        slices = self._cut(joined, total, part)
+        return [cut if part * shard < total else None for shard, cut in enumerate(slices)], counts
 
     def _cut(self, batch: Any, rows: int, part: int) -> list[Any]:
         shards = range(self.cut.shards)

@@ -19,7 +19,7 @@ from .channel import READER, BatchChannel, BatchMessage, pack
 from .loader import PreparedLoader
 from .order import Order, draw_worker_seed, is_distributed
 from .position import StreamPosition
-from .shard import check_part
+from .shard import check_divisible
 from .steps import ReadPlan, ShardSplit, ShardStep
 
 
@@ -90,7 +90,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.cut = dataclasses.replace(cut, even=cut.even and cut.shards > 1)
         self.slice_fn = slice_fn
         size = super().plan().size
-        check_part(size, cut.shards, cut.split, cut.exact, "dispatch_batches=True")
+        check_divisible(size, cut.shards, cut.split, cut.exact, "dispatch_batches=True")
 
     def options(self) -> dict[str, Any]:
         """The arguments with which `around` makes another loader like this one."""
@@ -111,10 +111,10 @@ class DataLoaderDispatcher(PreparedLoader):
     def __len__(self) -> int:
         return len(self.plan())
 
-    def _check_parts(self, place: StreamPosition) -> None:
-        if place.parts is not None:
+    def _check_split(self, place: StreamPosition) -> None:
+        if place.split is not None:
             raise CheckpointError(
-                "the position was saved by processes that each read a part of the dataset: load it with "
+                "the position was saved by processes that each read a shard of the dataset: load it with "
                 "dispatch_batches=False"
             )
 

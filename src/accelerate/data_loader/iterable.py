@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from .shard import check_part
+from .position import SplitProgress
+from .shard import check_divisible
 from .steps import ReadPlan, ShardSplit
 
 
@@ -50,7 +51,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         even_batches: bool = True,
         exact: bool = False,
     ) -> None:
-        check_part(batch_size, num_processes, split_batches, False, type(self).__name__)
+        check_divisible(batch_size, num_processes, split_batches, False, type(self).__name__)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -90,27 +91,25 @@ class IterableDatasetShard(IterableDataset[Any]):
         return iter(self.dataset)
 
 
-class Rest(IterableDataset[Any]):
-    """What is left of a dataset that was read in parts: the rest of each part, one after the other.
+class Remainder(IterableDataset[Any]):
+    """What is left of a dataset whose shards were read side by side: the rest of each shard, one after the other.
 
     Args:
         dataset: a dataset with `shard` and `set_epoch`.
-        parts: the number of parts.
-        read: how many samples have been read of each part.
+        split: the number of shards, and the samples read of each.
         epoch: the epoch of the pass.
     """
 
-    def __init__(self, dataset: Any, parts: int, read: int, epoch: int) -> None:
+    def __init__(self, dataset: Any, split: SplitProgress, epoch: int) -> None:
         self.dataset = dataset
-        self.parts = parts
-        self.read = read
+        self.split = split
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        for index in range(self.parts):
-            part = self.dataset.shard(num_shards=self.parts, index=index)
-            part.set_epoch(self.epoch)
-            yield from itertools.islice(part, self.read, None)
+        for index in range(self.split.shards):
+            shard = self.dataset.shard(num_shards=self.split.shards, index=index)
+            shard.set_epoch(self.epoch)
+            yield from itertools.islice(shard, self.split.read, None)
 
 
 def open_stream(dataset: Any) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from ..state import GradientState
 from .base import DataLoaderAdapter, DataLoaderStateMixin
 from .batch_source import BatchSource, is_iterable, is_native, plan_for
 from .generators import Generators, own_generators
-from .iterable import IterableDatasetShard, Rest
+from .iterable import IterableDatasetShard, Remainder
 from .order import History, Order, draws_at_once
 from .position import Position, StreamPosition, total_of
 from .prefetch import feed_for
@@ -181,7 +181,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self._pass(steps, plan, start)
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
-        if start.parts is not None:
+        if start.split is not None:
             return self._open_unsplit(self.base_dataloader, order, start)
         self._isolate(plan, order)
         return self._source.open(plan, order, start)
@@ -208,11 +208,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             order.isolate(shared=False)
 
     def _open_unsplit(self, base: Any, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
-        """The rest of an epoch from one stream, also of an epoch whose parts were read by other processes."""
-        read, parts = 0, start.parts
-        if parts is not None:
-            read = parts[0] * parts[1]
-            rest = Rest(unwrapped(base.dataset), parts[0], parts[1], self.iteration)
+        """The rest of an epoch from one stream, also of an epoch whose shards were read by other processes."""
+        read, split = 0, start.split
+        if split is not None:
+            read = split.shards * split.read
+            rest = Remainder(unwrapped(base.dataset), split, self.iteration)
             shard = base.dataset
             if isinstance(shard, IterableDatasetShard):
                 shard = copy.copy(shard)
@@ -223,8 +223,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         plan.skip = max(0, plan.skip - read)
         self._isolate(plan, order)
         for step in BatchSource(base).open(plan, order, start):
-            if parts is not None:
-                step.position = StreamPosition(read + _consumed(step.position), parts=parts)
+            if split is not None:
+                step.position = StreamPosition(read + _consumed(step.position), split=split)
             yield step
 
     def _pass(self, steps: Iterator[ShardStep], plan: ReadPlan, start: StreamPosition) -> Iterator[Any]:
@@ -406,7 +406,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         streams = self._source.workers if is_iterable(self.base_dataloader) else None
         position.check_fits(plan.unit, total_of(plan), streams)
         if position.in_epoch:
-            self._check_parts(position.place)
+            self._check_split(position.place)
         self._order = None
         self._place = 0
         self._successor = None
@@ -416,12 +416,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._new_order().restore_own(position.own)
         self.set_epoch(position.epoch)
 
-    def _check_parts(self, place: StreamPosition) -> None:
-        """Raise CheckpointError where the rest of an epoch that was read in parts cannot be read here."""
-        if place.parts is not None and (place.parts[2] > 1 or self._source.workers > 1):
+    def _check_split(self, place: StreamPosition) -> None:
+        """Raise CheckpointError where the rest of an epoch of which each process read a shard cannot be read here."""
+        split = place.split
+        if split is not None and (split.workers > 1 or self._source.workers > 1):
             raise CheckpointError(
-                f"the position was saved by {place.parts[0]} processes that each read a part of the dataset, with "
-                f"{place.parts[2]} worker(s). The rest of its epoch can be read by other numbers of processes and "
+                f"the position was saved by {split.shards} processes that each read a shard of the dataset, with "
+                f"{split.workers} worker(s). The rest of its epoch can be read by other numbers of processes and "
                 "workers only if there is at most one worker: use the same numbers for this epoch"
             )
 

@@ -4,11 +4,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError
+from .generators import as_tensors
 
 FORMAT = 2
+
+
+class SplitProgress(NamedTuple):
+    """How far a dataset was read of which each process reads its own shard.
+
+    Fields:
+        shards: the number of shards.
+        read: the samples read of each shard.
+        workers: the worker processes that read a shard.
+    """
+
+    shards: int
+    read: int
+    workers: int
+
+
+class WorkerRandom(NamedTuple):
+    """The random generators of the worker processes that read a map-style dataset.
+
+    Fields:
+        seed: from which torch derives the seed of each worker.
+        states: for each worker the states of the generators that have drawn since then.
+        turn: the worker that reads the next batch.
+        reader: the shard that the workers read, and the number of shards.
+    """
+
+    seed: int
+    states: list[dict[str, Any]]
+    turn: int
+    reader: tuple[int, int]
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> WorkerRandom:
+        """What `to_dict` has returned."""
+        index, count = state["reader"]
+        return cls(int(state["seed"]), list(state["states"]), int(state["turn"]), (index, count))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and byte tensors."""
+        return {**self._asdict(), "states": as_tensors(self.states), "reader": list(self.reader)}
 
 
 @dataclass(slots=True)
@@ -21,8 +62,9 @@ class StreamPosition:
         turn: the worker that yields the next batch.
         inner: the states of a dataset with a `state_dict`, one for each worker.
         digest: a checksum of what was consumed, where the order cannot be known beforehand.
-        parts: for a dataset that is read in parts, their number, the samples read of each, and the workers that read
-            a part. `consumed` beyond the parts are samples of the rest, which was then read as one stream.
+        split: how much of each shard was read, where each process reads its own shard of the dataset. `consumed`
+            beyond that are samples of the remainder, which was then read as one stream.
+        random: the generators of the workers of a map-style dataset.
     """
 
     consumed: int = 0
@@ -30,7 +72,8 @@ class StreamPosition:
     turn: int = 0
     inner: list[Any] | None = None
     digest: int | None = None
-    parts: tuple[int, int, int] | None = None
+    split: SplitProgress | None = None
+    random: WorkerRandom | None = None
 
 
 @dataclass(slots=True)
@@ -74,8 +117,10 @@ class Position:
             found["inner"] = self.place.inner
         if self.place.digest is not None:
             found["digest"] = self.place.digest
-        if self.place.parts is not None:
-            found["parts"] = list(self.place.parts)
+        if self.place.split is not None:
+            found["parts"] = list(self.place.split)
+        if self.place.random is not None:
+            found["worker_random"] = self.place.random.to_dict()
         if self.order is not None:
             found["order"] = self.order
         if self.own:
@@ -93,14 +138,15 @@ class Position:
                 )
             workers = state.get("workers")
             workers = None if workers is None else tuple(workers)
-            parts = state.get("parts")
+            split, random = state.get("parts"), state.get("worker_random")
             place = StreamPosition(
                 int(state["consumed"]),
                 workers,
                 state.get("turn", 0),
                 state.get("inner"),
                 state.get("digest"),
-                None if parts is None else (parts[0], parts[1], parts[2]),
+                None if split is None else SplitProgress(*split),
+                None if random is None else WorkerRandom.from_dict(random),
             )
             return cls(int(state["epoch"]), state["unit"], state["total"], place, state.get("order"), state.get("own"))
         except (KeyError, TypeError, ValueError) as error:
@@ -125,7 +171,7 @@ class Position:
             )
         if workers is not None and self.place.workers is not None and len(self.place.workers) != workers:
             raise CheckpointError(
-                f"the state was saved with {len(self.place.workers)} worker(s), each with its part of an iterable "
+                f"the state was saved with {len(self.place.workers)} worker(s), each with its shard of an iterable "
                 f"dataset, and this loader has {workers}: set num_workers={len(self.place.workers)} for this epoch"
             )
 

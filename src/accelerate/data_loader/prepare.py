@@ -19,7 +19,6 @@ from .dispatch import DataLoaderDispatcher, shards_of_mesh
 from .iterable import IterableDatasetShard
 from .loader import DataLoaderShard, PreparedLoader, SkipDataLoader
 from .order import draw_worker_seed, is_distributed
-from .parts import PartLoader, is_split, splits_evenly
 from .samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
@@ -29,7 +28,8 @@ from .samplers import (
     shuffles_plainly,
     with_sampler,
 )
-from .shard import BatchSamplerShard, check_part
+from .shard import BatchSamplerShard, check_divisible
+from .split import SplitLoader, is_split, splits_evenly
 from .steps import ShardSplit
 from .workers import altered
 
@@ -145,11 +145,11 @@ def prepare_data_loader(
             "slice_fn_for_dispatch slices dispatched batches: it has no effect without dispatch_batches=True"
         )
     seeded = cut.shards > 1 and not (exact or use_seedable_sampler or is_iterable(base)) and _seed_sampler(base)
-    if split or (_reads_parts(base, cut) and not use_stateful_dataloader):
+    if split or (_reads_shard(base, cut) and not use_stateful_dataloader):
         unsplit = None if split else base.dataset
-        part = base.dataset if unsplit is None else unsplit.shard(num_shards=cut.shards, index=cut.index)
-        base = altered(base, dataset=part)
-        loader = PartLoader.around(base, rng_types=rng_types, unsplit=unsplit, cut=cut, **options)
+        shard = base.dataset if unsplit is None else unsplit.shard(num_shards=cut.shards, index=cut.index)
+        base = altered(base, dataset=shard)
+        loader = SplitLoader.around(base, rng_types=rng_types, unsplit=unsplit, cut=cut, **options)
     else:
         generator = _synchronized_generator(base, cut)
         loader = DataLoaderShard.around(
@@ -238,7 +238,7 @@ def _check_not_sharded(dataloader: DataLoader[Any], cut: ShardSplit) -> None:
         if isinstance(replicas, int) and replicas > 1:
             raise PrepareError(
                 f"this loader is sharded already: its {type(sampler).__name__} gives each of {replicas} "
-                f"processes a part of the dataset, and splitting that between {cut.shards} processes would drop the "
+                f"processes a shard of the dataset, and splitting that between {cut.shards} processes would drop the "
                 "rest. Give the DataLoader no such sampler (use shuffle=True, or a sampler over the full dataset), "
                 "since `prepare` splits the data. Or do not prepare the loader."
             )
@@ -294,7 +294,7 @@ def _shard(base: Any, cut: ShardSplit) -> Any:
     if cut.shards > 1 and cut.exact:
         _check_counted(base, plan.counted)
     if cut.split and not plan.counted:
-        check_part(None, cut.shards, True, False, "prepare_data_loader")
+        check_divisible(None, cut.shards, True, False, "prepare_data_loader")
     if base.batch_sampler is not None:
         return altered(base, batch_sampler=BatchSamplerShard(base.batch_sampler, **options))
     return altered(base, sampler=BatchSamplerShard(base.sampler, **options))
@@ -304,7 +304,7 @@ def _shard_stream(base: Any, cut: ShardSplit, options: dict[str, Any]) -> Any:
     size = base.batch_size
     if cut.exact and cut.shards > 1:
         _check_counted(base, size is not None)
-    check_part(size, cut.shards, cut.split, False, "prepare_data_loader")
+    check_divisible(size, cut.shards, cut.split, False, "prepare_data_loader")
     shard = IterableDatasetShard(base.dataset, size or 1, base.drop_last, **options)
     local = size // cut.shards if cut.split and size is not None else size
     return altered(base, dataset=shard, batch_size=local)
@@ -324,8 +324,8 @@ def _check_counted(base: Any, counted: bool) -> None:
         )
 
 
-def _reads_parts(base: Any, cut: ShardSplit) -> bool:
-    """Whether each process reads its own part of the dataset. With `exact`, the order is that of one process."""
+def _reads_shard(base: Any, cut: ShardSplit) -> bool:
+    """Whether each process reads its own shard of the dataset. With `exact`, the order is that of one process."""
     return cut.shards > 1 and not (cut.split or cut.exact) and splits_evenly(base.dataset, cut.shards)
 
 

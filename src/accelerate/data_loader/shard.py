@@ -53,7 +53,7 @@ class BatchSamplerShard(BatchSampler):
         self.exact = exact
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
-        check_part(self.batch_size, num_processes, split_batches, exact, type(self).__name__)
+        check_divisible(self.batch_size, num_processes, split_batches, exact, type(self).__name__)
 
     @property
     def total_length(self) -> int:
@@ -73,7 +73,7 @@ class BatchSamplerShard(BatchSampler):
         return order_of(self.batch_sampler, cut)
 
 
-def check_part(batch_size: int | None, shards: int, split: bool, exact: bool, who: str) -> None:
+def check_divisible(batch_size: int | None, shards: int, split: bool, exact: bool, who: str) -> None:
     """Raise PrepareError where batches of `batch_size` cannot be split into `shards` equal slices."""
     if not split or shards == 1 or (exact and batch_size is None):
         return

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..core.errors import ConfigurationError
-from .deepspeed.engine import DummyScheduler
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -19,33 +18,6 @@ def prepare_data_loader(accelerator: Any, dataloader: DataLoader[Any]) -> DataLo
     """
     prepared: DataLoader[Any] = accelerator.prepare_data_loader(dataloader)
     return prepared
-
-
-class MegatronLMDummyDataLoader:
-    """The arguments of Megatron-LM's own dataset, which it reads itself.
-
-    Args:
-        dataset_kwargs: arguments of Megatron-LM's data provider, such as `data_path` and `seq_length`.
-    """
-
-    def __init__(self, **dataset_kwargs: Any) -> None:
-        self.dataset_args = dataset_kwargs
-
-
-class MegatronLMDummyScheduler(DummyScheduler):
-    """The numbers of steps of the schedule that the plugin describes.
-
-    Args:
-        optimizer: the optimizer that it schedules.
-        total_num_steps: optimizer steps of the whole run.
-        warmup_num_steps: steps over which the learning rate rises.
-        kwargs: other arguments of the scheduler.
-    """
-
-    def __init__(
-        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
-    ) -> None:
-        super().__init__(optimizer, total_num_steps, warmup_num_steps, **kwargs)
 
 
 class AbstractTrainStep:

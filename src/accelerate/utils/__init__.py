@@ -31,7 +31,7 @@ _MODULES = (
 
 EXPORTS: dict[str, list[str]] = {
     "commands.config.default": ["write_basic_config"],
-    "parallel.megatron": ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler"],
+    "parallel.placeholders": ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler"],
 }
 for _module in _MODULES:
     for _home, _names in _module.EXPORTS.items():

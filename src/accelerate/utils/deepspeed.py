@@ -10,9 +10,8 @@ EXPORTS = {
         "DeepSpeedEngineWrapper",
         "DeepSpeedOptimizerWrapper",
         "DeepSpeedSchedulerWrapper",
-        "DummyOptim",
-        "DummyScheduler",
     ],
+    "parallel.placeholders": ["DummyOptim", "DummyScheduler"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

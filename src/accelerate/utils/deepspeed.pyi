@@ -6,7 +6,7 @@ from ..config.deepspeed_file import HfDeepSpeedConfig as HfDeepSpeedConfig
 from ..parallel.deepspeed.engine import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from ..parallel.deepspeed.engine import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from ..parallel.deepspeed.engine import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
-from ..parallel.deepspeed.engine import DummyOptim as DummyOptim
-from ..parallel.deepspeed.engine import DummyScheduler as DummyScheduler
+from ..parallel.placeholders import DummyOptim as DummyOptim
+from ..parallel.placeholders import DummyScheduler as DummyScheduler
 
 EXPORTS: dict[str, list[str]]

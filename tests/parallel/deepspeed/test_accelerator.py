@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.core.errors import PrepareError
-from accelerate.parallel.deepspeed.engine import DummyOptim, DummyScheduler
+from accelerate.parallel.placeholders import DummyOptim, DummyScheduler
 
 STEPS, ACCUMULATION, GLOBAL_BATCH, CLIP = 10, 2, 8, 0.05
 # (ZeRO stage or None for plain DDP, whether the file has the optimizer, whether ZeRO 3 gathers 16-bit weights to save)

@@ -15,10 +15,9 @@ from accelerate.parallel.deepspeed.engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
-    DummyOptim,
-    DummyScheduler,
     start_engine,
 )
+from accelerate.parallel.placeholders import DummyOptim, DummyScheduler
 from accelerate.state import AcceleratorState, GradientState
 
 

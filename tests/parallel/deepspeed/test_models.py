@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.config.deepspeed import DeepSpeedPlugin
-from accelerate.parallel.deepspeed.engine import DummyOptim, DummyScheduler
+from accelerate.parallel.placeholders import DummyOptim, DummyScheduler
 from accelerate.state import PartialState
 
 GLOBAL_BATCH, STEPS, CLIP = 8, 6, 0.1

@@ -8,7 +8,8 @@ from torch import nn
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.core.errors import PrepareError
-from accelerate.parallel.deepspeed.engine import DeepSpeedEngineWrapper, DummyOptim, DummyScheduler, start_engine
+from accelerate.parallel.deepspeed.engine import DeepSpeedEngineWrapper, start_engine
+from accelerate.parallel.placeholders import DummyOptim, DummyScheduler
 from accelerate.state import PartialState
 
 GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 10, 2, 0.05

@@ -23,9 +23,10 @@ from ...state import AcceleratorState, GradientState, PartialState
 from ..base import Bundle, Strategy
 from ..compile import Compile, compile_regions_deepspeed
 from ..optimizer_scope import refuse_flat_shards
+from ..placeholders import DummyOptim, DummyScheduler
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..report.communication import dtype_name
-from .engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DummyOptim, DummyScheduler, start_engine
+from .engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, start_engine
 from .report import engine_bytes, engine_master_weights, engine_volume
 from .state import EngineState, computing_weights
 
@@ -234,7 +235,7 @@ class DeepSpeedZero(Strategy):
                 found.append(started)
             else:
                 found.append(self.as_prepared(model.to(self.device) if place and not _is_engine(model) else model))
-        self.remember(found)
+        self.prepared.add(found)
         return found
 
     def as_prepared(self, module: nn.Module) -> PreparedModel:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`datasets.IterableDataset` on two ranks: each reads its own part, all make equally many steps, nothing is lost."""
+"""`datasets.IterableDataset` on two ranks: each reads its own shard, all make equally many steps, nothing is lost."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_continues_an_epoch_of_one_process():
     found = joined(real(loader, batch) for batch in loader)
     assert sorted(consumed + joined(all_ranks(found))) == everything("even")
     READ.clear()
-    assert joined(real(loader, batch) for batch in loader) == READ, "the next epoch is read in parts again"
+    assert joined(real(loader, batch) for batch in loader) == READ, "the next epoch is split again"
 
 
 @on_ranks(2)
@@ -216,7 +216,7 @@ def test_refuses_what_would_lose_samples():
     for options in ({"dispatch_batches": True}, {"exact": True}, {"split_batches": True}):
         with pytest.raises(PrepareError, match="split_dataset_by_node"):
             prepare_data_loader(build(by_node=True), **options)
-    # By default batches go to a device, and rank 0 reads for all: not if each rank has a part only.
+    # By default batches go to a device, and rank 0 reads for all: not if each rank has one shard only.
     loader = prepare_data_loader(build(by_node=True), put_on_device=True, device=torch.device("cpu"))
     assert sorted(joined(all_ranks(joined(map(ids, loader))))) == everything("even")
     position = {**loader.state_dict(), "order": {}, "consumed": 12, "parts": [3, 4, 1]}

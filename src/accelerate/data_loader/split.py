@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets that split themselves: each process reads only its part of a `datasets.IterableDataset`."""
+"""Datasets that split themselves: each process reads only its shard of a `datasets.IterableDataset`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..runtime.channel import signature
 from .iterable import IterableDatasetShard
 from .loader import DataLoaderShard
 from .order import Order, is_distributed
-from .position import StreamPosition
+from .position import SplitProgress, StreamPosition
 from .rows import count_rows, join_rows, repeat_rows
 from .steps import ReadPlan, ShardSplit, ShardStep
 from .workers import altered
 
-_NEXT = Call("the next step of a data loader whose dataset is split into parts")
+_NEXT = Call("the next step of a data loader whose dataset is split")
 # What a shard reports instead of a number of samples.
 _ENDED, _FAILED = -1, -2
 
@@ -42,14 +42,14 @@ def splits_evenly(dataset: Any, shards: int) -> bool:
     return is_splittable(dataset) and dataset.num_shards >= shards and dataset.num_shards % shards == 0
 
 
-class PartLoader(DataLoaderShard):
-    """The loader of a process that reads its own part of the data. All processes make equally many steps.
+class SplitLoader(DataLoaderShard):
+    """The loader of a process that reads its own shard of the dataset. All processes make equally many steps.
 
-    The parts may have different lengths. Therefore the processes exchange the number of samples in each step, and
-    whether it is the last one of their part. A batch that is smaller than others is filled with the first samples of
-    its part. With `drop_last` the epoch ends with the shortest part.
+    The shards may have different lengths. Therefore the processes exchange the number of samples in each step, and
+    whether it is the last one of their shard. A batch that is smaller than others is filled with the first samples of
+    its shard. With `drop_last` the epoch ends with the shortest shard.
 
-    A position is the number of samples read of each part. On another number of processes, the rest of the epoch is
+    A position is the number of samples read of each shard. On another number of processes, the rest of the epoch is
     read as one stream, of which each process takes a slice.
     """
 
@@ -71,23 +71,23 @@ class PartLoader(DataLoaderShard):
         plan.cut = dataclasses.replace(self.cut, even=False)
         return plan
 
-    def _check_parts(self, place: StreamPosition) -> None:
-        if place.parts == self._parts(place.parts[1] if place.parts else 0):
+    def _check_split(self, place: StreamPosition) -> None:
+        if place.split == self._progress(place.split.read if place.split else 0):
             return
         if self.unsplit is None:
             raise CheckpointError(
                 "the position was saved with another number of processes or workers, and split_dataset_by_node has "
                 "split this dataset already: use the same numbers for this epoch"
             )
-        super()._check_parts(place)
+        super()._check_split(place)
 
-    def _parts(self, read: int) -> tuple[int, int, int]:
-        return self.cut.shards, read, self._source.workers
+    def _progress(self, read: int) -> SplitProgress:
+        return SplitProgress(self.cut.shards, read, self._source.workers)
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         shards = self.cut.shards
-        read = start.parts[1] if start.parts else 0
-        if start.consumed and start.parts != self._parts(read):
+        read = start.split.read if start.split else 0
+        if start.consumed and start.split != self._progress(read):
             # The rest of an epoch that was read in another way.
             base = self.base_dataloader
             shard = IterableDatasetShard(
@@ -107,24 +107,24 @@ class PartLoader(DataLoaderShard):
     def _placed(self, steps: Iterator[ShardStep], read: int, size: int) -> Iterator[ShardStep]:
         for step in steps:
             read += size
-            step.position = StreamPosition(self.cut.shards * read, parts=self._parts(read))
+            step.position = StreamPosition(self.cut.shards * read, split=self._progress(read))
             yield step
 
 
 def equalized(
     steps: Iterator[ShardStep], cut: ShardSplit, drop_last: bool, first: Callable[[], ShardStep | None] | None = None
 ) -> Iterator[ShardStep]:
-    """The steps of one part, as many as those of the longest part (with `drop_last`, of the shortest one).
+    """The steps of one shard, as many as those of the longest shard (with `drop_last`, of the shortest one).
 
     Args:
-        steps: the steps of this part.
-        cut: the number of parts, and which one this is.
-        drop_last: end with the shortest part.
+        steps: the steps of this shard.
+        cut: the number of shards, and which one this is.
+        drop_last: end with the shortest shard.
         first: reads the first step of the epoch, where `steps` begin later.
 
     Raises:
-        PrepareError: a part has no samples; on every rank.
-        RuntimeError: another rank has failed to read its part.
+        PrepareError: a shard has no samples; on every rank.
+        RuntimeError: another rank has failed to read its shard.
     """
     group = transport.group_of(None)
     head: ShardStep | None = None
@@ -142,7 +142,7 @@ def equalized(
             return
         if ended and number == 0 and first is None:
             raise PrepareError(
-                f"the dataset's part for process {ended[0]} of {cut.shards} has no samples. Let rank 0 read for all "
+                f"the dataset's shard for process {ended[0]} of {cut.shards} has no samples. Let rank 0 read for all "
                 "processes (dispatch_batches=True), or distribute the samples evenly over the dataset's shards."
             )
         if number == 0 and first is None and step is not None:
@@ -161,21 +161,21 @@ def equalized(
 
 
 def _count(step: ShardStep) -> int:
-    """The number of samples in a step of one part; 0 where it cannot be counted."""
+    """The number of samples in a step of one shard; 0 where it cannot be counted."""
     return step.counts[0] if step.counts else count_rows(step.data) or 0
 
 
 def _exchanged(count: int, last: bool, cut: ShardSplit, group: Any) -> list[tuple[int, bool]]:
-    """The number of samples of each shard in this step, and whether it is the last one of its part."""
+    """The number of samples of each shard in this step, and whether it is the last one of that shard."""
     rows = transport.all_gather_numbers([cut.index, count, last], group, signature(_NEXT.operation), _NEXT)
     if count != _FAILED and (failed := [rank for rank, row in enumerate(rows) if row[1] == _FAILED]):
-        raise RuntimeError(f"rank {failed[0]} failed to read its part of the dataset: see its traceback")
+        raise RuntimeError(f"rank {failed[0]} failed to read its shard of the dataset: see its traceback")
     found = {index: (samples, bool(ended)) for index, samples, ended in rows}
     return [found[index] for index in range(cut.shards)]
 
 
 def _filled(step: ShardStep | None, size: int, head: ShardStep) -> ShardStep:
-    """`step` with `size` rows: the missing ones are those of `head`, the first step of the part."""
+    """`step` with `size` rows: the missing ones are those of `head`, the first step of the shard."""
     length = _count(head)
     if step is None:
         data = head.data if length in (0, size) else repeat_rows(head.data, length, size)

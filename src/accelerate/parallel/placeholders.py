@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects that stand for what the configuration of an engine describes: the API's `Dummy` classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ..core.errors import PrepareError
+
+
+class Placeholder:
+    """Stands for an object that an engine makes. Without that engine `prepare` refuses it.
+
+    Fields:
+        remedy: what to do in a run in which nothing takes its place.
+    """
+
+    remedy = ""
+
+
+class DummyOptim(Placeholder):
+    """Stands for the optimizer that a DeepSpeed file describes; its "auto" values are filled from here."""
+
+    remedy = (
+        "it stands for the `optimizer` of a DeepSpeed configuration. Give it to one call of prepare with its model, "
+        "in a run with a deepspeed_plugin, or make a torch optimizer"
+    )
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler(Placeholder):
+    """Stands for the scheduler that a DeepSpeed file describes, or that `lr_scheduler_callable(optimizer)` makes."""
+
+    remedy = (
+        "it stands for the `scheduler` of a DeepSpeed configuration. Give it to one call of prepare with its model "
+        "and optimizer, in a run with a deepspeed_plugin, or make a torch scheduler"
+    )
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+
+class MegatronLMDummyDataLoader(Placeholder):
+    """The arguments of Megatron-LM's own dataset, which only Megatron-LM reads.
+
+    Args:
+        dataset_kwargs: arguments of Megatron-LM's data provider, such as `data_path` and `seq_length`.
+    """
+
+    remedy = "it names the files of Megatron-LM's own dataset, which this library does not read. Give a DataLoader"
+
+    def __init__(self, **dataset_kwargs: Any) -> None:
+        self.dataset_args = dataset_kwargs
+
+
+class MegatronLMDummyScheduler(DummyScheduler):
+    """The numbers of steps of the schedule that the plugin describes.
+
+    Args:
+        optimizer: the optimizer that it schedules.
+        total_num_steps: optimizer steps of the entire run.
+        warmup_num_steps: steps over which the learning rate rises.
+        kwargs: other arguments of the scheduler.
+    """
+
+    remedy = (
+        "it stands for Megatron-LM's own schedule, and models of a MegatronLMPlugin train with torch's schedulers "
+        "here. Make one, with the plugin's lr_decay_style and these numbers of steps"
+    )
+
+    def __init__(
+        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+    ) -> None:
+        super().__init__(optimizer, total_num_steps, warmup_num_steps, **kwargs)
+
+
+def refuse_placeholder(obj: Any) -> None:
+    """Raise PrepareError for an object that would take no effect in this run."""
+    if isinstance(obj, Placeholder):
+        raise PrepareError(f"{type(obj).__name__} trains nothing in this run: {obj.remedy}")
