@@ -6,13 +6,13 @@ from __future__ import annotations
 import weakref
 
 from .data_loader.diagnose import uneven_epoch, uneven_window
-from .logging import get_logger
+from .logging import MultiProcessAdapter, get_logger
 from .optimizer import AcceleratedOptimizer
 from .run_checkpoints import RunCheckpoints
 from .run_objects import RunObjects
 from .state import GradientState, PartialState
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 
 class FirstStepCheck:

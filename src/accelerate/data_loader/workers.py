@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
@@ -42,11 +42,11 @@ class Meter(Sampler[Any]):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
         self.log: deque[ShardStep] = deque()
-        self.started = False
+        self.started: bool = False
 
     def arm(self, plan: ReadPlan, order: Order, start: int) -> None:
         """Set what the next pass reads."""
-        self.plan = copy.copy(plan)
+        self.plan: ReadPlan = copy.copy(plan)
         self.plan.skip = max(plan.skip, start)
         self.order = order
         self.started = False
@@ -75,8 +75,8 @@ class MapWorker(Dataset[Any]):
         self.dataset: Any = loader.dataset
         self.turn = 0
         self.states = states
-        self.collate = loader.collate_fn
-        self.batched = loader.batch_sampler is not None
+        self.collate: Callable[[list[Any]], Any] = loader.collate_fn
+        self.batched: bool = loader.batch_sampler is not None
         self.fetch: Fetch | None = None
 
     def __getitems__(self, indices: Any) -> tuple[Any, int, Any]:
@@ -97,9 +97,9 @@ class StreamWorker(IterableDataset[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any], plan: ReadPlan, start: StreamPosition, has_state: bool) -> None:
-        self.dataset = loader.dataset
-        self.turn = start.turn
-        self.collate = loader.collate_fn
+        self.dataset: Dataset[Any] = loader.dataset
+        self.turn: int = start.turn
+        self.collate: Callable[[list[Any]], Any] = loader.collate_fn
         self.plan = plan
         self.start = start
         self.has_state = has_state

@@ -82,7 +82,7 @@ class DataParallel(Strategy):
 
     def set_ddp_options(self, options: DistributedDataParallelKwargs | None) -> None:
         """Use other options for the models prepared from now on."""
-        self.options = options or DistributedDataParallelKwargs()
+        self.options: DistributedDataParallelKwargs = options or DistributedDataParallelKwargs()
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model inside of DDP, with the communication hook and equal master weights."""

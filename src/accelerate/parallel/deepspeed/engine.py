@@ -62,6 +62,8 @@ class DeepSpeedEngineWrapper:
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     """The engine's optimizer as the user's loop sees it: the engine has stepped in its backward already."""
 
+    steps_made: int
+
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
 

@@ -59,7 +59,7 @@ class UnreducedGradients:
 
     def __init__(self, group: dist.ProcessGroup | None, parameters: Iterable[nn.Parameter] = ()) -> None:
         self.group = group
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.parameters: list[nn.Parameter] = [parameter for parameter in parameters if parameter.requires_grad]
         self._is_deferred = False
 
     def communication_volume(self) -> list[CommunicationVolume]:

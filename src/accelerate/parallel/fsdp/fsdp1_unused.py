@@ -131,7 +131,7 @@ class ParameterUsage:
 
     def __init__(self, model: nn.Module, compiled: bool) -> None:
         self.units: list[_Unit] = []
-        self.is_deferred = False
+        self.is_deferred: bool = False
         for prefix, module in model.named_modules():
             handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
             if handle is None or not handle.flat_param.requires_grad:
