@@ -19,6 +19,8 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
+# Python compiles what it imports; compiling all files of all packages takes more than a minute.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 STAMP := $(VENV)/.installed
 ENGINES_STAMP := $(VENV)/.installed-engines
 # The engine programs that the tests run, and the Debian packages that provide them.
@@ -32,7 +34,7 @@ INSTALL_STAMP := $(INSTALL_VENV)/.installed
 # The peer without its dependencies, to run the clients with it in their own environment.
 PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
-.PHONY: help install demo test test-all test-engines test-faults test-clients test-trackers test-install check \
+.PHONY: help install install-engines engine-programs demo test test-all test-engines test-faults test-clients test-trackers test-install check \
 	check-style check-types check-names format bench bench-clients gpu-check clean
 
 help:  ## show this list
@@ -43,11 +45,12 @@ install: $(STAMP)  ## create .venv with this package (editable) and everything t
 demo: $(STAMP)  ## train a small GPT on two processes
 	PATH="$(abspath $(BIN)):$$PATH" accelerate launch --num_processes 2 examples/train_gpt.py
 
+# A worker takes neighbouring tests, so that most fixtures of a module and imports of a rank server are made once.
 test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is passed to pytest)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not engines and not thorough" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not engines and not thorough" $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## run all tests: also those that repeat others with more settings, and those of installed engines
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others; install missing ones (Debian, root)
 	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/engines $(PYTEST_ARGS)
@@ -105,14 +108,15 @@ clean:  ## remove the environments and all generated files
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is required; pass its path: make PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[test,examples,text]"
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP_INSTALL) "$(TORCH)"
+	$(PIP_INSTALL) --editable ".[test,examples,text]"
 	# The build imports torch. Without operators it needs no compiler. The dependencies are in [test].
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --no-build-isolation --no-deps "$(DEEPSPEED)"
+	DS_BUILD_OPS=0 $(PIP_INSTALL) --no-build-isolation --no-deps "$(DEEPSPEED)"
 	touch $@
 
-# Debian programs and Python packages that only these tests need.
-$(ENGINES_STAMP): $(STAMP)
+install-engines: $(ENGINES_STAMP)  ## install what only the tests of engines need (Debian, as root)
+
+engine-programs:
 	@absent=$$(for p in $(ENGINE_PROGRAMS); do PATH="$$PATH:/usr/sbin:/sbin" command -v $$p >/dev/null || echo $$p; done); \
 	test -z "$$absent" || { \
 		{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null; } \
@@ -120,7 +124,9 @@ $(ENGINES_STAMP): $(STAMP)
 		apt-get update -qq; \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(ENGINE_PACKAGES) >/dev/null; \
 	}
-	$(BIN)/python -m pip install --quiet --editable ".[engines]"
+
+$(ENGINES_STAMP): $(STAMP) | engine-programs
+	$(PIP_INSTALL) --editable ".[engines]"
 	touch $@
 
 # Environments of pinned clients, which take torch and all else from $(VENV). This package is installed first: the

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared fixtures, and the order of tests: those that start processes run one after another in one xdist worker."""
+"""Shared fixtures and hooks."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,18 +17,21 @@ if TYPE_CHECKING:
     from rank_pool import RankPool, Ranks
 
 TESTS = Path(__file__).parent
-# Folders of tests that start several ranks, or complete training runs.
-PROCESS_FOLDERS = {TESTS / name for name in ("clients", "distributed", "engines", "examples", "faults")}
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the groups
+@pytest.hookimpl(tryfirst=True)  # before pytest's own, which selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Several ranks fill a small machine. Two such tests at the same time would slow each other to their time limits.
     for item in items:
-        if PROCESS_FOLDERS & set(item.path.parents):
-            item.add_marker(pytest.mark.xdist_group("processes"))
         if TESTS / "engines" in item.path.parents:
             item.add_marker(pytest.mark.engines)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    # What is imported by now lives as long as the process. Each full collection, and each forked worker of a loader,
+    # would visit a million objects.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,13 +45,11 @@ def no_state_of_other_modules() -> None:
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[RankPool]:
+def rank_pool() -> RankPool:
     """The process from which the ranks of all tests are forked."""
     from rank_pool import RankPool
 
-    pool = RankPool()
-    yield pool
-    pool.close()
+    return RankPool.shared()
 
 
 @pytest.fixture

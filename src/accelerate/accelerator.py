@@ -38,7 +38,7 @@ from .placement.dispatch import check_quantized
 from .process_control import ProcessControl
 from .resolve import Plan, Request, Resolved, adopt, resolve
 from .run_checkpoints import RunCheckpoints
-from .run_objects import RunObjects
+from .run_objects import RunObjects, check_preparable
 from .run_options import RunOptions
 from .runtime.communication import raise_lost
 from .scheduler import AcceleratedScheduler
@@ -214,9 +214,9 @@ class Accelerator(ProcessControl, RunOptions):
             The prepared objects in the order given: a tuple, or the object itself if there is only one.
 
         Raises:
-            PrepareError: no object is given, `device_placement` has another length, a model is already wrapped in
-                DistributedDataParallel, a model with a device map is prepared on several processes, or an object
-                stands for what another engine makes (`DummyOptim`).
+            PrepareError: no object is given, names or a container are given instead of objects, `device_placement` has
+                another length, a model is already wrapped in DistributedDataParallel, a model with a device map is
+                prepared on several processes, or an object stands for what another engine makes (`DummyOptim`).
 
         Example:
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -230,6 +230,7 @@ class Accelerator(ProcessControl, RunOptions):
                 f"`device_placement` should be a list with {len(args)} elements (the number of objects passed), "
                 f"it has {len(device_placement)}"
             )
+        check_preparable(args)
         args = tuple(self.strategy.prepare_together(list(args), self.split_batches))
         for obj in args:
             refuse_placeholder(obj)
@@ -310,6 +311,8 @@ class Accelerator(ProcessControl, RunOptions):
             self.strategy.sync_rng_state()
         for prepared in fresh:
             prepared.module._is_accelerate_prepared = True  # type: ignore[assignment]
+            if not evaluation:
+                self._first_step.watch_model(prepared)
         self._objects.models += fresh
         modules = iter(prepared.module for prepared in fresh)
         return [next(modules) if twin is None else twin for twin in known]
@@ -373,7 +376,7 @@ class Accelerator(ProcessControl, RunOptions):
             raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
         prepared = AcceleratedOptimizer(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
         self.precision.attach_master_weights(optimizer)
-        prepared._before_first_step = self._first_step
+        prepared._before_step = self._first_step.before_step
         prepared._after_step.extend(self.strategy.after_step)
         if not is_elementwise(optimizer):
             # It may decide by the loss, as a line search does: all ranks have to make the same decision.
@@ -529,6 +532,8 @@ class Accelerator(ProcessControl, RunOptions):
             accelerator.backward(loss)
             optimizer.step()
         """
+        if self._first_step.active:
+            self._first_step.before_backward(loss)
         if num_items is not None:
             models = [prepared.module for prepared in self._accumulation.models or self._objects.models]
             try:
@@ -571,6 +576,8 @@ class Accelerator(ProcessControl, RunOptions):
         fused = [found for found in self._objects.optimizers if hasattr(found.optimizer, "fused_backward")]
         if not fused:
             raise ValueError("lomo_backward needs a prepared LOMO optimizer (package lomo_optim)")
+        if self._first_step.active:
+            self._first_step.before_backward(loss)
         for optimizer in fused:
             optimizer.optimizer.fused_backward(loss, learning_rate)
 
@@ -690,7 +697,9 @@ class Accelerator(ProcessControl, RunOptions):
         Returns:
             A context manager.
         """
-        return self.strategy.context_parallel(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
+        if self.strategy.sequence is None:
+            return contextlib.nullcontext()
+        return self.strategy.sequence.open(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """Return a loader whose batches are sharded along the sequence (`sp_size`); `dl` itself without that layout.
@@ -704,7 +713,7 @@ class Accelerator(ProcessControl, RunOptions):
         Returns:
             A loader of this rank's shards, with `position_ids`, and with `shift_labels` instead of `labels`.
         """
-        return self.strategy.split_loader(dl)
+        return dl if self.strategy.sequence is None else self.strategy.sequence.split_loader(dl)
 
     def explain(self, all_ranks: bool = False) -> Report:
         """Print the requested options, the resulting layout, and the parameters, communication volume and memory.

@@ -45,8 +45,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._is_overflow = False
         self._unscaled = False
         self.steps_made: int = 0  # by this process, including steps that the gradient scaler skipped
-        # A check of what is trained, called once with this optimizer before its first step.
-        self._before_first_step: Callable[[AcceleratedOptimizer], None] | None = None
+        # A check of what is trained, called with this optimizer and the closure. It resets this after the second step.
+        self._before_step: Callable[[AcceleratedOptimizer, Callable[[], Any] | None], None] | None = None
         # Averages a closure's loss over the ranks, for optimizers that decide by it; None where that is not needed.
         self._global_loss: Callable[[Any], Any] | None = None
         # Called after each step, when the gradients have been used.
@@ -142,9 +142,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
-        if self._before_first_step is not None:
-            self._before_first_step(self)
-            self._before_first_step = None
+        if self._before_step is not None:
+            self._before_step(self, closure)
         if closure is not None and self._global_loss is not None:
             closure = self._with_global_loss(closure)
         if self.scaler is None:
@@ -190,7 +189,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = dict(self.__dict__)
-        kept.update(_before_first_step=None, _after_step=[], _global_loss=None)
+        kept.update(_before_step=None, _after_step=[], _global_loss=None)
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:

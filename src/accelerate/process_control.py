@@ -171,7 +171,7 @@ class ProcessControl(ProcessView):
             use_gather_object,
             strategy.data_shard[1],
             strategy.data_group,
-            strategy.sequence_group,
+            None if strategy.sequence is None else strategy.sequence.last_group,
         )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:

@@ -185,7 +185,7 @@ def adopt(
 
     state, former = resolved.state, resolved.strategy
     kinds = ", ".join(type(model).__name__ for model in models)
-    if isinstance(former, Adopted) or getattr(former, "sequence", None) is not None:
+    if isinstance(former, Adopted) or former.sequence is not None:
         # Ranks that share a sequence cannot be read from a mesh.
         return resolved
     if isinstance(former, FullyShardedDataParallel | TensorParallel):
@@ -211,13 +211,14 @@ def adopt(
             "the plain model, with an fsdp_plugin of version 2 or tp_size"
         )
     strategy = Adopted(state.device, resolved.precision, models)
-    if former.prepared and strategy.data_shard != former.data_shard:
+    first = next(iter(former.prepared), None)
+    if first is not None and strategy.data_shard != former.data_shard:
         raise PrepareError(
-            f"{kinds} splits layers over ranks, which read the same samples, and {former.prepared[0].inner.__class__} "
+            f"{kinds} splits layers over ranks, which read the same samples, and {first.inner.__class__} "
             "was prepared to read others on each rank: give both to one call of prepare"
         )
     strategy.transforms = former.transforms
-    strategy.remember(former.prepared)
+    strategy.prepared.add(former.prepared)
     for optimizer in optimizers:
         lay_out_step(optimizer)
     state.__dict__["device_mesh"] = strategy.mesh

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
+from .core.errors import PrepareError
 from .optimizer import AcceleratedOptimizer
 from .parallel.prepared import PreparedModel, PreparedOptimizer
 from .scheduler import AcceleratedScheduler
@@ -32,12 +35,29 @@ class RunObjects:
 
     def prepared_optimizers(self) -> list[PreparedOptimizer]:
         """Each optimizer with the prepared model that it trains, None where no model here is its."""
-        return [PreparedOptimizer(optimizer, self._model_of(optimizer)) for optimizer in self.optimizers]
+        return [PreparedOptimizer(optimizer, self.find_trained(optimizer)) for optimizer in self.optimizers]
 
-    def _model_of(self, optimizer: AcceleratedOptimizer) -> PreparedModel | None:
+    def find_trained(self, optimizer: AcceleratedOptimizer) -> PreparedModel | None:
+        """The prepared model whose parameters an optimizer steps; None where it is no prepared model."""
         return next((model for model in self.models if model.trains_with(optimizer.optimizer)), None)
 
     def clear(self) -> None:
         """Forget what was prepared; what was registered stays."""
         for listed in (self.models, self.optimizers, self.schedulers, self.dataloaders):
             listed.clear()
+
+
+def check_preparable(objects: Sequence[Any]) -> None:
+    """Raise PrepareError for containers of what `prepare` takes, and for names alone: both would stay as they are."""
+    if all(isinstance(obj, str) for obj in objects):
+        names = ", ".join(objects)
+        raise PrepareError(f"prepare takes the objects themselves, not their names: prepare({names})")
+    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader, LRScheduler, AcceleratedScheduler)
+    for obj in objects:
+        items = list(obj.values()) if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
+        found = [type(item).__name__ for item in items if isinstance(item, kinds)]
+        if found:
+            raise PrepareError(
+                f"prepare takes each object as a separate argument, not a {type(obj).__name__} of them "
+                f"({', '.join(found)}): prepare(*objects)"
+            )

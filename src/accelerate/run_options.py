@@ -10,6 +10,7 @@ import torch
 from .config.training import DataLoaderConfiguration, DistributedDataParallelKwargs, check_accumulation_steps
 from .core.enums import FP8BackendType
 from .parallel.base import Strategy
+from .parallel.ddp.strategy import DataParallel
 from .precision.base import Precision
 from .resolve import Plan
 from .run_objects import RunObjects
@@ -41,7 +42,8 @@ class RunOptions:
     def ddp_handler(self, value: DistributedDataParallelKwargs | None) -> None:
         # transformers 4 sets it after the constructor, before `prepare`.
         self.plan.handlers.ddp = value
-        self.strategy.set_ddp_options(value)
+        if isinstance(self.strategy, DataParallel):
+            self.strategy.options = value or DistributedDataParallelKwargs()
 
     @property
     def scaler_handler(self) -> Any:

@@ -25,14 +25,14 @@ def fuzz(program: str, root: Path, count: int, seed: int, timeout: float) -> Non
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-@pytest.mark.parametrize("program, count", [("native", 120), ("formats", 350)])
+@pytest.mark.parametrize("program, count", [("native", 60), ("formats", 120)])
 def test_mutants_are_loaded_or_named(program, count, tmp_path):
     fuzz(program, tmp_path, count, 1, 170)
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(2, 5))
+@pytest.mark.parametrize("seed", range(1, 5))
 @pytest.mark.parametrize("program, count", [("native", 600), ("formats", 2000)])
 def test_more_mutants(program, count, seed, tmp_path):
     fuzz(program, tmp_path, count, seed, 800)

@@ -14,6 +14,7 @@ import time
 
 import pytest
 import torch
+from ranks import Script
 
 from accelerate import Accelerator
 from accelerate.checkpointing import RunState, list_checkpoints, run_lock, save_run, verify
@@ -50,12 +51,7 @@ class Other:
     def __init__(self, tmp_path, folder, mode="named"):
         script = tmp_path / "other.py"
         script.write_text(SCRIPT)
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), str(folder), mode],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self.process = Script(script, folder, mode, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def save(self):
         self.process.stdin.write("save\n")
@@ -63,7 +59,9 @@ class Other:
         return self.process.stdout.readline().strip()
 
     def end(self):
-        self.process.communicate("end\n", timeout=60)
+        self.process.stdin.write("end\n")
+        self.process.stdin.flush()
+        self.process.wait(timeout=60)
 
     def kill(self):
         self.process.send_signal(signal.SIGKILL)
@@ -80,8 +78,7 @@ def other(tmp_path):
 
     yield start
     for run in started:
-        run.process.kill()
-        run.process.communicate()
+        run.process.end()
 
 
 def names(folder):
@@ -96,7 +93,6 @@ def save(process, folder, step=0):
 @pytest.mark.parametrize("mode", [pytest.param("named", marks=pytest.mark.thorough), "numbered"])
 def test_the_second_of_two_live_runs_is_refused(tmp_path, other, mode):
     root = tmp_path / "root"
-    # All start at once: importing torch is what takes time.
     first, second, third = (other(root, mode) for _ in range(3))
     assert first.save().startswith("saved")
     for _ in range(2):

@@ -10,13 +10,13 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 
 import numpy as np
 import pytest
 import torch
+from ranks import Script
 
 from accelerate.checkpointing import (
     CheckpointMismatch,
@@ -337,7 +337,7 @@ def test_killed_anywhere_what_is_listed_as_valid_is_whole(tmp_path, process, mod
     last = -1
     for _ in range(3):
         root = tmp_path / "root"
-        started = subprocess.Popen([sys.executable, str(script), str(root), mode], stdout=subprocess.PIPE, text=True)
+        started = Script(script, root, mode, stdout=subprocess.PIPE)
         for _ in range(chance.randint(2, 5)):
             done = int(started.stdout.readline())
         time.sleep(chance.random() * 0.05)

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from cases import cases
 from loaders import (
     EagerBatches,
     EagerOrder,
@@ -112,7 +113,7 @@ def test_one_process_reads_and_draws_like_a_plain_loop(name):
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", cases([1, 2], thorough=[1]))
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
     "name", ["shuffled", "generator", "own batch sampler", "python's generators", "drawn when iterated"]

@@ -11,6 +11,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from cases import cases
 from loaders import (
     BatchesAsItGoes,
     DrawsAsItGoes,
@@ -81,8 +82,14 @@ def test_one_process_draws_as_the_plain_loader_does(build, source, workers):
 
 
 @pytest.mark.parametrize("build", [sampler, batches])
-@pytest.mark.parametrize(("source", "workers"), [*((source, 0) for source in SOURCES), ("torch", 2)])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("exact", "source", "workers"),
+    cases(
+        [(exact, source, 0) for exact in (False, True) for source in SOURCES]
+        + [(False, "torch", 2), (True, "torch", 2)],
+        thorough=[(False, "torch", 2), (False, "numpy", 0), (True, "python", 0)],
+    ),
+)
 def test_a_resumed_pass_goes_on_like_one_that_never_stopped(build, source, workers, exact):
     build = functools.partial(build, source, workers)
     seed(8)

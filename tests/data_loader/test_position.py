@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import cases
 from loaders import (
     EagerBatches,
     EagerOrder,
@@ -97,7 +98,11 @@ SEEDABLE = ("shuffled", "generator", "workers", "persistent")
 
 
 @pytest.mark.parametrize(
-    ("name", "seedable"), [*((name, False) for name in LOADERS), *((name, True) for name in SEEDABLE)]
+    ("name", "seedable"),
+    cases(
+        [*((name, False) for name in LOADERS), *((name, True) for name in SEEDABLE)],
+        thorough=[("workers", False), ("workers", True), ("stream with workers", False)],  # others have four, or one
+    ),
 )
 def test_a_resumed_run_goes_on_like_one_that_never_stopped(name, seedable):
     options = {"use_seedable_sampler": True} if seedable else {}
@@ -179,7 +184,10 @@ RESHARDED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options"), RESHARDED)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    cases(RESHARDED, thorough=[("workers", {}), ("stream with workers", {}), ("four workers", {})]),
+)
 def test_the_stream_of_samples_goes_on_in_its_order_on_another_number_of_shards(name, options):
     """In the middle of a later epoch; the step's samples in shard order are the order of one process."""
 

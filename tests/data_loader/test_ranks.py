@@ -32,6 +32,7 @@ from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
 from accelerate.state import PartialState
 
 everywhere = on_ranks(2, 3)
+on_two = on_ranks(2, thorough=[3])
 CPU = torch.device("cpu")
 
 
@@ -99,7 +100,7 @@ def global_batches(name, build):
     return [ids(batch) for batch in raw]
 
 
-@on_ranks(2, thorough=[3])
+@on_two
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("name", LOADERS)
 def test_orders_are_rank_0s(name, exact):
@@ -160,7 +161,7 @@ def in_order(seen):
     return [sample for step in zip(*all_ranks(seen), strict=True) for part in step for sample in part]
 
 
-@everywhere
+@on_two
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_draws_of_samplers_and_loops_are_apart(workers, exact):
@@ -191,7 +192,7 @@ PAIRS = {
 }
 
 
-@everywhere
+@on_two
 @pytest.mark.parametrize("name", PAIRS)
 def test_loaders_read_in_turn(name):
     seed(40 + my_rank())

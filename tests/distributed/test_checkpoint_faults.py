@@ -8,13 +8,13 @@ import pickle
 import random
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 
 import pytest
 import torch
-from rank_pool import on_ranks
+from rank_pool import on_ranks, rank_environment
+from ranks import Script
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -66,17 +66,8 @@ while True:
 
 def start(script, root):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = []
-    for rank in range(2):
-        env = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        command = [sys.executable, str(script), str(root)]
-        pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        processes.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.DEVNULL, text=True))
-    return store, processes
+    first = Script(script, root, env=rank_environment(0, 2, store, None), stdout=subprocess.PIPE)
+    return store, [first, Script(script, root, env=rank_environment(1, 2, store, None))]
 
 
 def test_ranks_killed_in_the_middle_lose_nothing(tmp_path):

@@ -55,7 +55,7 @@ def layouts():
     [
         "fsdp1",
         "cp",
-        "sp",
+        pytest.param("sp", marks=pytest.mark.thorough),  # FSDP2, as "cp" has
         "pp",
         # The strategies of tests/parallel/test_compile_layouts.py and of "pp".
         pytest.param("megatron tp", marks=pytest.mark.thorough),

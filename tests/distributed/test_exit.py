@@ -42,11 +42,12 @@ ALL_EXITS = os.environ.get("EXITS") == "50"
 
 @pytest.mark.timeout(3600 if ALL_EXITS else 700)
 @pytest.mark.slow
-def test_every_exit_is_clean():
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["forked", "fresh"])
+def test_every_exit_is_clean(fresh):
     codes = Counter()
     for way, (runs, expected) in RUNS.items():
         for _ in range(runs if ALL_EXITS else 1):
-            results = run_ranks(SCRIPT, 2, way, check=False, timeout=120)
+            results = run_ranks(SCRIPT, 2, way, check=False, timeout=120, fresh=fresh)
             for result in results:
                 codes[result.returncode == expected] += 1
                 assert result.returncode == expected, f"{way}: {result.returncode}\n{result.stderr}"

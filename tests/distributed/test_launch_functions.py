@@ -67,4 +67,5 @@ def test_functions_run_on_ranks_that_cooperate():
         assert not is_port_in_use(1)
         """,
         1,
+        fresh=True,
     )

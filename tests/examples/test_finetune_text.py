@@ -2,10 +2,9 @@
 """The text example: its data, a run on a CSV with a model made here, and what it says of wrong input."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,11 +90,10 @@ def test_a_folder_that_is_no_model_is_told(text, tmp_path):
 
 @pytest.mark.timeout(300)
 def test_a_run_on_a_csv_beats_the_commonest_label(script, model, reviews, tmp_path):
-    command = [sys.executable, script("finetune_text"), "--csv", reviews, "--model", model, "--cpu"]
-    command += ["--text_column", "said", "--label_column", "kind", "--output_dir", tmp_path / "out"]
-    command += ["--epochs", 6, "--batch_size", 4, "--lr", 0.01]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ["--csv", reviews, "--model", model, "--cpu"]
+    options += ["--text_column", "said", "--label_column", "kind", "--output_dir", tmp_path / "out"]
+    options += ["--epochs", 6, "--batch_size", 4, "--lr", 0.01]
+    (done,) = run_ranks(script("finetune_text"), 1, *options, timeout=280)
     assert "57 for training, 15 for testing, 2 labels" in done.stdout
     assert "66.7%" in done.stdout  # always "praise"
     assert "100.0%, +33.3 points over it" in done.stdout

@@ -2,12 +2,11 @@
 """The GPT example: its parts, a short run with all that it writes, and two processes that go on from a checkpoint."""
 
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
-from ranks import run_script
+from ranks import run_ranks, run_script
 from safetensors.torch import load_file
 
 TINY = [
@@ -76,10 +75,9 @@ def test_the_schedule_rises_in_a_line_and_falls_to_a_twentieth(gpt):
 @pytest.mark.timeout(300)
 def test_a_short_run_learns_and_leaves_what_it_promises(script, tmp_path):
     folder = tmp_path / "gpt"
-    command = [sys.executable, script("train_gpt"), *TINY, "--output_dir", folder, "--max_steps", 40]
-    command += ["--batch_size", 8, "--lr", 0.02, "--warmup", 5, "--eval_every", 20, "--save_every", 10]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = [*TINY, "--output_dir", folder, "--batch_size", 8, "--lr", 0.02, "--warmup", 5]
+    options += ["--eval_every", 20, "--save_every", 10]
+    (done,) = run_ranks(script("train_gpt"), 1, *options, "--max_steps", 40)
     assert "sample for the prompt 'def '" in done.stdout
     # the tenth, twentieth and thirtieth step's checkpoints were rotated out, the last two stay
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
@@ -95,9 +93,7 @@ def test_a_short_run_learns_and_leaves_what_it_promises(script, tmp_path):
     assert [event.step for event in events.Scalars("loss/train")] == [10, 20, 30, 40]
     assert len(events.Scalars("lr")) == 4
 
-    command[command.index("--max_steps") + 1] = 1
-    again = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0, again.stdout + again.stderr
+    (again,) = run_ranks(script("train_gpt"), 1, *options, "--max_steps", 1)
     assert "moved the previous run" in again.stdout
     assert (tmp_path / "gpt.1" / "checkpoints" / "checkpoint_3").is_dir()
 
@@ -119,7 +115,6 @@ def test_wrong_arguments_are_told(gpt, monkeypatch, capsys, wrong, told):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("processes")
 def test_two_processes_go_on_from_a_checkpoint_to_the_same_weights(script, ranks, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     options = [*TINY, "--max_steps", 9, "--save_every", 5, "--eval_every", 4, "--log_every", 2, "--warmup", 3]

@@ -28,6 +28,7 @@ Where the first import matters (variables that a library reads when it is import
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import inspect
@@ -60,7 +61,7 @@ GRACE = 5.0
 LEAVE = 20.0
 # Seconds in which a rank writes its stacks down, and in which a server starts.
 STACKS = 2.0
-START = 60.0
+START = 150.0
 # What a launch outside may have left in the environment.
 _FOREIGN = ("ACCELERATE_", "TORCHELASTIC_")
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -116,6 +117,14 @@ class RankPool:
         self._control: Connection | None = None
         self._channel: socket.socket | None = None
 
+    @classmethod
+    @functools.cache
+    def shared(cls) -> RankPool:
+        """The one that all tests of this process use."""
+        pool = cls()
+        atexit.register(pool.close)
+        return pool
+
     def close(self) -> None:
         """End the server, and with it whatever ranks are left."""
         if self._server is not None:
@@ -132,7 +141,7 @@ class RankPool:
         self.close()
         control, theirs = socket.socketpair()
         channel, their_channel = socket.socketpair()
-        env = _environment(None)
+        env = environment(None)
         # Asking the driver for its devices would make the GPU unusable in forked processes.
         env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         with theirs, their_channel:
@@ -148,11 +157,11 @@ class RankPool:
         _receive(self._control)
         return self._control
 
-    def fork(self, request: dict[str, Any], ends: list[int]) -> list[int]:
-        """The process ids of new ranks; `ends` are the sockets that they get."""
+    def fork(self, request: dict[str, Any], ends: list[int], what: str = "ranks") -> list[int]:
+        """The process ids of new ranks, or of a script; `ends` are the descriptors that they get."""
         control = self._start()
         assert self._channel is not None
-        _send(control, {"do": "fork", **request, "ends": len(ends)})
+        _send(control, {"do": what, **request, "ends": len(ends)})
         socket.send_fds(self._channel, [b"."], ends)
         answer = _receive(control)
         while "status" in answer:
@@ -437,7 +446,8 @@ def _job(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return {"module": module.__name__, "file": module.__file__, "content": content, "path": sys.path[:]}
 
 
-def _environment(extra: Mapping[str, str | None] | None) -> dict[str, str]:
+def environment(extra: Mapping[str, str | None] | None) -> dict[str, str]:
+    """This environment with `extra` (None removes a variable), without what another launch may have left in it."""
     env = {name: text for name, text in os.environ.items() if not name.startswith(_FOREIGN)}
     for name in _RANK_VARIABLES:
         env.pop(name, None)
@@ -460,7 +470,7 @@ def rank_environment(
             "RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         }  # fmt: skip
-    return _environment({**own, **(extra or {})})
+    return environment({**own, **(extra or {})})
 
 
 def _start_fresh(rank: _Rank, end: int, request: dict[str, Any], env: dict[str, str]) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes behind `rank_pool`: a server that imports once and forks ranks, and a rank in a new interpreter.
+"""The processes of `rank_pool`: a server that imports once and forks ranks and scripts, and a rank in a new process.
 
 rank_server.py serve CONTROL CHANNEL PARENT
 rank_server.py fresh END PARENT
@@ -184,8 +184,45 @@ def _fork(rank: int, end: int, request: dict[str, Any], close: list[int]) -> int
         _end_now(code)
 
 
-def serve(control_end: int, channel_end: int, parent: int) -> None:
-    """Fork ranks on request, and say when they have ended, until the test process closes the connection."""
+def _fork_script(request: dict[str, Any], ends: list[int], close: list[int]) -> int:
+    """The process id of a script's process, or 0 in that process. `ends`: its three standard streams."""
+    parent = os.getpid()
+    if pid := os.fork():
+        return pid
+    _die_with(parent)
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for descriptor in close:
+        os.close(descriptor)
+    for target, descriptor in enumerate(ends):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    return 0
+
+
+def _main_module(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The code of a script, and the namespace of the `__main__` that it runs in."""
+    path, *arguments = request["argv"]
+    sys.argv = [path, *arguments]
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:] = dict.fromkeys([str(Path(path).resolve().parent), *given, *request["path"]])
+    module = ModuleType("__main__")
+    module.__file__ = path
+    sys.modules["__main__"] = module
+    # What the server has imported ends with the interpreter, as what the script itself imports.
+    gc.unfreeze()
+    return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), module.__dict__
+
+
+def serve(control_end: int, channel_end: int, parent: int) -> dict[str, Any] | None:
+    """Fork ranks and scripts on request, and say when they have ended, until the test process closes the connection.
+
+    Returns:
+        In the process of a script, the request for it; in the server None, at its end.
+    """
     _die_with(parent)
     # Ctrl-C is for the test process, which then kills the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -194,6 +231,8 @@ def serve(control_end: int, channel_end: int, parent: int) -> None:
         importlib.import_module(name)
     _send(control, "ready")
     running: dict[int, int] = {}
+    # Where the exit statuses of scripts are written, by process id.
+    reports: dict[int, int] = {}
     while True:
         for ready in wait([control, *running]):
             if ready is not control:
@@ -202,13 +241,31 @@ def serve(control_end: int, channel_end: int, parent: int) -> None:
                 os.close(ready)
                 _, status = os.waitpid(pid, 0)
                 _kill_group(pid)
-                _send(control, {"pid": pid, "status": os.waitstatus_to_exitcode(status)})
+                if (report := reports.pop(pid, None)) is None:
+                    _send(control, {"pid": pid, "status": os.waitstatus_to_exitcode(status)})
+                else:
+                    _report_end(report, os.waitstatus_to_exitcode(status))
                 continue
             try:
                 request = _receive(control)
             except EOFError:
-                return
+                return None
             _, ends, _, _ = socket.recv_fds(channel, 1, request["ends"])
+            if request["do"] == "script":
+                gc.collect()
+                gc.freeze()
+                report, *streams = ends
+                pid = _fork_script(request, streams, [report, *running, *reports.values()])
+                if not pid:
+                    control.close()
+                    channel.close()
+                    return request
+                running[os.pidfd_open(pid)] = pid
+                reports[pid] = report
+                for end in streams:
+                    os.close(end)
+                _send(control, {"pids": [pid]})
+                continue
             try:
                 _load(request["module"], request["file"], request["path"])
                 _check_threads(request["module"])
@@ -217,7 +274,7 @@ def serve(control_end: int, channel_end: int, parent: int) -> None:
             else:
                 gc.collect()
                 gc.freeze()
-                shared = [control_end, channel_end, *running]
+                shared = [control_end, channel_end, *running, *reports.values()]
                 pids = [
                     _fork(rank, end, request, [*shared, *(other for other in ends if other != end)])
                     for rank, end in enumerate(ends)
@@ -227,6 +284,13 @@ def serve(control_end: int, channel_end: int, parent: int) -> None:
                 _send(control, {"pids": pids})
             for end in ends:
                 os.close(end)
+
+
+def _report_end(report: int, code: int) -> None:
+    # Nobody may wait for it.
+    with contextlib.suppress(BrokenPipeError):
+        os.write(report, str(code).encode())
+    os.close(report)
 
 
 def _kill_group(pid: int) -> None:
@@ -263,6 +327,8 @@ if __name__ == "__main__":
     arguments = [int(word) for word in sys.argv[2:]]
     # The helpers' folder stands first on the path of a script; the test process says where it belongs.
     if sys.argv[1] == "serve":
-        serve(*arguments)
+        if (asked := serve(*arguments)) is not None:
+            # Here, and not in a function, so that the script ends the way a script ends: with all of the interpreter.
+            exec(*_main_module(asked))
     else:
         fresh(*arguments)

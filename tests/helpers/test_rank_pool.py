@@ -24,6 +24,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 EACH = pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
+FORKED = pytest.mark.parametrize(
+    "fresh", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["forked", "fresh"]
+)
 
 
 class Point:
@@ -37,7 +40,7 @@ def moved(point: Point, by: torch.Tensor, *, times: int = 1) -> tuple[int, Point
     return PartialState(cpu=True).process_index, Point(point.x + times), by * times
 
 
-@EACH
+@FORKED
 @pytest.mark.parametrize("nproc", [1, 2, 4])
 def test_results_come_in_rank_order(ranks, nproc, fresh):
     if fresh and nproc == 4:
@@ -133,7 +136,7 @@ def ends(how: str) -> None:
     state.wait_for_everyone()
 
 
-@EACH
+@FORKED
 @pytest.mark.parametrize(("how", "ending"), [("abort", "was ended by SIGABRT"), ("3", "exit code 3"), ("0", "code 0")])
 def test_a_rank_that_ends_by_itself_is_named(ranks, how, ending, fresh):
     if fresh and how != "abort":

@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 from rank_pool import on_ranks
+from ranks import run_ranks
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -93,12 +92,7 @@ map_dataset(compute, SAMPLES, {output!r}, batch_size=4, part_size=8)
 def test_a_killed_run_goes_on_without_a_lost_or_doubled_row(calls, tmp_path):
     output = str(tmp_path / "output")
     script = KILLED.format(tests=os.path.dirname(__file__), calls=calls, output=output)
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stderr=subprocess.DEVNULL,
-    )
+    (done,) = run_ranks(script, 1, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL
     (tmp_path / "output" / ".part-00005.jsonl.00.tmp").write_text("what a killed process leaves")
     computed = []

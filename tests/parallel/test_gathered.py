@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.parallel.fsdp.gathered import GatheredParameters
+from accelerate.parallel.deepspeed.state import GatheredParameters
 
 
 def test_plain_parameters_are_whole_already() -> None:

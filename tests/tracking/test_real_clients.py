@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 from accelerate.core.enums import LoggerType
 from accelerate.core.imports import is_available
@@ -98,6 +99,7 @@ def test_custom_trackers_and_forked_ranks_are_closed_without_end_training(tmp_pa
         "else: train(sys.argv[1])\n"
     )
     for ending, code in (("error", 1), ("end", 1), ("forked", 0)):
-        done = subprocess.run([sys.executable, str(script), ending], capture_output=True, text=True, timeout=120)
+        # `debug_launcher` forks where torch is not imported.
+        (done,) = run_ranks(script, 1, ending, check=False, fresh=ending == "forked")
         assert (done.returncode, done.stdout) == (code, "closed\n"), (ending, done)
         assert done.stderr.count("the tracker broken failed at its end") == 1, done.stderr

@@ -195,8 +195,8 @@ def test_methods_run_on_the_main_process():
 
 
 def test_the_table_holds_every_tracker_of_the_api():
-    assert set(LOGGER_TYPE_TO_CLASS) == set(LoggerType.list()) - {"all"}
+    assert set(LOGGER_TYPE_TO_CLASS) == {*LoggerType.list(), "local"} - {"all"}
     everywhere = {name for name, kind in LOGGER_TYPE_TO_CLASS.items() if not kind.main_process_only}
     with_folder = {name for name, kind in LOGGER_TYPE_TO_CLASS.items() if kind.requires_logging_directory}
     assert everywhere == {"wandb", "swanlab", "trackio"}
-    assert with_folder == {"tensorboard", "aim"}
+    assert with_folder == {"tensorboard", "aim", "local"}

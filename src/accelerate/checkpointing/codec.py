@@ -24,6 +24,7 @@ import torch
 from ..core.errors import CheckpointError
 from ..core.trees import is_dataclass_instance, is_namedtuple
 from . import codec_numpy
+from .blocks import host_view
 from .codec_scalars import SCALARS, encode_scalar, is_plain_number
 from .dtypes import NAMES, dtype_name, tensor_dtype
 
@@ -221,7 +222,7 @@ class _Encoder:
             "$": "tensor",
             "dtype": dtype_name(value.dtype),
             "shape": list(value.shape),
-            "b64": base64.b64encode(_bytes_of(raw)).decode(),
+            "b64": base64.b64encode(host_view(raw) if raw.numel() else b"").decode(),
         }
         self.sink.small[memory] = (document, value)
         return document
@@ -456,13 +457,6 @@ def _reason(error: BaseException) -> str:
     return (
         f"{error}"[:300] if isinstance(error, (ValueError, RuntimeError)) else f"{type(error).__name__}: {error}"[:300]
     )
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def _type_name(kind: type, path: str) -> str:

@@ -45,7 +45,7 @@ from .matching import CheckpointMismatch, compare_names
 from .tensorfile import only_tensors, read_header
 
 _OPTIONS = "options.json"
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class ShardedState:
@@ -99,7 +99,7 @@ class ShardedState:
         for index, model, optimizer in self.optimizers:
             _check_by_tensor(optimizer)
             with _states_of(model, optimizer):
-                flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+                flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
             tensors = only_tensors(flat)
             rest: dict[str, Any] = {name: value for name, value in flat.items() if name not in tensors}
             rest = _of_all_ranks(rest) if self.templates else rest
@@ -176,16 +176,7 @@ class ShardedState:
             read_shards(model_shards(folder, index), weights, strict)
             set_model_state_dict(model, weights, options=StateDictOptions(strict=strict))
         for index, model, optimizer in () if models_only else self.optimizers:
-            path = optimizer_shards(folder, index)
-            if is_fsdp1(model):
-                load_nested(path, model, optimizer)
-                continue
-            flat, tensors, without = _optimizer_state(path, model, optimizer)
-            read_shards(path, tensors, strict=True)
-            options = {name: value for name, value in read_options(path).items() if name in flat or not self.templates}
-            state: dict[str, Any] = {**flat, **options, **tensors}
-            set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
-            drop_states(model, optimizer, without)
+            load_optimizer(optimizer_shards(folder, index), model, optimizer, has_all=not self.templates)
 
     @staticmethod
     def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -228,7 +219,7 @@ def _optimizer_state(
 
     An optimizer that has not stepped yet gets its tensors here, so that there is memory to read to.
     """
-    flat: dict[str, object] = dict(get_optimizer_state_dict(model, optimizer, options=_FLAT))
+    flat: dict[str, object] = dict(get_optimizer_state_dict(model, optimizer, options=FLAT))
     without = _without_state(folder, model, optimizer)
     tensors = {
         name: value
@@ -246,7 +237,22 @@ def _owner_of(entry: str, names: Collection[str]) -> str | None:
     return owner or None
 
 
-def load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strict: bool = True) -> None:
+def load_optimizer(
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strict: bool = True, has_all: bool = True
+) -> None:
+    """Read an optimizer's shards; `has_all`: this rank has all parameters of the model, not those of some stages."""
+    if is_fsdp1(model):
+        _load_nested(path, model, optimizer, strict)
+        return
+    flat, tensors, without = _optimizer_state(path, model, optimizer)
+    read_shards(path, tensors, strict)
+    options = {name: value for name, value in read_options(path).items() if name in flat or has_all}
+    state: dict[str, Any] = {**flat, **options, **tensors}
+    set_optimizer_state_dict(model, optimizer, state, options=FLAT)
+    drop_states(model, optimizer, without)
+
+
+def _load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strict: bool) -> None:
     """Read an optimizer's shards into one of an FSDP1 model.
 
     torch 2.13 does not load its own flattened form there: it takes the names of the entries from the state that this

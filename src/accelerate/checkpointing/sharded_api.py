@@ -24,11 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
-from ..parallel.fsdp.state import full_options, is_fsdp1
+from ..parallel.fsdp.state import full_options
 from .compat import load_pickled
 from .layout import model_shards, numbered, optimizer_shards
-from .sharded import load_nested, read_options, read_shards
-from .tensorfile import only_tensors
+from .sharded import FLAT, load_optimizer, read_shards
 
 _FSDP_MODEL = f"{MODEL_NAME}_fsdp"
 
@@ -50,6 +49,10 @@ def _weights(model: torch.nn.Module, options: StateDictOptions | None, adapter_o
 
         state = dict(get_peft_model_state_dict(inner, state_dict=state, adapter_name=inner.active_adapter))
     return state
+
+
+def _from_rank_0(strict: bool = True) -> StateDictOptions:
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=strict)
 
 
 def _rank() -> int:
@@ -126,10 +129,8 @@ def load_fsdp_model(
     accelerator.wait_for_everyone()
     if kind == "FULL_STATE_DICT":
         path = folder / numbered(_FSDP_MODEL, model_index, ".bin")
-        full = StateDictOptions(
-            full_state_dict=True, broadcast_from_rank0=dist.is_initialized(), strict=options.strict
-        )
-        return set_model_state_dict(model, load_pickled(path) if _rank() == 0 else {}, options=full)
+        state = load_pickled(path) if _rank() == 0 else {}
+        return set_model_state_dict(model, state, options=_from_rank_0(options.strict))
     state = _weights(model, None, adapter_only)
     shards, own = model_shards(folder, model_index), folder / _rank_file(_FSDP_MODEL, model_index)
     if shards.is_dir() and (use_dcp or not own.exists()):
@@ -158,7 +159,7 @@ def save_fsdp_optimizer(
         if _rank() == 0:
             _write(state, folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))
     else:
-        state = get_optimizer_state_dict(model, inner, options=StateDictOptions(flatten_optimizer_state_dict=True))
+        state = get_optimizer_state_dict(model, inner, options=FLAT)
         _write_dcp({"optimizer": state}, optimizer_shards(folder, optimizer_index))
     accelerator.wait_for_everyone()
 
@@ -184,18 +185,9 @@ def load_fsdp_optimizer(
     path = optimizer_shards(folder, optimizer_index)
     file = folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin")
     if not path.is_dir() or (file.exists() and not use_dcp):
-        full = StateDictOptions(full_state_dict=True, broadcast_from_rank0=dist.is_initialized())
-        set_optimizer_state_dict(model, inner, load_pickled(file) if _rank() == 0 else {}, options=full)
+        set_optimizer_state_dict(model, inner, load_pickled(file) if _rank() == 0 else {}, options=_from_rank_0())
         return
-    if is_fsdp1(model):
-        load_nested(path, model, inner, strict=not adapter_only)
-        return
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = get_optimizer_state_dict(model, inner, options=flat)
-    tensors = only_tensors(state)
-    read_shards(path, tensors, strict=not adapter_only)
-    merged: dict[str, Any] = {**state, **read_options(path), **tensors}
-    set_optimizer_state_dict(model, inner, merged, options=flat)
+    load_optimizer(path, model, inner, strict=not adapter_only)
 
 
 def _write(value: object, path: Path) -> None:

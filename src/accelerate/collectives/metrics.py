@@ -33,44 +33,40 @@ def gather_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | 
         TypeError: a value that is not a tensor.
         ConfigurationError: a tensor has fewer rows than its rank's count.
     """
-    distributed = PartialState().use_distributed
-    if distributed and PartialState().debug:
-        verify.agree(OPERATION, data, group, options=f"counts={tuple(counts)}", free_dim=0)
+    call = Call(OPERATION, data, f"counts={tuple(counts)}", 0)
+    distributed, rank = _begin(call, counts, group)
     outline: list[Any] = []
     leaves = flat.checked(flat.tensors_in(data, OPERATION, outline), OPERATION)
     if not leaves:
         return data
-    rank, world = _place(group, distributed)
-    if len(counts) != world:
-        raise ConfigurationError(f"{OPERATION}: {len(counts)} counts were given for {world} ranks")
     mine = [_first_rows(leaf, counts[rank], rank) for leaf in leaves]
     rows = [[(count if leaf.dim() else min(count, 1)) for leaf in leaves] for count in counts]
     if not distributed:
         return flat.replace(data, mine)
-    call = Call(OPERATION, data, f"counts={tuple(counts)}", 0)
     sign = signature(OPERATION, tuple(counts), flat.keys_of(outline), _kinds(mine))
     return flat.replace(data, _gather_rows(mine, rows, group, sign, call))
 
 
 def gather_objects_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> list[Any]:
     """The first `counts[r]` elements of each rank's iterable `data`, in rank order, as one list."""
-    distributed = PartialState().use_distributed
-    if distributed and PartialState().debug:
-        verify.agree(OPERATION, None, group, options=f"objects, counts={tuple(counts)}")
-    rank, world = _place(group, distributed)
-    if len(counts) != world:
-        raise ConfigurationError(f"{OPERATION}: {len(counts)} counts were given for {world} ranks")
+    distributed, rank = _begin(Call(OPERATION, None, f"objects, counts={tuple(counts)}"), counts, group)
     mine = list(data)[: counts[rank]]
     if not distributed:
         return mine
     return [element for found in objects.gather_each(mine, group, OPERATION, f"{counts=}") for element in found]
 
 
-def _place(group: dist.ProcessGroup | None, distributed: bool) -> tuple[int, int]:
-    if not distributed:
-        return 0, 1
-    group = transport.group_of(group)
-    return group.rank(), group.size()
+def _begin(call: Call, counts: Sequence[int], group: dist.ProcessGroup | None) -> tuple[bool, int]:
+    """(whether there are other ranks, this rank's number in the group)."""
+    distributed, rank, world = PartialState().use_distributed, 0, 1
+    if distributed:
+        if PartialState().debug:
+            verify.agree(call.operation, call.data, group, call.options, call.free_dim)
+        group = transport.group_of(group)
+        rank, world = group.rank(), group.size()
+    if len(counts) != world:
+        raise ConfigurationError(f"{OPERATION}: {len(counts)} counts were given for {world} ranks")
+    return distributed, rank
 
 
 def _first_rows(leaf: torch.Tensor, count: int, rank: int) -> torch.Tensor:

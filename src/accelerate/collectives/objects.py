@@ -57,26 +57,23 @@ def gather_each(
     group = transport.group_of(group)
     device = transport.home(group)
     content, length = _pickled(value)
-    channel = channel_of(group)
+    channel, call = channel_of(group), Call(operation, None, options)
     if channel is not None:
-        call = Call(operation, None, options)
-        fits = abs(length) <= channel.capacity
+        capacity = channel.capacity
+        fits = abs(length) <= capacity
+        # A view that is kept would forbid to lengthen the buffer.
         channel.swap_bytes(group, signature(operation, options), content.getbuffer() if fits else b"", length, call)
-        lengths = [_checked_length(channel.length(rank), channel.content(rank), rank) for rank in range(channel.world)]
-        longest = max(lengths)
-        if longest <= channel.capacity:
-            return [pickle.loads(channel.content(rank)) for rank in range(channel.world)]
-        with transport.named(call):
-            rows = transport.all_gather(_as_row(content, longest, device), group).cpu()
-        return [pickle.loads(_view(row)[:size]) for row, size in zip(rows, lengths, strict=True)]
-    rows = transport.all_gather(_first(content, length, device), group).cpu()
-    views = [_view(row) for row in rows]
-    lengths = [_length(view, rank) for rank, view in enumerate(views)]
+        firsts = [(channel.length(rank), channel.content(rank)) for rank in range(channel.world)]
+    else:
+        capacity = CAPACITY
+        firsts = [_parsed(row) for row in transport.all_gather(_first(content, length, device), group).cpu()]
+    lengths = [_checked_length(*found, rank) for rank, found in enumerate(firsts)]
     longest = max(lengths)
-    if longest > CAPACITY:
+    if longest <= capacity:
+        return [pickle.loads(view) for _, view in firsts]
+    with transport.named(call):
         rows = transport.all_gather(_as_row(content, longest, device), group).cpu()
-        return [pickle.loads(_view(row)[:size]) for row, size in zip(rows, lengths, strict=True)]
-    return [pickle.loads(view[PREFIX : PREFIX + size]) for view, size in zip(views, lengths, strict=True)]
+    return [pickle.loads(_view(row)[:size]) for row, size in zip(rows, lengths, strict=True)]
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -117,28 +114,23 @@ def broadcast_each(
     device = transport.home(group)
     sends = group.rank() == source
     content, length = _pickled(value) if sends else (io.BytesIO(), 0)
-    channel = channel_of(group)
+    channel, call = channel_of(group), Call(operation, None, f"from_process={source}")
     if channel is not None:
-        call = Call(operation, None, f"from_process={source}")
-        fits = abs(length) <= channel.capacity
-        sign = signature(operation, source)
-        channel.swap_bytes(group, sign, content.getbuffer() if fits else b"", length, call)
-        length = _checked_length(channel.length(source), channel.content(source), source)
-        if length > channel.capacity:
-            row = _as_row(content, length, device)
-            with transport.named(call):
-                transport.broadcast(row, source, group)
-            return value if sends else pickle.loads(_view(row))
-        return value if sends else pickle.loads(channel.content(source))
-    row = _first(content, length, device)
-    transport.broadcast(row, source, group)
-    view = _view(row)
-    length = _length(view, source)
-    if length > CAPACITY:
-        row = _as_row(content, length, device)
+        capacity = channel.capacity
+        fits = abs(length) <= capacity
+        channel.swap_bytes(group, signature(operation, source), content.getbuffer() if fits else b"", length, call)
+        length, view = channel.length(source), channel.content(source)
+    else:
+        capacity = CAPACITY
+        row = _first(content, length, device)
         transport.broadcast(row, source, group)
-        return value if sends else pickle.loads(_view(row))
-    return value if sends else pickle.loads(view[PREFIX : PREFIX + length])
+        length, view = _parsed(row)
+    if _checked_length(length, view, source) > capacity:
+        row = _as_row(content, length, device)
+        with transport.named(call):
+            transport.broadcast(row, source, group)
+        view = _view(row)
+    return value if sends else pickle.loads(view)
 
 
 def _pickled(value: Any) -> tuple[io.BytesIO, int]:
@@ -167,9 +159,11 @@ def _view(row: torch.Tensor) -> memoryview:
     return memoryview(row.cpu().numpy())  # type: ignore[arg-type]
 
 
-def _length(view: memoryview, rank: int) -> int:
+def _parsed(row: torch.Tensor) -> tuple[int, memoryview]:
+    """The length and the content of a first message."""
+    view = _view(row)
     length = int.from_bytes(view[:PREFIX], "little", signed=True)
-    return _checked_length(length, view[PREFIX : PREFIX + abs(length)], rank)
+    return length, view[PREFIX : PREFIX + abs(length)]
 
 
 def _checked_length(length: int, content: memoryview, rank: int) -> int:

@@ -25,11 +25,6 @@ REDUCTIONS = {
     "min": dist.ReduceOp.MIN,
 }
 
-# Every backend sends these; any other dtype is sent as bytes.
-SENT_AS_THEY_ARE = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
-)
-
 
 def gather(tensor: Any) -> Any:
     """Gather nested tensors from all ranks, joined along dimension 0 in rank order.
@@ -91,7 +86,7 @@ def _gather_raw(leaves: list[torch.Tensor], group: dist.ProcessGroup) -> Sequenc
 def _gather_one(leaf: torch.Tensor, target: torch.device | None, group: dist.ProcessGroup) -> torch.Tensor:
     """A single tensor is received in its final memory, without a copy after the message."""
     shape = flat.stacked_shape(leaf.shape, group.size())
-    if leaf.dtype in SENT_AS_THEY_ARE and target is None and leaf.dim() and not leaf.is_neg():
+    if leaf.dtype in transport.COMMON and target is None and leaf.dim() and not leaf.is_neg():
         content = leaf.detach().contiguous()
         out = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
         transport.all_gather_into(out, content, group)
@@ -133,20 +128,13 @@ def reduce_nested(
     data: Any, reduction: str = "mean", scale: float = 1.0, group: dist.ProcessGroup | None = None
 ) -> Any:
     """`reduce` among the ranks of `group`."""
-    options = f"reduction={reduction!r}, scale={scale!r}"
-    if PartialState().debug:
-        verify.agree("reduce", data, group, options=options)
-    outline: list[Any] = []
-    leaves = flat.checked(flat.tensors_in(data, "reduce", outline), "reduce")
+    group = transport.group_of(group)
+    call = Call("reduce", data, f"reduction={reduction!r}, scale={scale!r}")
+    leaves, sign = _leaves(call, group, reduction, scale)
+    if not leaves:
+        return data
     if reduction == "mean" or scale != 1.0:
         _check_divisible(leaves, reduction)
-    group = transport.group_of(group)
-    call = Call("reduce", data, options)
-    sign = flat.signature_of("reduce", leaves, outline, reduction, scale)
-    if not leaves:
-        if (channel := transport.channel_for(group, None)) is not None:
-            channel.agree(group, sign, call)
-        return data
     by_dtype: dict[torch.dtype, list[int]] = {}
     for place, leaf in enumerate(leaves):
         by_dtype.setdefault(leaf.dtype, []).append(place)
@@ -156,6 +144,18 @@ def reduce_nested(
         for place, value in zip(places, values, strict=True):
             reduced[place] = value
     return flat.replace(data, reduced)
+
+
+def _leaves(call: Call, group: dist.ProcessGroup, *facts: Any) -> tuple[list[torch.Tensor], bytes]:
+    """The tensors of a call, and what must be the same on every rank; without tensors the ranks compare it now."""
+    if PartialState().debug:
+        verify.agree(call.operation, call.data, group, options=call.options)
+    outline: list[Any] = []
+    leaves = flat.checked(flat.tensors_in(call.data, call.operation, outline), call.operation)
+    sign = flat.signature_of(call.operation, leaves, outline, *facts)
+    if not leaves and (channel := transport.channel_for(group, None)) is not None:
+        channel.agree(group, sign, call)
+    return leaves, sign
 
 
 def _check_divisible(leaves: Sequence[torch.Tensor], reduction: str) -> None:
@@ -210,16 +210,10 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 def broadcast_nested(data: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """`broadcast` among the ranks of `group`, from its rank `source`."""
-    if PartialState().debug:
-        verify.agree("broadcast", data, group, options=f"from_process={source}")
-    outline: list[Any] = []
-    leaves = flat.checked(flat.tensors_in(data, "broadcast", outline), "broadcast")
     group = transport.group_of(group)
     call = Call("broadcast", data, f"from_process={source}")
-    sign = flat.signature_of("broadcast", leaves, outline, source)
+    leaves, sign = _leaves(call, group, source)
     if not leaves:
-        if (channel := transport.channel_for(group, None)) is not None:
-            channel.agree(group, sign, call)
         return data
     target = transport.carrier(group, flat.lone_device(leaves))
     # The row of a lone contiguous tensor is its own memory: it is received where it stays.

@@ -35,7 +35,8 @@ _LOCAL: dict[Any, Any] = {
     dist.ReduceOp.MAX: lambda rows: torch.amax(rows, 0),
     dist.ReduceOp.MIN: lambda rows: torch.amin(rows, 0),
 }
-_REDUCED_HERE = frozenset(
+# Dtypes that every backend sends and reduces.
+COMMON = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 )
 
@@ -183,7 +184,7 @@ def checked_all_reduce(flat: torch.Tensor, operation: Any, group: dist.ProcessGr
     """Reduce a flat contiguous tensor in place."""
     channel = channel_for(group, flat.device)
     if channel is not None:
-        if flat.nbytes <= channel.capacity and flat.dtype in _REDUCED_HERE:
+        if flat.nbytes <= channel.capacity and flat.dtype in COMMON:
             content = flat.cpu().view(torch.uint8)
             channel.swap_bytes(group, sign, content.numpy(), flat.nbytes, call)
             if flat.numel():

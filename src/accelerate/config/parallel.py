@@ -53,7 +53,7 @@ class TorchTensorParallelConfig:
         plan: module name, in which `*` stands for one part -> a word (`colwise`, `rowwise`, ...) or a `ParallelStyle`
             of torch. None takes the model's own plan (`_tp_plan`), else one is inferred.
         random_modules: names of the modules that draw random numbers in training, `*` as in `plan`: between split
-            layers each rank draws its own. None finds them by their types, dropout rates and code.
+            layers each rank draws its own. None finds them by their types and dropout rates.
     """
 
     enable_async_tp: bool = False

@@ -13,13 +13,14 @@ def get_module_children_bottom_up(
     model: nn.Module, return_fqns: bool = False
 ) -> list[nn.Module] | list[tuple[str, nn.Module]]:
     """All modules of `model`, each after its children, the model last; with `return_fqns` as (name, module)."""
-    named = list(_bottom_up(model, ""))
+    named = list(named_bottom_up(model))
     return named if return_fqns else [module for _, module in named]
 
 
-def _bottom_up(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def named_bottom_up(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Named modules, children before parents, siblings in order: the order in which constructors initialize."""
     for child_name, child in module.named_children():
-        yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name)
+        yield from named_bottom_up(child, f"{name}.{child_name}" if name else child_name)
     yield name, module
 
 

@@ -131,9 +131,7 @@ def _loaded(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return local
     placements = [_placement(text, like) for text in value["placements"]]
-    return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    return materialize.as_dtensor(local, like, placements)
 
 
 def _placement(text: str, like: DTensor) -> Placement:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,10 +15,10 @@ import torch.distributed as dist
 from ..core.errors import PrepareError
 from ..precision.base import Precision
 from .gradients import clip_values, gradients_of, multiply
-from .prepared import PreparedModel
+from .prepared import PreparedModel, PreparedModels
 
 if TYPE_CHECKING:
-    from ..config.training import DistributedDataParallelKwargs
+    from .context.region import ContextParallel
 
 
 @dataclass
@@ -56,11 +55,16 @@ class Strategy:
         name: as `explain` prints it.
         divides_loss: whether the caller divides a loss by the steps of its accumulation window before `backward`.
         gradient_group: the ranks that average gradients with each other; None for all.
+        data_group: the ranks that read the other shards of the data, at this rank's place in all other dimensions of
+            the mesh; None for all.
+        sequence: splits sequences over ranks; None if none is split.
     """
 
     name = "single process"
     divides_loss = True
     gradient_group: dist.ProcessGroup | None = None
+    data_group: dist.ProcessGroup | None = None
+    sequence: ContextParallel | None = None
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
         self.device = device
@@ -69,17 +73,7 @@ class Strategy:
         self.transforms: tuple[Any, ...] = ()
         # Called when an optimizer has stepped.
         self.after_step: tuple[Callable[[], None], ...] = ()
-        self._prepared: list[weakref.ref[PreparedModel]] = []
-
-    @property
-    def prepared(self) -> list[PreparedModel]:
-        """The prepared models that are still in use, in the order of preparation, which is the same on all ranks."""
-        found = (reference() for reference in self._prepared)
-        return [prepared for prepared in found if prepared is not None]
-
-    def remember(self, models: Iterable[PreparedModel]) -> None:
-        """Add models to `prepared`, as weak references: the caller of `prepare` owns them."""
-        self._prepared = [weakref.ref(prepared) for prepared in [*self.prepared, *models]]
+        self.prepared: PreparedModels = PreparedModels()
 
     # -- data
 
@@ -89,32 +83,9 @@ class Strategy:
         return 0, 1
 
     @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks that read the other shards of the data, at this rank's place in all other dimensions of the mesh.
-
-        None for all ranks.
-        """
-        return None
-
-    @property
-    def sequence_group(self) -> dist.ProcessGroup | None:
-        """The ranks that had other tokens of the same samples in the last forward; None if no sequence was split."""
-        return None
-
-    @property
     def gradient_ranks(self) -> int:
         """The number of ranks over which gradients, and counts of items, are averaged."""
         return self.data_shard[1]
-
-    def split_loader(self, loader: Any) -> Any:
-        """A loader whose batches have this rank's tokens of each sequence; the same loader if no sequence is split."""
-        return loader
-
-    def context_parallel(
-        self, buffers: list[torch.Tensor], seq_dims: list[int], no_restore: set[torch.Tensor]
-    ) -> contextlib.AbstractContextManager[Any]:
-        """A context in which `buffers` have this rank's tokens of their sequences (all, if no sequence is split)."""
-        return contextlib.nullcontext()
 
     def join(
         self, joinables: list[Any], loaders: list[Any], even_batches: bool | None
@@ -123,9 +94,6 @@ class Strategy:
         return contextlib.nullcontext()
 
     # -- prepare
-
-    def set_ddp_options(self, options: DistributedDataParallelKwargs | None) -> None:
-        """Use other options of DDP for the models prepared from now on; no other layout has any."""
 
     def prepare_together(self, objects: list[Any], split_batches: bool = False) -> list[Any]:
         """Called first with all objects of one `prepare`: returns them, with replacements for those made together."""
@@ -139,7 +107,7 @@ class Strategy:
                 _check_storage(model, self.name)
                 model = model.to(self.device)
             found.append(self.compose(model, bundle.evaluation))
-        self.remember(found)
+        self.prepared.add(found)
         return found
 
     def compose(self, model: torch.nn.Module, evaluation: bool = False) -> PreparedModel:
@@ -222,4 +190,4 @@ class Strategy:
         """Free what other libraries keep for the prepared models."""
         for prepared in self.prepared:
             prepared.release()
-        self._prepared.clear()
+        self.prepared.clear()

@@ -94,8 +94,7 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     """Compile the regions of `module` in place: DeepSpeed's hooks are on the modules themselves, which must stay."""
-    for region in _regions(module):
-        region.compile(**compile_kwargs)
+    compile_regions_fsdp2(module, **compile_kwargs)
 
 
 def _regions(module: nn.Module) -> Iterator[nn.Module]:

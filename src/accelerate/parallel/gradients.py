@@ -1,11 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's gradients in any layout: grouped for fused calls, multiplied by a number, clamped."""
+"""This rank's gradients in any layout: reduced at the end of a window, multiplied by a number, clamped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from .prepared import CommunicationVolume
+
+
+_BUCKET = 25 * 1024 * 1024
+
+
+class GradientReducer:
+    """Reduces gradients of a model that the backward itself leaves unreduced.
+
+    `is_deferred`: the backward is not the last one of its accumulation window.
+    """
+
+    is_deferred = False
+
+    def finish(self) -> None:
+        """Reduce what has accumulated, after each backward that is not deferred."""
+
+    def communication_volume(self) -> list[CommunicationVolume]:
+        """What this sends in an optimizer step."""
+        return []
+
+
+@contextlib.contextmanager
+def deferred(reducers: Iterable[GradientReducer]) -> Iterator[None]:
+    """A block whose backwards leave gradients to a later one; blocks may be nested."""
+    before = [(reducer, reducer.is_deferred) for reducer in reducers]
+    for reducer, _ in before:
+        reducer.is_deferred = True
+    try:
+        yield
+    finally:
+        for reducer, was_deferred in before:
+            reducer.is_deferred = was_deferred
+
+
+def finish(reducers: Iterable[GradientReducer]) -> None:
+    """Reduce the gradients of a backward, unless they are deferred."""
+    for reducer in reducers:
+        if not reducer.is_deferred:
+            reducer.finish()
 
 
 def gradients_of(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -18,8 +63,44 @@ def by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.d
     """The local tensors by device and dtype, for fused calls."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        found.setdefault((local.device, local.dtype), []).append(local)
+        shard = local(tensor)
+        found.setdefault((shard.device, shard.dtype), []).append(shard)
+    return found
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor (the same memory)."""
+    shard: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard
+
+
+@torch.no_grad()
+def all_reduce(gradients: Iterable[torch.Tensor], group: dist.ProcessGroup | None, average: bool) -> None:
+    """Sum or average plain tensors in place over the ranks of a group, in messages of about 25 MB."""
+    pending = []
+    for bucket in buckets(gradients):
+        joined = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([one.reshape(-1) for one in bucket])
+        pending.append((bucket, joined, dist.all_reduce(joined, group=group, async_op=True)))
+    for bucket, joined, work in pending:
+        work.wait()
+        if average:
+            joined.div_(dist.get_world_size(group))
+        pieces = joined.split([one.numel() for one in bucket])
+        torch._foreach_copy_(bucket, [piece.view_as(one) for piece, one in zip(pieces, bucket, strict=True)])
+
+
+def buckets(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors by message: of one device and dtype each, in their order."""
+    found: list[list[torch.Tensor]] = []
+    open_: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], int]] = {}
+    for tensor in tensors:
+        kind = (tensor.device, tensor.dtype)
+        bucket, size = open_.get(kind, ([], 0))
+        if not bucket or size + tensor.nbytes > _BUCKET:
+            bucket, size = [], 0
+            found.append(bucket)
+        bucket.append(tensor)
+        open_[kind] = (bucket, size + tensor.nbytes)
     return found
 
 

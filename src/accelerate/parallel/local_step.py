@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as base
 
+from .materialize import as_dtensor
 from .optimizer_scope import is_elementwise
 
 # State that is about a parameter, and not of its shape.
@@ -144,7 +145,4 @@ class _LocalShard:
     def _as_dtensor(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != self.leaf.shape:
             return value
-        like = self.parameter
-        return DTensor.from_local(
-            value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        return as_dtensor(value, self.parameter)

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..core.errors import PrepareError
+from ..core.modules import named_bottom_up
 
 # What wrappers around a module (activation checkpointing, compilation, replication) add to the names below it.
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
@@ -43,6 +44,13 @@ def local_shard(full: torch.Tensor, layout: DTensor) -> torch.Tensor:
     for dimension, (length, start) in enumerate(zip(shape, offset, strict=True)):
         full = full.narrow(dimension, min(start, full.shape[dimension]), length)
     return full
+
+
+def as_dtensor(local: torch.Tensor, like: DTensor, placements: Sequence[Placement] | None = None) -> DTensor:
+    """A DTensor of this rank's local tensor, with the shape and mesh of `like`, and its placements or these."""
+    return DTensor.from_local(
+        local, like.device_mesh, placements or like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
@@ -133,7 +141,7 @@ def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup | None) -> 
 
 def to_meta(model: nn.Module) -> None:
     """Drop the storage of every parameter and buffer; what is shared between modules stays shared."""
-    _replace_tensors(model, lambda tensor: tensor.to("meta"))
+    replace_tensors(model, lambda tensor: tensor.to("meta"))
 
 
 def allocate(model: nn.Module, device: torch.device, home: torch.device | None = None) -> None:
@@ -145,11 +153,12 @@ def allocate(model: nn.Module, device: torch.device, home: torch.device | None =
             return tensor
         return torch.empty_like(tensor, device=home if isinstance(tensor, DTensor) else device)
 
-    _replace_tensors(model, empty)
+    replace_tensors(model, empty)
 
 
 @torch.no_grad()
-def _replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def replace_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace each parameter and buffer by what `change` makes of it; ties and attributes are preserved."""
     seen: dict[int, torch.Tensor] = {}
     kept: list[torch.Tensor] = []
 
@@ -192,18 +201,31 @@ def spread(
     for name, target in listed:
         if name not in offered[0]:
             continue
-        if is_source:
-            source = full.pop(name)
-            source = source.full_tensor() if isinstance(source, DTensor) else source
-            value = source.detach().to(device=device, dtype=target.dtype).contiguous()
-        else:
-            value = torch.empty(target.shape, dtype=target.dtype, device=device)
-        if dist.get_world_size(group) > 1:
-            dist.broadcast(value, group=group, group_src=0)
+        source = full.pop(name, None)
+        source = source.full_tensor() if isinstance(source, DTensor) else source
+        value = broadcast_tensor(source, target.shape, target.dtype, device, group)
         if isinstance(target, DTensor):
             target.to_local().copy_(local_shard(value, target))
         else:
             target.copy_(value)
+
+
+def broadcast_tensor(
+    source: torch.Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """The tensor that the first rank of a group has, on `device` of every rank."""
+    if dist.get_rank(group) == 0:
+        assert source is not None
+        value = source.detach().to(device=device, dtype=dtype).contiguous()
+    else:
+        value = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if dist.get_world_size(group) > 1:
+        dist.broadcast(value, group=group, group_src=0)
+    return value
 
 
 def _check_names(offered: dict[str, tuple[int, ...]], targets: list[tuple[str, torch.Tensor]], strict: bool) -> None:
@@ -232,7 +254,7 @@ def initialise(
     """
     fallback = getattr(model, "_init_weights", None)
     owners: dict[int, nn.Module] = {}
-    for name, module in _bottom_up(model):
+    for name, module in {id(m): (name, m) for name, m in named_bottom_up(model)}.values():
         if all(tensor is None for tensor in (*module._parameters.values(), *module._buffers.values())):
             continue
         shadow = _full_copy(module, device)
@@ -256,23 +278,6 @@ def initialise(
         inside = {id(submodule) for submodule in module.modules()}
         targets = [(key, tensor) for key, tensor in named_tensors(module) if id(owners[id(tensor)]) in inside]
         spread(dict(named_tensors(shadow)), targets, device, group)
-
-
-def _bottom_up(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Named modules, children before parents, siblings in order: the order in which constructors initialize."""
-    ordered: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-
-    def visit(name: str, module: nn.Module) -> None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        for key, child in module.named_children():
-            visit(f"{name}.{key}" if name else key, child)
-        ordered.append((name, module))
-
-    visit("", model)
-    return ordered
 
 
 def _plain_class(kind: type[nn.Module]) -> type[nn.Module]:

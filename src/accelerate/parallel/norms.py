@@ -25,41 +25,14 @@ def clip_grad_norm(
     """Scale gradients so that their total norm is at most `max_norm`; returns the norm before, on every rank.
 
     As `torch.nn.utils.clip_grad_norm_`, for any mixture of plain tensors (the same on each rank) and DTensors of any
-    mesh and placement. `across` are groups whose ranks have other parameters of the same model (pipeline stages), on
-    `device`. `twins` are ids of parameters that another rank of these groups counts.
+    mesh and placement. `across` are groups whose ranks have other parameters of the same model (pipeline stages, flat
+    shards), on `device`. `twins` are ids of parameters that another rank of these groups counts.
     """
     listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     counted = gradients_of(parameter for parameter in listed if id(parameter) not in twins)
     norm = total_norm(counted, norm_type, across, device)
-    _scale(gradients_of(listed), norm, max_norm)
+    multiply(gradients_of(listed), torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
-
-
-@torch.no_grad()
-def clip_sharded_grad_norm(
-    sharded_parameters: Iterable[torch.Tensor],
-    replicated: Iterable[torch.Tensor],
-    max_norm: float,
-    norm_type: float,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> torch.Tensor:
-    """As `clip_grad_norm` for plain tensors: shards, which differ on each rank of `group`, and replicated parameters.
-
-    The norm is in double precision, as a rank without any shard does not know the dtype of the others.
-    """
-    norm_type = float(norm_type)
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    gradients, rest = gradients_of(sharded_parameters), gradients_of(replicated)
-    norm = _reduce(total_norm(gradients, norm_type).to(device=device, dtype=dtype), norm_type, group)
-    if rest:
-        norm = _together(torch.stack([norm, total_norm(rest, norm_type).to(norm)]), norm_type)
-    _scale([*gradients, *rest], norm, max_norm)
-    return norm
-
-
-def _scale(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    multiply(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 @torch.no_grad()

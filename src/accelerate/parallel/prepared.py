@@ -8,7 +8,8 @@ for one model. Nothing is looked up by a model's identity, and everything is fre
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from ..precision.base import Precision
+from .gradients import GradientReducer
 from .report import memory
 from .unwrap import extract_model_from_parallel
 
@@ -42,6 +44,26 @@ class CommunicationVolume:
     about: bool = False
 
 
+class VolumeCounter:
+    """Adds up messages by kind. Those of one kind have one unit."""
+
+    def __init__(self, unit: str = "") -> None:
+        self.unit = unit
+        self._counts: dict[str, tuple[int, float]] = {}
+
+    def add(self, what: str, sent: float, messages: int = 1) -> None:
+        """Count messages of a kind that have so many bytes in all."""
+        before = self._counts.get(what, (0, 0))
+        self._counts[what] = (before[0] + messages, before[1] + sent)
+
+    def volumes(self, about: str | None = None) -> list[CommunicationVolume]:
+        """The messages by kind. The number of those of the kind `about` is an estimate."""
+        return [
+            CommunicationVolume(what, messages, sent, self.unit, what == about)
+            for what, (messages, sent) in self._counts.items()
+        ]
+
+
 class PreparedModel:
     """A model of which this process has all parameters.
 
@@ -53,17 +75,16 @@ class PreparedModel:
     # Whether this process has only some of the parameters, or shards of them. Every rank then takes part in saving and
     # loading a full state; otherwise a state is loaded into the tensors of `state_template` in place.
     is_partial = False
+    # Whether a checkpoint stores this model's state as shards, written by each rank.
+    saves_shards = False
+    # What reduces gradients after a backward.
+    reducers: Sequence[GradientReducer] = ()
 
     def __init__(self, module: nn.Module, precision: Precision | None = None) -> None:
         self.module = module
         self.precision: Precision = precision or Precision()
 
     # -- the module
-
-    @property
-    def saves_shards(self) -> bool:
-        """Whether a checkpoint stores this model's state as shards, written by each rank."""
-        return False
 
     @property
     def uncompiled(self) -> nn.Module:
@@ -111,7 +132,7 @@ class PreparedModel:
 
     def checkpoint_state_dict(self) -> dict[str, Any]:
         """The full state that a checkpoint stores; every rank calls it, rank 0 writes it."""
-        return self.state_template.state_dict()
+        return self.state_dict() if self.is_partial else self.state_template.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take a full state; every rank calls it."""
@@ -163,7 +184,17 @@ class PreparedModel:
             windows: gradients accumulate over several backwards and are averaged in the last one only.
             seen: ids of tensors that were counted for another model; extended.
         """
-        return memory.of_model(self.module, self.master_weights(), set() if seen is None else seen)
+        found = memory.of_model(self.module, self.master_weights(), set() if seen is None else seen)
+        if windows and (size := self.window_gradients()) is not None:
+            found[memory.GRADIENTS] = size
+        return found
+
+    def window_gradients(self) -> int | None:
+        """Bytes of the unsharded gradients that this rank keeps until a window's last backward, with all others.
+
+        None where gradients have the layout of the parameters.
+        """
+        return None
 
     def master_weights(self) -> Iterable[torch.Tensor]:
         """The fp32 weights that the optimizer steps instead of lower-precision parameters."""
@@ -175,6 +206,29 @@ class PreparedModel:
 
     def release(self) -> None:
         """Free what other libraries keep for this model."""
+
+
+class PreparedModels:
+    """The prepared models that are still in use, in the order of preparation, which is the same on all ranks.
+
+    References are weak: the caller of `prepare` owns the models.
+    """
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[PreparedModel]] = []
+
+    def __iter__(self) -> Iterator[PreparedModel]:
+        for reference in self._references:
+            if (prepared := reference()) is not None:
+                yield prepared
+
+    def add(self, models: Iterable[PreparedModel]) -> None:
+        """Add models. A model that is gone is dropped."""
+        self._references = [weakref.ref(prepared) for prepared in (*self, *models)]
+
+    def clear(self) -> None:
+        """Forget all models."""
+        self._references.clear()
 
 
 class PreparedOptimizer:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.errors import PrepareError
+from .materialize import as_dtensor, local_shard
 
 
 class ParameterPlaces:
@@ -72,8 +73,6 @@ class Replacements:
 
 def lay_out_state(state: dict[str, Any], former: torch.Tensor, present: torch.Tensor) -> dict[str, Any]:
     """State of a parameter, each tensor of the parameter's shape in the layout of the present one."""
-    from .materialize import local_shard
-
     if not isinstance(present, DTensor):
         return state
 
@@ -81,9 +80,7 @@ def lay_out_state(state: dict[str, Any], former: torch.Tensor, present: torch.Te
         if not isinstance(value, torch.Tensor) or value.shape != former.shape or isinstance(value, DTensor):
             return value
         shard = local_shard(value, present).to(present.to_local().device).clone()
-        return DTensor.from_local(
-            shard, present.device_mesh, present.placements, run_check=False, shape=value.shape, stride=value.stride()
-        )
+        return as_dtensor(shard, present)
 
     return {name: move(value) for name, value in state.items()}
 
@@ -96,6 +93,21 @@ def repoint_all(
     replacements.add(pairs)
     for optimizer in optimizers:
         replacements.repoint(optimizer)
+
+
+def check_trains(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
+    """Raise PrepareError for an optimizer without a parameter whose id is in `known`: those of prepared models."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if known and stepped and not stepped & known:
+        raise trains_nothing(optimizer)
+
+
+def trains_nothing(optimizer: torch.optim.Optimizer) -> PrepareError:
+    """Return the error for an optimizer without parameters of a prepared model."""
+    return PrepareError(
+        f"no parameter of {type(optimizer).__name__} belongs to a prepared model: it would train nothing. Make the "
+        "optimizer from the model's parameters, and prepare both together."
+    )
 
 
 def switch_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:

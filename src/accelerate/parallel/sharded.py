@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,17 @@ from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..precision.fp8 import Float8Precision
 from ..runtime import group, mesh
-from . import norms
+from . import gradients, norms
 from .accumulated import AccumulatedGradients
 from .base import Bundle, Strategy
-from .context.loader import SequenceLoader
 from .context.region import ContextParallel
 from .fsdp import state as fsdp_state
+from .gradients import GradientReducer
 from .local_step import step_locally
 from .optimizer_scope import OPT_OUT, Scope, find_scope, is_elementwise
 from .prepared import CommunicationVolume, PreparedModel
 from .pretrained import require_state_dict
-from .remap import ParameterPlaces, Replacements
+from .remap import ParameterPlaces, Replacements, check_trains
 from .report import communication
 from .scaling import AgreeingScaler
 from .unsharded_step import step_unsharded
@@ -46,19 +46,6 @@ def _is_about_layout(record: logging.LogRecord) -> bool:
     return "While redistributing from" not in record.getMessage()
 
 
-class GradientReducer(Protocol):
-    """Reduces gradients of a model that the backward itself leaves unreduced."""
-
-    def deferred(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which `finish` does nothing."""
-
-    def finish(self) -> None:
-        """Reduce what has accumulated, after each backward."""
-
-    def communication_volume(self) -> list[CommunicationVolume]:
-        """What this sends in an optimizer step."""
-
-
 class ShardedModel(PreparedModel):
     """A model whose parameters are DTensors.
 
@@ -67,6 +54,7 @@ class ShardedModel(PreparedModel):
         precision: the run's precision.
         device: the run's device.
         sequence: splits sequences over ranks; None if none is split.
+        saves_shards: whether a checkpoint stores shards.
     """
 
     is_partial = True
@@ -77,10 +65,12 @@ class ShardedModel(PreparedModel):
         precision: Precision,
         device: torch.device,
         sequence: ContextParallel | None = None,
+        saves_shards: bool = False,
     ) -> None:
         super().__init__(module, precision)
         self.device = device
         self.sequence = sequence
+        self.saves_shards = saves_shards
         self.reducers: list[GradientReducer] = []
 
     @property
@@ -94,13 +84,9 @@ class ShardedModel(PreparedModel):
 
     # -- the step
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards in this context leave to a later one what they do not reduce themselves."""
-        with contextlib.ExitStack() as stack:
-            for reducer in self.reducers:
-                stack.enter_context(reducer.deferred())
-            yield
+        return gradients.deferred(self.reducers)
 
     def reshard(self) -> None:
         """Reshard all FSDP2 units."""
@@ -125,10 +111,6 @@ class ShardedModel(PreparedModel):
     def state_dict(self) -> dict[str, Any]:
         """The full state under the user's names: on the host of rank 0, empty on the other ranks."""
         return fsdp_state.full_model_state(self.inner)
-
-    def checkpoint_state_dict(self) -> dict[str, Any]:
-        """The same as `state_dict`."""
-        return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a full state, which only rank 0 needs to have; every rank calls it."""
@@ -183,23 +165,13 @@ class ShardedStrategy(Strategy):
         if precision.scaler is not None:
             precision.scaler = AgreeingScaler(precision.scaler, device)
         self.sequence: ContextParallel | None = ContextParallel.of_layout(self.layout, self.mesh)
+        if self.layout.data_parallel_size != world:
+            self.data_group: dist.ProcessGroup | None = mesh.group_of(self.mesh, "dp")
 
     @property
     def data_shard(self) -> tuple[int, int]:
         """One shard for each data-parallel coordinate of the mesh."""
         return mesh.data_shard(self.layout, dist.get_rank())
-
-    @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The ranks of the data-parallel dimensions."""
-        if self.layout.data_parallel_size == dist.get_world_size():
-            return None
-        return mesh.group_of(self.mesh, "dp")
-
-    @property
-    def sequence_group(self) -> dist.ProcessGroup | None:
-        """The ranks that split the sequences of the last forward."""
-        return self.sequence.group if self.sequence is not None and self.sequence.was_split else None
 
     @property
     def gradient_ranks(self) -> int:
@@ -236,9 +208,9 @@ class ShardedStrategy(Strategy):
             found.append(prepared)
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
-            _check_trains(optimizer, [prepared.module for prepared in found])
+            check_trains(optimizer, {id(p) for prepared in found for p in prepared.module.parameters()})
             lay_out_step(optimizer)
-        self.remember(found)
+        self.prepared.add(found)
         return found
 
     def join(
@@ -257,22 +229,7 @@ class ShardedStrategy(Strategy):
         with contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing():
             super().backward(loss, **kwargs)
         for prepared in self.prepared:
-            for reducer in getattr(prepared, "reducers", ()):
-                reducer.finish()
-
-    def context_parallel(
-        self, buffers: list[torch.Tensor], seq_dims: list[int], no_restore: set[torch.Tensor]
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Split `buffers` along their sequences, if the layout splits sequences."""
-        if self.sequence is None:
-            return super().context_parallel(buffers, seq_dims, no_restore)
-        return self.sequence.open(buffers, seq_dims, no_restore)
-
-    def split_loader(self, loader: Any) -> Any:
-        """Split the sequences of a loader, if the layout does so without a context."""
-        if self.sequence is None or self.sequence.layout.balanced:
-            return super().split_loader(loader)
-        return SequenceLoader(loader, self.sequence)
+            gradients.finish(prepared.reducers)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
@@ -324,14 +281,3 @@ def _shards(units: Iterable[nn.Module]) -> list[Any]:
 
 def _nothing() -> None:
     pass
-
-
-def _check_trains(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> None:
-    if not models:
-        return
-    stepped = {id(parameter) for group_ in optimizer.param_groups for parameter in group_["params"]}
-    if stepped and not any(id(parameter) in stepped for model in models for parameter in model.parameters()):
-        raise PrepareError(
-            f"none of the {len(stepped)} parameters of {type(optimizer).__name__} belongs to a model of this prepare "
-            "call: it would train nothing. Make the optimizer from the model's parameters, and prepare both together."
-        )

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .materialize import as_dtensor, local_shard
+
 _MARK = "_steps_unsharded"
 
 
@@ -118,8 +120,6 @@ class _Unsharded:
     @torch.no_grad()
     def leave(self) -> None:
         """Keep this rank's shards of the results, and give the optimizer the sharded parameters."""
-        from .materialize import local_shard
-
         state = self.optimizer.state
         for parameter, full in zip(self.sharded, self.full, strict=True):
             local = parameter.to_local()
@@ -128,10 +128,7 @@ class _Unsharded:
             entry = state.get(full)
             for name, value in (entry or {}).items():
                 if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
-                    entry[name] = DTensor.from_local(
-                        local_shard(value, parameter).to(local.device, copy=True), parameter.device_mesh,
-                        parameter.placements, run_check=False, shape=value.shape, stride=value.stride(),
-                    )  # fmt: skip
+                    entry[name] = as_dtensor(local_shard(value, parameter).to(local.device, copy=True), parameter)
         self._replace(self.full, self.sharded)
 
     def _replace(self, former: list[Any], present: list[Any]) -> None:
@@ -154,10 +151,7 @@ def _gather(values: list[DTensor]) -> list[torch.Tensor]:
         mesh, local = value.device_mesh, value.to_local()
         if local.device.type != mesh.device_type:
             # Shards that are kept in host memory.
-            value = DTensor.from_local(
-                local.to(mesh.device_type), mesh, value.placements, run_check=False,
-                shape=value.shape, stride=value.stride(),
-            )  # fmt: skip
+            value = as_dtensor(local.to(mesh.device_type), value)
         # One after another: torch 2.13 frees the padded input of a message on gloo that is still under way.
         found.append(value.full_tensor())
     return found

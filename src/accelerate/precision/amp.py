@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.errors import PrepareError
+from ..core.trees import convert_to_fp32
 from .base import Precision
-from .outputs import convert_outputs_to_fp32
 
 if TYPE_CHECKING:
     from ..config.precision import AutocastKwargs, GradScalerKwargs
@@ -89,6 +90,16 @@ class ScaledPrecision(MixedPrecision):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """The backward of the scaled loss."""
         self.scaler.scale(loss).backward(**kwargs)  # type: ignore[union-attr]
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`model_forward` with every half-precision tensor of its (nested) output converted to fp32."""
+
+    @functools.wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward
 
 
 def restore_forward(model: torch.nn.Module) -> torch.nn.Module:

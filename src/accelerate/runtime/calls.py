@@ -94,10 +94,10 @@ def _outline(data: Any) -> str:
 
 
 def user_line() -> str:
-    """The place outside this package that called into it."""
+    """The place outside this package and torch that called into them."""
     frame = sys._getframe(1)
-    package = __name__.partition(".")[0] + "."
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
+    packages = (__name__.partition(".")[0] + ".", "torch.")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(packages):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -92,12 +92,15 @@ class Channel:
     def swap_bytes(self, group: dist.ProcessGroup, sign: bytes, content: Any, length: int, call: Call) -> None:
         """`swap` of any object with a buffer of bytes. `length` is written into the header."""
         header = sign + length.to_bytes(HEADER - SIGNATURE, "little", signed=True)
+        self.swap(group, header, *self._message(header, content), call)
+
+    def _message(self, header: bytes, content: Any = b"") -> tuple[torch.Tensor, list[int]]:
+        """A message to each other rank, and to this rank's own slot. Ranks without content send the header too."""
         size = HEADER + len(content)
         self.views[self.rank][:HEADER] = header
         self.views[self.rank][HEADER:size] = content
-        # Ranks without content send the header too.
         sent = torch.frombuffer(bytearray(self.views[self.rank][:size]) * (self.world - 1), dtype=torch.uint8)
-        self.swap(group, header, sent, self.splits(size), call)
+        return sent, self.splits(size)
 
     def agree(self, group: dist.ProcessGroup, sign: bytes, call: Call) -> None:
         """Return when every rank is about to make the same call. A message without content."""
@@ -106,8 +109,7 @@ class Channel:
 
     def _header_alone(self, sign: bytes) -> tuple[bytes, torch.Tensor, list[int]]:
         header = sign + bytes(HEADER - SIGNATURE)
-        sent = torch.frombuffer(bytearray(header * (self.world - 1)), dtype=torch.uint8)
-        found: tuple[bytes, torch.Tensor, list[int]] = self.remember(sign, (header, sent, self.splits(HEADER)))
+        found: tuple[bytes, torch.Tensor, list[int]] = self.remember(sign, (header, *self._message(header)))
         return found
 
     def splits(self, size: int) -> list[int]:
@@ -173,9 +175,8 @@ class Channel:
             mine = {name: str(mine[name])[:200] for name in short} | {"dtypes": {}, "dimensions": {}, "shapes": {}}
             text = json.dumps(mine).encode()
         header = _DISAGREE + len(text).to_bytes(HEADER - SIGNATURE, "little", signed=True)
-        self.views[self.rank][: HEADER + len(text)] = header + text
-        sent = torch.frombuffer(bytearray((header + text) * (self.world - 1)), dtype=torch.uint8)
-        work = group.alltoall_base(self._received, sent, self._splits, self.splits(HEADER + len(text)), _options)
+        sent, splits = self._message(header, text)
+        work = group.alltoall_base(self._received, sent, self._splits, splits, _options)
         self._wait(work, call)
         members = dist.get_process_group_ranks(group)
         found = {members[peer]: json.loads(bytes(self.content(peer))) for peer in range(self.world)}

@@ -127,8 +127,11 @@ def stop(group: Any = None) -> None:
         return
     # A worker thread of gloo drops its last work while it has the lock of the group's queue, and may need the
     # interpreter lock for that (torch 2.13). The group's destructor takes them in the other order: a deadlock, unless
-    # the threads are idle by then.
-    time.sleep(LOCK_HANDOVER)
+    # the threads are idle by then. torch does not report whether they are.
+    backends = dist.distributed_c10d._world.pg_backend_config
+    closing = backends.values() if group in (None, dist.group.WORLD) else [backends.get(group, "")]
+    if any("gloo" in backend for backend in closing):
+        time.sleep(LOCK_HANDOVER)
     dist.destroy_process_group(group)
     if group is None:
         _Exit.owner = False

@@ -6,6 +6,7 @@ from ..core.lazy import attach
 
 EXPORTS = {
     "tracking.base": ["GeneralTracker", "on_main_process"],
+    "tracking.local": ["LocalTracker", "read_values"],
     "tracking.registry": [
         "LOGGER_TYPE_TO_CLASS",
         "filter_trackers",

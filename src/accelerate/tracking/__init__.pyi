@@ -8,6 +8,8 @@ from .base import on_main_process as on_main_process
 from .clearml import ClearMLTracker as ClearMLTracker
 from .comet_ml import CometMLTracker as CometMLTracker
 from .dvclive import DVCLiveTracker as DVCLiveTracker
+from .local import LocalTracker as LocalTracker
+from .local import read_values as read_values
 from .mlflow import MLflowTracker as MLflowTracker
 from .registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
 from .registry import filter_trackers as filter_trackers

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..state import PartialState
 from .base import GeneralTracker, logger
 from .registry import filter_trackers, start_trackers
 
@@ -23,7 +24,7 @@ def _finish_open() -> None:
     in_child = multiprocessing.parent_process() is not None
     for group, process in list(_open.items()):
         if process == os.getpid():
-            _each(group.trackers, lambda tracker: tracker.finish() if in_child else tracker.finish_at_exit())
+            _each(group._all, lambda tracker: tracker.finish() if in_child else tracker.finish_at_exit())
 
 
 def _each(trackers: list[GeneralTracker], finish: Callable[[GeneralTracker], None]) -> list[Exception]:
@@ -54,8 +55,11 @@ class TrackerGroup:
         self.log_with: list[Any] = filter_trackers(log_with, logging_dir)
         self.logging_dir = logging_dir
         self.trackers: list[GeneralTracker] = []
+        # Without `log_with`, the run's values are written to its project folder.
+        self._local: list[GeneralTracker] = []
         # {tracker name: run key} from a loaded checkpoint: these trackers continue their runs.
         self.resumed_keys: dict[str, str] = {}
+        self._warned = False
 
     def start(
         self,
@@ -67,7 +71,17 @@ class TrackerGroup:
         self.trackers = start_trackers(
             self.log_with, project_name, self.logging_dir, config, init_kwargs, self.resumed_keys
         )
+        if not self.log_with and self.logging_dir is not None:
+            # Not among `trackers`, which are those that the user requested.
+            try:
+                self._local = start_trackers(["local"], str(project_name), self.logging_dir, config)
+            except OSError as error:
+                logger.warning("the values of this run are not written to its project folder: %s", error)
         _open[self] = os.getpid()
+
+    @property
+    def _all(self) -> list[GeneralTracker]:
+        return [*self.trackers, *self._local]
 
     def get(self, name: str, unwrap: bool = False) -> Any:
         """Return a started tracker.
@@ -97,7 +111,12 @@ class TrackerGroup:
         log_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         """Log values to every tracker; `log_kwargs` is {tracker name: further arguments of its `log`}."""
-        for tracker in self.trackers:
+        if not self.trackers and self.log_with and not self._warned and PartialState().is_main_process:
+            self._warned = True
+            logger.warning(
+                "accelerator.log was called before accelerator.init_trackers(project_name): the values are not logged"
+            )
+        for tracker in self._all:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))  # type: ignore[arg-type]
 
     def run_keys(self) -> dict[str, str]:
@@ -107,6 +126,6 @@ class TrackerGroup:
     def finish(self) -> None:
         """Close the trackers. If one cannot be closed, the others are, and its error is raised."""
         _open.pop(self, None)
-        errors = _each(self.trackers, lambda tracker: tracker.finish())
+        errors = _each(self._all, lambda tracker: tracker.finish())
         if errors:
             raise errors[0]

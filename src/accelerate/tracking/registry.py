@@ -14,6 +14,7 @@ from ..core.errors import ConfigurationError, suggestion
 from ..core.imports import is_available
 from ..state import PartialState
 from .base import GeneralTracker, checked, logger
+from .local import LocalTracker
 
 # name -> class; `register_tracker_class` adds to it
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
@@ -21,6 +22,8 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     for kind in LoggerType
     if kind is not LoggerType.ALL
 }
+# Not among the API's members: "all" stands for the services.
+LOGGER_TYPE_TO_CLASS[LocalTracker.name] = LocalTracker
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:

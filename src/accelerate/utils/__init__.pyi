@@ -217,6 +217,7 @@ from ..parallel.compile import compile_regions_fsdp2 as compile_regions_fsdp2
 from ..parallel.deepspeed.engine import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from ..parallel.deepspeed.engine import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from ..parallel.deepspeed.engine import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from ..parallel.deepspeed.state import GatheredParameters as GatheredParameters
 from ..parallel.fsdp.fsdp2 import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from ..parallel.fsdp.fsdp2 import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from ..parallel.fsdp.fsdp2 import ensure_weights_retied as ensure_weights_retied
@@ -226,7 +227,6 @@ from ..parallel.fsdp.fsdp2 import fsdp2_load_full_state_dict as fsdp2_load_full_
 from ..parallel.fsdp.fsdp2 import fsdp2_prepare_model as fsdp2_prepare_model
 from ..parallel.fsdp.fsdp2 import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
 from ..parallel.fsdp.fsdp2 import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
-from ..parallel.fsdp.gathered import GatheredParameters as GatheredParameters
 from ..parallel.fsdp.units import get_parameters_from_modules as get_parameters_from_modules
 from ..parallel.placeholders import DummyOptim as DummyOptim
 from ..parallel.placeholders import DummyScheduler as DummyScheduler
@@ -270,6 +270,7 @@ from ..placement.tied import clean_state_dict_for_safetensors as clean_state_dic
 from ..placement.tied import find_tied_parameters as find_tied_parameters
 from ..placement.tied import id_tensor_storage as id_tensor_storage
 from ..placement.tied import retie_parameters as retie_parameters
+from ..precision.amp import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from ..precision.contexts import get_grad_scaler as get_grad_scaler
 from ..precision.contexts import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from ..precision.fp8_ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
@@ -281,7 +282,6 @@ from ..precision.fp8_te import apply_fp8_autowrap as apply_fp8_autowrap
 from ..precision.fp8_te import contextual_fp8_autocast as contextual_fp8_autocast
 from ..precision.fp8_te import convert_model as convert_model
 from ..precision.fp8_te import has_transformer_engine_layers as has_transformer_engine_layers
-from ..precision.outputs import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from ..runtime.hardware import CPUInformation as CPUInformation
 from ..runtime.hardware import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
 from ..runtime.hardware import check_os_kernel as check_os_kernel

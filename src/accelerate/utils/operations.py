@@ -28,8 +28,8 @@ EXPORTS = {
         "send_to_device",
         "slice_tensors",
     ],
-    "parallel.fsdp.gathered": ["GatheredParameters"],
-    "precision.outputs": ["convert_outputs_to_fp32"],
+    "parallel.deepspeed.state": ["GatheredParameters"],
+    "precision.amp": ["convert_outputs_to_fp32"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

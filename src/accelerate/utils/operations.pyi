@@ -27,7 +27,7 @@ from ..core.trees import listify as listify
 from ..core.trees import recursively_apply as recursively_apply
 from ..core.trees import send_to_device as send_to_device
 from ..core.trees import slice_tensors as slice_tensors
-from ..parallel.fsdp.gathered import GatheredParameters as GatheredParameters
-from ..precision.outputs import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from ..parallel.deepspeed.state import GatheredParameters as GatheredParameters
+from ..precision.amp import convert_outputs_to_fp32 as convert_outputs_to_fp32
 
 EXPORTS: dict[str, list[str]]

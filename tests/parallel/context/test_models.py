@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import pairs
 from rank_pool import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
@@ -181,11 +182,16 @@ MASKS = {
     "packed": (llama, {"packed": True, "checkpointing": True}),
     "a mask": (llama, {"mask": own_mask()}),
 }
+# Each mask, and each exchange with windows, with packed samples and with a mask of the user's.
+USUAL_MASKS = {
+    ("a window", "ring"), ("a window", "gather"), ("a window", "heads"), ("a window, padded", "gather"),
+    ("windows and none", "heads"), ("windows and none, packed", "ring"), ("packed", "gather"), ("packed", "heads"),
+    ("a mask", "ring"), ("a mask", "heads"),
+}  # fmt: skip
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["ring", "gather", "heads"])
-@pytest.mark.parametrize("what", MASKS)
+@pytest.mark.parametrize(("what", "kind"), pairs(MASKS, ["ring", "gather", "heads"], USUAL_MASKS))
 def test_masks(what, kind):
     """In float64, gradients and logits of what a model of transformers masks against itself alone."""
     torch.set_default_dtype(torch.float64)
@@ -195,8 +201,16 @@ def test_masks(what, kind):
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["ring", pytest.param("gather", marks=pytest.mark.thorough), "heads"])
-@pytest.mark.parametrize("padding", ["behind", "before"])
-@pytest.mark.parametrize("build", [llama, gpt2, opt, bert, roberta])
+@pytest.mark.parametrize(
+    ("build", "padding"),
+    pairs(
+        [llama, gpt2, opt, bert, roberta], ["behind", "before"],
+        usual=[
+            (llama, "behind"), (llama, "before"), (gpt2, "before"), (opt, "behind"), (bert, "before"),
+            (roberta, "behind"),
+        ],
+    ),
+)  # fmt: skip
 def test_padding_that_has_labels(build, padding, kind):
     """Rows of padding count too, as where an end token is the padding: their logits and gradients are the model's."""
     torch.set_default_dtype(torch.float64)

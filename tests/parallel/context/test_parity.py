@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import cases
 from rank_pool import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -227,7 +228,7 @@ FOUR = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("what", FOUR)
+@pytest.mark.parametrize("what", cases(FOUR, thorough=["alltoall", "sp"]))  # two ranks show them
 def test_four_ranks(what, expected):
     short = what in ("cp x tp", "cp x dp")
     accelerator = start(**FOUR[what])

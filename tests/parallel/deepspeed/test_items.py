@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.core.errors import ConfigurationError
-from accelerate.parallel.deepspeed.items import check_multiplies, multiplied
+from accelerate.parallel.deepspeed.engine import check_multiplies, multiplied
 
 
 def engine(optimizer, zero=True, **others):

@@ -24,7 +24,7 @@ WIDTH, VOCABULARY, LENGTH = 8, 13, 5
 GLOBAL_BATCH, STEPS, ACCUMULATION, CLIP = 8, 10, 2, 0.05
 BY_CLASS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 pytestmark = pytest.mark.usefixtures("float64")
-everywhere = on_ranks(2, 4, thorough=[1])
+everywhere = on_ranks(2, thorough=[1, 4])
 
 
 class Block(nn.Module):

@@ -261,7 +261,8 @@ def refusals():
     one, mask = Options(schedule="1f1b", num_microbatches=1), Options(whole_inputs=["mask"])
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))])
 
-    skipped = "uses the output of embed, which only stage 0 has. This fits: PipelineParallelConfig(carried=['embed'])."
+    fits = "This fits: PipelineParallelConfig(example_inputs={...})"
+    skipped = f"uses the output of embed, which only stage 0 has. {fits}"
 
     def forward(model):
         return model(x)
@@ -276,7 +277,7 @@ def refusals():
         "division": (own, early, "num_microbatches=3", lambda model: model(TOKENS, labels=LABELS)),
         "microbatches": (own, one, "num_microbatches=1"),
         "skip": (lambda: Chain(skip=True).eval(), four, skipped, forward),
-        "order": (lambda: Chain(norm_first=True).eval(), four, "(placement={'norm': 'last'}).", forward),
+        "order": (lambda: Chain(norm_first=True).eval(), four, fits, forward),
         "other samples": (Chain, four, "given other inputs", with_other_samples),
         "other samples, in turns": (Chain, turns, "given other inputs", with_other_samples),
         "statistics": (lambda: Chain(batch_norm=True), four, "BatchNorm1d"),

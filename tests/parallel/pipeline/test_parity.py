@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from cases import cases
 from counting import Messages
 from pipelines import (
     GLOBAL_BATCH,
@@ -57,7 +58,7 @@ TWO = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", TWO)
+@pytest.mark.parametrize("what", cases(TWO, thorough=["1f1b", "transformers, 1f1b"]))
 def test_two_stages(what):
     PartialState(cpu=True)
     make, options, others = TWO[what]
@@ -124,7 +125,7 @@ FOUR = {
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("what", FOUR)
+@pytest.mark.parametrize("what", cases(FOUR, thorough=["dp, tied", "fsdp", "tp", "dp, 1f1b, tied"]))
 def test_composed(what):
     PartialState(cpu=True)
     make, options, others = FOUR[what]
@@ -132,7 +133,9 @@ def test_composed(what):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("schedule", ["1f1b", "looped_bfs", "interleaved", *SPLIT_BACKWARD])
+@pytest.mark.parametrize(
+    "schedule", cases(["1f1b", "looped_bfs", "interleaved", *SPLIT_BACKWARD], thorough=["interleaved", "zbv"])
+)
 def test_schedules_with_fsdp(schedule):
     """A window gathers and reduces each unit of FSDP once, however many batches it has."""
     PartialState(cpu=True)
@@ -173,7 +176,7 @@ def test_items():
     ("options", "sizes"),
     [
         pytest.param(HALF, {"dp_shard_size": 2}, id="fsdp"),
-        pytest.param(EARLY, {"dp_shard_size": 2}, id="fsdp, 1f1b"),
+        pytest.param(EARLY, {"dp_shard_size": 2}, id="fsdp, 1f1b", marks=pytest.mark.thorough),
         pytest.param(EARLY, {"tp_size": 2}, id="tp, 1f1b"),
         pytest.param(HALF, {"dp_replicate_size": 2}, id="dp"),
     ],

@@ -8,6 +8,7 @@ import logging
 
 import pytest
 import torch
+from cases import cases
 from pipelines import accelerator
 from rank_pool import on_ranks
 from torch import nn
@@ -106,7 +107,7 @@ def saved(layout, folder):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, thorough=["pp x fsdp, 1f1b", "pp x fsdp", "fsdp, bf16"]))
 def test_it_goes_on_bit_by_bit(layout, tmp_path):
     PartialState(cpu=True)
     left, with_items = range(SAVED_AFTER, BATCHES), LAYOUTS[layout][2]

@@ -281,7 +281,9 @@ def test_distribution():
 
 
 @on_ranks(2)
-@along_or_not
+@pytest.mark.parametrize(
+    "along", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["whole", "along the sequence"]
+)
 def test_compiled(along):
     def weights(dynamo):
         torch._dynamo.reset()

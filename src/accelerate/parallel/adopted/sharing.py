@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from ...core.errors import PrepareError
 from ..accumulated import module_parameter
 from ..fsdp.common import UnreducedGradients
+from ..gradients import GradientReducer
 from ..report.communication import shard_groups
-from ..sharded import GradientReducer, reshard
+from ..sharded import reshard
 from ..tensor.strategy import PartialSums
 from .layout import Description, Layout, Ranks, Sharing, derive
 
@@ -92,6 +93,12 @@ def reducers_of(model: nn.Module, averages: Averages, data_group: dist.ProcessGr
     return found
 
 
+def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
+    """The mesh over which transformers splits the layers of a model; None where it does not."""
+    mesh: DeviceMesh | None = getattr(model, "_device_mesh", None)
+    return mesh["tp"] if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
+
+
 def _ranks_of(mesh: DeviceMesh, dimension: int) -> Ranks:
     """The ranks of this process's group of one dimension."""
     return tuple(sorted(dist.get_process_group_ranks(mesh.get_group(dimension))))
@@ -110,9 +117,9 @@ def _split(parameter: torch.Tensor, averaged: Sequence[Ranks]) -> Iterator[Ranks
 def _same_batch(models: Iterable[nn.Module]) -> Iterator[Ranks]:
     """Ranks that transformers gives one batch, although it may have split nothing over them."""
     for model in models:
-        mesh = getattr(model, "_device_mesh", None)
-        if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1:
-            yield _ranks_of(mesh["tp"], 0)
+        mesh = tensor_parallel_mesh(model)
+        if mesh is not None and mesh.size() > 1:
+            yield _ranks_of(mesh, 0)
 
 
 def _declared(model: nn.Module, name: str) -> int | None:

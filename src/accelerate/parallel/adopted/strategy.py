@@ -29,7 +29,7 @@ from ..sharded import ShardedStrategy
 from ..tensor import plan as tensor_plan
 from ..tensor import random as tensor_random
 from .layout import Ranks
-from .sharing import Averages, find_layout, parameters_of, reducers_of
+from .sharing import Averages, find_layout, parameters_of, reducers_of, tensor_parallel_mesh
 
 
 class AdoptedModel(Fsdp2Model):
@@ -131,12 +131,12 @@ def _sum_once(model: nn.Module) -> None:
     Its layers with the style `replicated_with_grad_allreduce` sum the accumulated gradient after every backward
     (transformers 5.23), which has the sums of earlier ones. Those are divided before, so that the sum restores them.
     """
-    mesh = getattr(model, "_device_mesh", None)
+    mesh = tensor_parallel_mesh(model)
     styles: Mapping[str, Any] = getattr(model, "_tp_plan", None) or {}
     summed = {pattern: word for pattern, word in styles.items() if word == "replicated_with_grad_allreduce"}
-    if mesh is None or not summed or "tp" not in (mesh.mesh_dim_names or ()):
+    if mesh is None or not summed:
         return
-    size = mesh["tp"].size()
+    size = mesh.size()
 
     def divide(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
         def before(_: torch.Tensor) -> None:

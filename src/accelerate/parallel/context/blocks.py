@@ -132,17 +132,17 @@ def _sum_groups(heads: torch.Tensor, groups: int) -> torch.Tensor:
 def _sees_any(block: Block, rows: int) -> torch.Tensor:
     """Whether a row sees any key; broadcasts to (batch, heads, rows)."""
     if block.mask is not None:
-        return _seen(block.mask, block.keep).any(-1)
+        return seen(block.mask, block.keep).any(-1)
     assert block.keep is not None
     if block.causal:
         return (block.keep.cumsum(-1) > 0)[:, None]
     return block.keep.any(-1, keepdim=True).expand(-1, rows)[:, None]
 
 
-def _seen(mask: torch.Tensor, keep: torch.Tensor | None) -> torch.Tensor:
+def seen(mask: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
     """Which keys each row sees, of a mask of either kind."""
-    seen = mask if mask.dtype == torch.bool else mask > float("-inf")
-    return seen if keep is None else seen & keep[:, None, None]
+    shown = mask if mask.dtype == torch.bool else mask > float("-inf")
+    return shown if keep is None else shown & keep[:, None, None]
 
 
 def _kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> type[_Math]:

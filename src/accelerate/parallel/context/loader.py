@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigurationError
 from ...data_loader.prepare import skip_first_batches
-from .region import ContextParallel
+
+if TYPE_CHECKING:
+    from .region import ContextParallel
 
 
 class SequenceLoader:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ...collectives import transport
 from ...core.errors import ConfigurationError
+from .blocks import seen
 from .shard import SequenceLayout
 
 # A score to which this is added vanishes next to any other.
@@ -132,7 +133,7 @@ class MaskReader:
         ):
             return Visibility(causal=True)
         # (batch, heads, half of the rows, rows, chunk of the sequence, columns)
-        some, plain = (s.unflatten(3, (self.layout.multiple, -1)).unflatten(2, (2, -1)) for s in (_seen(mask), plain))
+        some, plain = (s.unflatten(3, (self.layout.multiple, -1)).unflatten(2, (2, -1)) for s in (seen(mask), plain))
         found = torch.stack([some.any(5).any(3).any(1).any(0), plain.all(5).all(3).all(1).all(0)], dim=-1)
         views = {(False, False): None, (True, False): False, (True, True): True}
         return Visibility(
@@ -201,7 +202,3 @@ def _plain(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     if bool((hidden | (mask == 0)).all()):
         return ~hidden, shift
     return mask.masked_fill(hidden, float("-inf")), shift
-
-
-def _seen(mask: torch.Tensor) -> torch.Tensor:
-    return mask if mask.dtype == torch.bool else mask > float("-inf")

@@ -22,6 +22,7 @@ from ...parallelism_config import ParallelismConfig
 from ..prepared import CommunicationVolume
 from . import transformers_masks, transformers_models, transformers_trainer
 from .attention import AttentionCall, ContextAttention, Sent, SequenceAttention, plain_attention
+from .loader import SequenceLoader
 from .patching import AttentionPatch, aliases
 from .random import ShardRandom
 from .shard import SequenceLayout, common_length, split_in_place
@@ -152,6 +153,15 @@ class ContextParallel:
             )
         fixed = None if promised.sp_seq_length_is_variable else promised.sp_seq_length
         return cls(mesh["sp"].get_group(), "sp_size", length=fixed, device_type=mesh.device_type)
+
+    @property
+    def last_group(self) -> dist.ProcessGroup | None:
+        """The ranks that had other tokens of the same samples in the last forward; None if no sequence was split."""
+        return self.group if self.was_split else None
+
+    def split_loader(self, loader: Any) -> Any:
+        """A loader whose batches have this rank's tokens; the same one where blocks split sequences (cp_size)."""
+        return loader if self.layout.balanced else SequenceLoader(loader, self)
 
     def _check_length(self, length: int, what: str) -> None:
         if self.length not in (None, length):

@@ -73,16 +73,12 @@ class DataParallel(Strategy):
         options: DistributedDataParallelKwargs | None = None,
     ) -> None:
         super().__init__(device, precision)
-        self.set_ddp_options(options)
+        self.options: DistributedDataParallelKwargs = options or DistributedDataParallelKwargs()
 
     @property
     def data_shard(self) -> tuple[int, int]:
         """One shard for each process."""
         return dist.get_rank(), dist.get_world_size()
-
-    def set_ddp_options(self, options: DistributedDataParallelKwargs | None) -> None:
-        """Use other options for the models prepared from now on."""
-        self.options: DistributedDataParallelKwargs = options or DistributedDataParallelKwargs()
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model inside of DDP, with the communication hook and equal master weights."""

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from ...core.errors import ConfigurationError, PrepareError
 from ...core.imports import required
 from ...optimizer import AcceleratedOptimizer
 from ...scheduler import AcceleratedScheduler
+from ..gradients import gradients_of, multiply
 from ..placeholders import DummyOptim, DummyScheduler
-from .items import check_multiplies, multiplied
 
 __all__ = [
     "DeepSpeedEngineWrapper",
@@ -57,6 +58,45 @@ class DeepSpeedEngineWrapper:
         """The norm of the last step's gradients before clipping; None before the first step, and without ZeRO."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
+
+
+def check_multiplies(engine: Any) -> None:
+    """Raise ConfigurationError for an engine that uses gradients before its step."""
+    for option, is_on in (("zenflow", getattr(engine, "zenflow", False)), ("super_offload", _super_offload(engine))):
+        if is_on:
+            raise ConfigurationError(
+                f"backward(loss, num_items=...): DeepSpeed's {option} updates parameters before all gradients of a "
+                "window, and the number of its items, are known. Divide the loss by that number, leave num_items out, "
+                f"or turn {option} off in the configuration"
+            )
+
+
+def _super_offload(engine: Any) -> bool:
+    uses = getattr(engine, "super_offload", None)
+    return bool(uses()) if callable(uses) else False
+
+
+@contextlib.contextmanager
+def multiplied(engine: Any, factor: torch.Tensor) -> Iterator[None]:
+    """A block around `engine.step()` which uses the gradients times `factor`, for their norm and its limit too."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups_gradients_flat"):
+        # bf16 weights whose gradients are summed in fp32.
+        multiply(optimizer.fp32_groups_gradients_flat, factor)
+        yield
+    elif engine.zero_optimization():
+        # The step divides by the loss scale wherever gradients lie, on the host too.
+        known = optimizer.custom_loss_scaler, optimizer.external_loss_scale
+        scale, number = float(optimizer.loss_scale), float(factor)
+        optimizer.external_loss_scale = scale / number if number else scale
+        optimizer.custom_loss_scaler = True
+        try:
+            yield
+        finally:
+            optimizer.custom_loss_scaler, optimizer.external_loss_scale = known
+    else:
+        multiply(gradients_of(engine.module.parameters()), factor)
+        yield
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class EngineState:
         found: torch.Tensor | None = safe_get_full_fp32_param(value) if _has_master(value) else None
         if found is not None:
             return found.view(getattr(value, "ds_shape", value.shape))
-        with _gathered(value):
+        with GatheredParameters(value):
             return value.detach().clone()
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ class EngineState:
             value = full.get(canonical_name(name))
             if not isinstance(target, torch.Tensor) or value is None:
                 continue
-            with _gathered(target, modifier_rank=0):
+            with GatheredParameters(target, modifier_rank=0):
                 target.data.copy_(value)
             if _has_master(target):
                 self._set(target, value, None)
@@ -203,14 +203,30 @@ def computing_weights(model: Any, plugin: DeepSpeedPlugin) -> dict[str, Any]:
     return dict(clone_tensors_for_torch_save(model.module.state_dict()))
 
 
-def _gathered(parameter: torch.Tensor, modifier_rank: int | None = None) -> AbstractContextManager[Any]:
-    """A block in which a parameter is unsharded; with `modifier_rank` all ranks get that one's values at its end."""
-    if not hasattr(parameter, "ds_id"):
-        return nullcontext()
+@contextlib.contextmanager
+def GatheredParameters(
+    params: torch.Tensor | Iterable[torch.Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """A block in which parameters that ZeRO-3 shards are unsharded on every rank. Others are left as they are.
+
+    Args:
+        params: one parameter or several.
+        modifier_rank: the rank whose changes all ranks get at the end of the block; None if none writes.
+        fwd_module: the module whose forward uses the parameters, if it is not their owner.
+        enabled: whether to gather at all.
+    """
+    listed = [params] if isinstance(params, torch.Tensor) else list(params)
+    # DeepSpeed marks each parameter that it shards.
+    if not enabled or not any(hasattr(parameter, "ds_id") for parameter in listed):
+        yield
+        return
     import deepspeed
 
-    block: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters([parameter], modifier_rank=modifier_rank)
-    return block
+    with deepspeed.zero.GatheredParameters(listed, modifier_rank=modifier_rank, fwd_module=fwd_module):
+        yield
 
 
 def _has_master(value: torch.Tensor) -> bool:

@@ -235,7 +235,7 @@ class DeepSpeedZero(Strategy):
                 found.append(started)
             else:
                 found.append(self.as_prepared(model.to(self.device) if place and not _is_engine(model) else model))
-        self.remember(found)
+        self.prepared.add(found)
         return found
 
     def as_prepared(self, module: nn.Module) -> PreparedModel:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.errors import ConfigurationError, PrepareError
 from ...precision.base import Precision
-from ..gradients import by_kind, gradients_of
+from ..gradients import GradientReducer, all_reduce, buckets, gradients_of, local
 from ..prepared import CommunicationVolume
 from ..report.memory import local_bytes
 from .units import find_modules
@@ -54,41 +53,21 @@ def refuse_unshardable(model: torch.nn.Module, layout: str, ignored: Any) -> Non
             )
 
 
-class UnreducedGradients:
+class UnreducedGradients(GradientReducer):
     """Averages gradients that no backward reduces over `group` (None: all), as of parameters FSDP does not shard."""
 
     def __init__(self, group: dist.ProcessGroup | None, parameters: Iterable[nn.Parameter] = ()) -> None:
         self.group = group
         self.parameters: list[nn.Parameter] = [parameter for parameter in parameters if parameter.requires_grad]
-        self._is_deferred = False
 
     def communication_volume(self) -> list[CommunicationVolume]:
-        """What averaging sends in an optimizer step: a message a parameter."""
-        if not self.parameters:
-            return []
-        sent = sum(local_bytes([parameter]) for parameter in self.parameters)
-        return [CommunicationVolume("all-reduce of gradients of unsharded parameters", len(self.parameters), sent)]
-
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """A block whose backwards leave the gradients of these parameters as they are."""
-        before, self._is_deferred = self._is_deferred, True
-        try:
-            yield
-        finally:
-            self._is_deferred = before
+        """What averaging sends in an optimizer step."""
+        found = buckets(map(local, self.parameters))
+        sent = local_bytes(self.parameters)
+        what = "all-reduce of gradients of unsharded parameters"
+        return [CommunicationVolume(what, len(found), sent)] if found else []
 
     def finish(self) -> None:
-        """Average the gradients over the group, unless they are deferred."""
-        gradients = gradients_of(self.parameters)
-        ranks = dist.get_world_size(self.group)
-        if self._is_deferred or not gradients or ranks == 1:
-            return
-        kinds = by_kind(gradients)
-        pending = [
-            dist.all_reduce(gradient, group=self.group, async_op=True) for kind in kinds.values() for gradient in kind
-        ]
-        for work in pending:
-            work.wait()
-        for kind in kinds.values():
-            torch._foreach_div_(kind, float(ranks))
+        """Average the gradients over the group."""
+        if dist.get_world_size(self.group) > 1:
+            all_reduce(map(local, gradients_of(self.parameters)), self.group, average=True)

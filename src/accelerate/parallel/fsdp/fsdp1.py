@@ -25,7 +25,7 @@ from ...precision.base import Precision
 from ...runtime import group
 from ...runtime.mesh import describe
 from ...runtime.topology import Topology
-from .. import materialize, norms
+from .. import gradients, materialize, norms
 from ..activation import checkpoint_activations
 from ..base import Bundle, Strategy
 from ..optimizer_scope import refuse_flat_shards
@@ -57,7 +57,6 @@ class Fsdp1Model(PreparedModel):
 
     Fields:
         plain: what the model was before.
-        unsharded: trainable parameters that FSDP leaves on each rank.
         usage: which parameters have received a gradient.
         device: that of the run.
         saves_shards: whether a checkpoint stores shards (`state_dict_type`).
@@ -75,15 +74,9 @@ class Fsdp1Model(PreparedModel):
     ) -> None:
         super().__init__(module, precision)
         self.device = device
-        self._saves_shards = saves_shards
+        self.saves_shards = saves_shards
         self._plain = plain
-        self.unsharded: UnreducedGradients | None = None
         self.usage: ParameterUsage | None = None
-
-    @property
-    def saves_shards(self) -> bool:
-        """Depends on the plugin's `state_dict_type`."""
-        return self._saves_shards
 
     @property
     def plain(self) -> PlainModel:
@@ -113,11 +106,7 @@ class Fsdp1Model(PreparedModel):
         if not isinstance(sharded, FullyShardedDataParallel):
             yield
             return
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(sharded.no_sync())
-            for kept in (self.unsharded, self.usage):
-                if kept is not None:
-                    stack.enter_context(kept.deferred())
+        with sharded.no_sync(), gradients.deferred(self.reducers):
             yield
 
     # -- state
@@ -125,10 +114,6 @@ class Fsdp1Model(PreparedModel):
     def state_dict(self) -> dict[str, Any]:
         """The full state under the user's names: on the host of rank 0, empty on the other ranks."""
         return fsdp1_state.full_model_state(self.inner)
-
-    def checkpoint_state_dict(self) -> dict[str, Any]:
-        """The same as `state_dict`."""
-        return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a full state, which only rank 0 needs to have; every rank calls it."""
@@ -151,17 +136,13 @@ class Fsdp1Model(PreparedModel):
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
         """All-gathers and reduce-scatters of the units, and what this library adds."""
-        extra = [kept for kept in (self.unsharded, self.usage) if kept is not None]
-        rest = [volume for kept in extra for volume in kept.communication_volume()]
+        rest = [volume for reducer in self.reducers for volume in reducer.communication_volume()]
         return [*fsdp1_communication.flat_volume(self.inner, backwards), *rest]
 
-    def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
-        """As the base class, with the unsharded gradients of a window."""
-        found = super().memory_usage(windows, seen)
-        if windows:
-            # Until the window's last backward every rank keeps unsharded gradients.
-            found[memory.GRADIENTS] += fsdp1_communication.unsharded_gradients(self.inner)
-        return found
+    def window_gradients(self) -> int:
+        """Those of flat parameters, unsharded, and of all others."""
+        shards = memory.local_bytes(p for p in self.module.parameters() if p.requires_grad)
+        return shards + fsdp1_communication.unsharded_gradients(self.inner)
 
     def dtypes(self) -> tuple[str, str]:
         """The dtypes of the flat parameters."""
@@ -220,7 +201,7 @@ class FullyShardedDataParallel1(Strategy):
             if self.sharding is not ShardingStrategy.NO_SHARD:
                 require_state_dict(prepared.module)
             found.append(prepared)
-        self.remember(found)
+        self.prepared.add(found)
         for optimizer in bundle.optimizers:
             fsdp1_state.repoint(optimizer, self._plain_models())
             if not self.plugin.use_orig_params:
@@ -237,8 +218,7 @@ class FullyShardedDataParallel1(Strategy):
         """The backward, and what FSDP1 does not reduce; gradients that no rank has used then become None."""
         super().backward(loss, **kwargs)
         for prepared in self.prepared:
-            if isinstance(prepared, Fsdp1Model) and prepared.unsharded is not None:
-                prepared.unsharded.finish()
+            gradients.finish(prepared.reducers)
         self._agreement.drop_unused(self._usages())
 
     def lay_out(self, model: nn.Module) -> Fsdp1Model:
@@ -246,9 +226,7 @@ class FullyShardedDataParallel1(Strategy):
         if isinstance(model, FullyShardedDataParallel):
             plain = PlainModel(model)
             plain.attach(model)
-            prepared = self.as_prepared(model, plain)
-            prepared.usage = ParameterUsage(model, compiled=bool(self.transforms))
-            return prepared
+            return self._with_reducers(self.as_prepared(model, plain), [])
         if self.transforms and not self.plugin.use_orig_params:
             raise ConfigurationError(
                 "torch.compile works on FSDP1 with use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)"
@@ -262,11 +240,13 @@ class FullyShardedDataParallel1(Strategy):
             units = [unit.module for unit in FullyShardedDataParallel.fsdp_modules(sharded) if unit is not sharded]
             checkpoint_activations(sharded, units, self.device)
         plain.attach(sharded)
-        prepared = self.as_prepared(sharded, plain)
-        prepared.usage = ParameterUsage(sharded, compiled=bool(self.transforms))
+        return self._with_reducers(self.as_prepared(sharded, plain), ignored)
+
+    def _with_reducers(self, prepared: Fsdp1Model, ignored: list[nn.Module]) -> Fsdp1Model:
         # In an order that is the same on all ranks.
         unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
-        prepared.unsharded = UnreducedGradients(self.gradient_group, unsharded.values())
+        prepared.usage = ParameterUsage(prepared.module, compiled=bool(self.transforms))
+        prepared.reducers = [UnreducedGradients(self.gradient_group, unsharded.values()), prepared.usage]
         return prepared
 
     def clip_grad_norm(
@@ -275,15 +255,11 @@ class FullyShardedDataParallel1(Strategy):
         """Clip shards and replicated parameters together (torch's method clips one complete model only)."""
         # torch's own method clips one complete model only, and not in double precision.
         listed = list(parameters)
-        split = {id(parameter) for plain in self._plain_models() for parameter in plain.split_parameters()}
-        return norms.clip_sharded_grad_norm(
-            [parameter for parameter in listed if id(parameter) in split],
-            [parameter for parameter in listed if id(parameter) not in split],
-            max_norm,
-            norm_type,
-            self.shards.get_group(self.shards.ndim - 1),
-            self.device,
-        )
+        group_ = self.shards.get_group(self.shards.ndim - 1)
+        split = {id(parameter) for plain in self._plain_models() for parameter in plain.split}
+        # The first rank counts what is replicated.
+        elsewhere = {id(parameter) for parameter in listed} - split if dist.get_rank(group_) else set()
+        return norms.clip_grad_norm(listed, max_norm, norm_type, (group_,), self.device, elsewhere)
 
 
 def _shard_mesh(sharding: Any, layout: ParallelismConfig | None, device: torch.device) -> DeviceMesh:

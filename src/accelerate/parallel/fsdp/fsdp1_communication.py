@@ -10,34 +10,31 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ..prepared import CommunicationVolume
+from ..prepared import CommunicationVolume, VolumeCounter
 
 
 def flat_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
     """Messages of a window of so many backwards. Bytes are those of unsharded units."""
-    gathers, gathered, scatters, scattered, sums, summed = 0, 0, 0, 0, 0, 0
+    found, sums = VolumeCounter(), "all-reduce of gradients between replicas"
     for unit, handle in flat_handles(model):
         flat, kind = handle.flat_param, handle._sharding_strategy.name
         trained = flat.requires_grad
         if kind == "NO_SHARD":
             if trained:
-                sums, summed = sums + 1, summed + flat.numel() * handle._reduce_dtype.itemsize
+                found.add(sums, flat.numel() * handle._reduce_dtype.itemsize)
             continue
         numel = flat._sharded_size.numel() * handle.world_size
         # Resharded: for each forward, and for the backward but of the root. Else kept from the first forward of a
         # window to its last backward.
         times = backwards * (1 if unit is model else 2) if kind in ("FULL_SHARD", "HYBRID_SHARD") else 1
-        gathers, gathered = gathers + times, gathered + times * numel * handle._fwd_bwd_param_dtype.itemsize
+        found.add("all-gather of parameters", times * numel * handle._fwd_bwd_param_dtype.itemsize, times)
         if not trained:
             continue
         size = numel * handle._reduce_dtype.itemsize
-        scatters, scattered = scatters + 1, scattered + size
+        found.add("reduce-scatter of gradients", size)
         if "HYBRID" in kind:
-            sums, summed = sums + 1, summed + size // handle.world_size
-    found = [CommunicationVolume("all-gather of parameters", gathers, gathered)]
-    found.append(CommunicationVolume("reduce-scatter of gradients", scatters, scattered))
-    found.append(CommunicationVolume("all-reduce of gradients between replicas", sums, summed))
-    return [one for one in found if one.messages]
+            found.add(sums, size // handle.world_size)
+    return found.volumes()
 
 
 def unsharded_gradients(model: nn.Module) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from ...core.errors import CheckpointError, PrepareError
 from .. import materialize
 from ..materialize import canonical_name
+from ..remap import check_trains
 from ..skeleton import complete, skeleton, without_storage
 from . import state as fsdp_state
 
@@ -37,15 +38,16 @@ class PlainModel:
         self.shapes: dict[str, list[int]] = {name: list(parameter.shape) for name, parameter in named.items()}
         # Weak references: only an optimizer that was made before still needs a flattened parameter.
         self._originals = {name: weakref.ref(parameter) for name, parameter in named.items()}
-        self._names: dict[int, list[str]] = {}
+        # Id of a parameter of the sharded model -> the plain names of its members.
+        self.names: dict[int, list[str]] = {}
         self._flat: list[tuple[nn.Parameter, list[str]]] = []
-        self._split: list[nn.Parameter] = []
+        self.split: list[nn.Parameter] = []  # the parameters of which each rank has a shard
         # (flat parameter, its handle, plain names of its members) of each unit.
         self._units: list[tuple[nn.Parameter, Any, list[str]]] = []
 
     def attach(self, sharded: nn.Module) -> None:
         """Record which parameter of the sharded model contains which of the plain model."""
-        self._names = {id(parameter): [canonical_name(name)] for name, parameter in sharded.named_parameters()}
+        self.names = {id(parameter): [canonical_name(name)] for name, parameter in sharded.named_parameters()}
         for prefix, module in sharded.named_modules():
             handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
             if handle is None:
@@ -55,15 +57,11 @@ class PlainModel:
             fqns = [canonical_name(f"{prefix}.{name}" if prefix else name) for name in flat._fqns]
             self._units.append((flat, handle, fqns))
             if handle.uses_sharded_strategy:
-                self._split += members
+                self.split += members
             if not handle._use_orig_params:
                 inner = {canonical_name(f"{prefix}.{name}" if prefix else name): None for name in flat._fqns}
-                self._names[id(flat)] = [name for name in self.shapes if name in inner]
-                self._flat.append((flat, self._names[id(flat)]))
-
-    def split_parameters(self) -> list[nn.Parameter]:
-        """The parameters of which each rank has a shard."""
-        return self._split
+                self.names[id(flat)] = [name for name in self.shapes if name in inner]
+                self._flat.append((flat, self.names[id(flat)]))
 
     def groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The plain names in each of an optimizer's groups, in the plain model's order where they were flattened."""
@@ -72,13 +70,13 @@ class PlainModel:
         for group in optimizer.param_groups:
             names: list[str] = []
             for parameter in group["params"]:
-                if id(parameter) not in self._names:
+                if id(parameter) not in self.names:
                     raise CheckpointError(
                         f"{type(optimizer).__name__} has a parameter that its sharded model lacks: its state can "
                         "only be saved with the one model that it trains"
                     )
-                names += self._names[id(parameter)]
-            flattened = any(len(self._names[id(parameter)]) > 1 for parameter in group["params"])
+                names += self.names[id(parameter)]
+            flattened = any(len(self.names[id(parameter)]) > 1 for parameter in group["params"])
             found.append(sorted(names, key=order.__getitem__) if flattened else names)
         return found
 
@@ -115,10 +113,6 @@ class PlainModel:
                 for member in members:
                     optimizer.state.pop(member, None)  # type: ignore[arg-type]
         return merged
-
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter belongs to the sharded model."""
-        return id(parameter) in self._names
 
 
 def _part(value: Any, shape: list[int], info: Any) -> Any:
@@ -187,12 +181,7 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
         )
     for number, group in enumerate(optimizer.param_groups):
         group["params"] = [p for p in group["params"] if id(p) not in replaced] + fresh.get(number, [])
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if models and stepped and not any(model.holds(parameter) for model in models for parameter in stepped):
-        raise PrepareError(
-            f"none of the {len(stepped)} parameters of {type(optimizer).__name__} belongs to a prepared model: "
-            "it would train nothing. Make the optimizer from the model that prepare returns."
-        )
+    check_trains(optimizer, {key for model in models for key in model.names})
 
 
 def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -265,7 +254,6 @@ def only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Itera
 
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, plain: PlainModel) -> dict[str, Any]:
     """The full state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
     with only_with_state(model, optimizer):
         return fsdp_state.full_optimizer_state(model, optimizer, plain.groups(optimizer))
 

@@ -7,9 +7,8 @@ a step.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState
 
 from ...core.errors import PrepareError
+from ..gradients import GradientReducer
 from ..materialize import canonical_name
 from ..prepared import CommunicationVolume
 
@@ -123,7 +123,7 @@ class _Unit:
         return found
 
 
-class ParameterUsage:
+class ParameterUsage(GradientReducer):
     """Which parameters of one wrapped model have received a gradient since gradients were cleared.
 
     `compiled`: torch.compile sees the model's forward.
@@ -131,7 +131,6 @@ class ParameterUsage:
 
     def __init__(self, model: nn.Module, compiled: bool) -> None:
         self.units: list[_Unit] = []
-        self.is_deferred: bool = False
         for prefix, module in model.named_modules():
             handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
             if handle is None or not handle.flat_param.requires_grad:
@@ -146,15 +145,6 @@ class ParameterUsage:
         if not flags or not dist.is_initialized() or dist.get_world_size() == 1:
             return []
         return [CommunicationVolume("all-reduce of flags of used parameters", 1, flags * FLAG.itemsize)]
-
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """A block whose backwards belong to an accumulation window that continues."""
-        before, self.is_deferred = self.is_deferred, True
-        try:
-            yield
-        finally:
-            self.is_deferred = before
 
 
 class UsageAgreement:

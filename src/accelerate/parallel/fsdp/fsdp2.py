@@ -25,7 +25,6 @@ from .. import materialize
 from ..activation import checkpoint_activations
 from ..adopted.sharing import find_layout, reducers_of
 from ..remap import ParameterPlaces, switch_parameters
-from ..report import memory
 from ..report.communication import shard_gradients
 from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
@@ -38,20 +37,9 @@ if TYPE_CHECKING:
 
 
 class Fsdp2Model(ShardedModel):
-    """A model whose units FSDP2 shards.
+    """A model whose units FSDP2 shards."""
 
-    `saves_shards` is whether a checkpoint stores shards (the plugin's `state_dict_type`).
-    """
-
-    def __init__(self, *arguments: Any, saves_shards: bool = False) -> None:
-        super().__init__(*arguments)
-        self._saves_shards = saves_shards
-        self._syncs = True  # whether a backward reduces gradients
-
-    @property
-    def saves_shards(self) -> bool:
-        """Depends on the plugin's `state_dict_type`."""
-        return self._saves_shards
+    _syncs = True  # whether a backward reduces gradients
 
     @functools.cached_property
     def outer_units(self) -> list[FSDPModule]:
@@ -74,13 +62,9 @@ class Fsdp2Model(ShardedModel):
             for unit in self.outer_units:
                 unit.set_requires_gradient_sync(before)
 
-    def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
-        """As the base class, with the unsharded gradients of a window."""
-        found = super().memory_usage(windows, seen)
-        if windows:
-            # Until the window's last backward every rank keeps unsharded gradients.
-            found[memory.GRADIENTS] = shard_gradients(self.inner)
-        return found
+    def window_gradients(self) -> int:
+        """Those of FSDP2's units, unsharded, and of all others."""
+        return shard_gradients(self.inner)
 
 
 class FullyShardedDataParallel(ShardedStrategy):

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,6 @@ def full_optimizer_state(
     read them from the model.
     """
     options = full_options(model)
-    optimizer = _plain(optimizer)
     if steps_unsharded(optimizer):
         return _unsharded_state(optimizer)
     # torch's result aliases the optimizer's counters, which its next step would change.
@@ -107,7 +106,6 @@ def load_full_optimizer_state(
     groups: Sequence[Sequence[str]] | None = None,
 ) -> None:
     """Load the state of a plain run's optimizer, which only rank 0 needs to have. Every rank calls it."""
-    optimizer = _plain(optimizer)
     # torch 2.13 cuts a rank's shard of the state out as one block.
     if steps_unsharded(optimizer) or any(materialize.is_packed(parameter) for parameter in model.parameters()):
         _load_unsharded_state(optimizer, state)
@@ -116,10 +114,7 @@ def load_full_optimizer_state(
     groups = groups or _groups(model, optimizer)
     if dist.get_rank() == 0:
         names = [name for group in groups for name in group]
-        expected = [len(group) for group in groups]
-        saved = [len(group["params"]) for group in state["param_groups"]]
-        if expected != saved:
-            raise CheckpointError(f"the optimizer's groups have {expected} parameters, those of the state {saved}")
+        check_groups(groups, state["param_groups"])
         named["state"] = {names[position]: copy.deepcopy(value) for position, value in state["state"].items()}
         named["param_groups"] = [
             {**copy.deepcopy(group), "params": [names[position] for position in group["params"]]}
@@ -145,35 +140,53 @@ def _unsharded_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
     torch's functions expect tensors of the parameter's shape, and a step without a closure.
     """
-
-    def on_host(value: torch.Tensor) -> torch.Tensor:
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        return full.detach().to("cpu", copy=True)
-
     # Every rank takes part in gathering, and rank 0 keeps the result.
-    state: dict[str, Any] = map_leaves(on_host, optimizer.state_dict())
+    state: dict[str, Any] = map_leaves(full_on_host, optimizer.state_dict())
     return state if dist.get_rank() == 0 else {}
 
 
-def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def full_on_host(value: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, gathered, in host memory."""
+    full: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return full.detach().to("cpu", copy=True)
+
+
+def broadcast_state(
+    state: Mapping[str, Any], groups: Sequence[Sequence[object]], device: torch.device | None
+) -> tuple[dict[str, Any], Iterator[tuple[int, dict[str, Any]]]]:
+    """Rank 0's optimizer state on every rank: (all but the state of parameters, that by the number of a parameter).
+
+    The state of one parameter at a time is unsharded on every rank. `groups` has an entry for each parameter.
+    """
     is_source = dist.get_rank() == 0
-    device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
     offered: list[Any] = [None]
     if is_source:
         offered = [({name: value for name, value in state.items() if name != "state"}, sorted(state["state"]))]
     dist.broadcast_object_list(offered, src=0, device=device)
     rest, positions = offered[0]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    expected = [len(group["params"]) for group in optimizer.param_groups]
-    saved = [len(group["params"]) for group in rest["param_groups"]]
-    if expected != saved:
-        raise CheckpointError(f"the optimizer's groups have {expected} parameters, those of the state {saved}")
-    laid_out: dict[int, Any] = {}
-    for position in positions:
-        # The state of one parameter at a time is unsharded on every rank.
-        entry: list[Any] = [state["state"][position] if is_source else None]
-        dist.broadcast_object_list(entry, src=0, device=device)
-        laid_out[position] = lay_out_state(entry[0], parameters[position], parameters[position])
+    check_groups(groups, rest["param_groups"])
+
+    def entries() -> Iterator[tuple[int, dict[str, Any]]]:
+        for position in positions:
+            entry: list[Any] = [state["state"][position] if is_source else None]
+            dist.broadcast_object_list(entry, src=0, device=device)
+            yield position, entry[0]
+
+    return rest, entries()
+
+
+def check_groups(groups: Sequence[Sequence[object]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Raise CheckpointError unless an optimizer's groups are as large as those of a saved state."""
+    here, there = [len(group) for group in groups], [len(group["params"]) for group in saved]
+    if here != there:
+        raise CheckpointError(f"the optimizer's groups have {here} parameters, those of the state {there}")
+
+
+def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    groups = [group["params"] for group in optimizer.param_groups]
+    parameters = [parameter for group in groups for parameter in group]
+    rest, entries = broadcast_state(state, groups, parameters[0].device if parameters else None)
+    laid_out = {at: lay_out_state(entry, parameters[at], parameters[at]) for at, entry in entries}
     optimizer.load_state_dict({**rest, "state": laid_out})
 
 
@@ -203,9 +216,7 @@ def unwrapped(value: torch.Tensor) -> torch.Tensor:
     inner = getattr(value.to_local(), "_tensor", None)  # type: ignore[assignment]
     if inner is None:
         return value
-    return DTensor.from_local(
-        inner, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
+    return materialize.as_dtensor(inner, value)
 
 
 def detached(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,9 +231,3 @@ def detached(state: Mapping[str, Any]) -> dict[str, Any]:
         return copies[id(value)]
 
     return {name: own(value) for name, value in state.items()}
-
-
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside a prepared one."""
-    plain: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return plain

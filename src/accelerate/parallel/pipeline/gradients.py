@@ -1,58 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients after a pipeline's backward: FSDP2 shards reduced, replicas averaged, tied parameters summed."""
+"""Gradients after a pipeline's backward: FSDP2 shards reduced, tied parameters summed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ..fsdp import units
-
-_BUCKET = 25 * 1024 * 1024
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a tensor (the same memory)."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def average(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Average gradients over replicas of a stage, in messages of about 25 MB."""
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    ranks = dist.get_world_size(group)
-    flat, pending = [], []
-    for bucket in _buckets(gradients):
-        joined = (
-            bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
-        )
-        pending.append(dist.all_reduce(joined, group=group, async_op=True))
-        flat.append((bucket, joined))
-    for work, (bucket, joined) in zip(pending, flat, strict=True):
-        work.wait()
-        joined.div_(ranks)
-        pieces = joined.split([gradient.numel() for gradient in bucket])
-        torch._foreach_copy_(bucket, [piece.view_as(g) for piece, g in zip(pieces, bucket, strict=True)])
-
-
-def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Gradients of one device and dtype each, in their order."""
-    found: list[list[torch.Tensor]] = []
-    open_: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], int]] = {}
-    for gradient in gradients:
-        kind = (gradient.device, gradient.dtype)
-        bucket, size = open_.get(kind, ([], 0))
-        if not bucket or size + gradient.nbytes > _BUCKET:
-            bucket, size = [], 0
-            found.append(bucket)
-        bucket.append(gradient)
-        open_[kind] = (bucket, size + gradient.nbytes)
-    return found
+from ..gradients import local
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...core.errors import CheckpointError, PrepareError
 from ..accumulated import AccumulatedGradients
+from ..gradients import GradientReducer, all_reduce, buckets, deferred, gradients_of, local
 from ..prepared import CommunicationVolume, GroupShapes
 from ..report import memory
 from ..report.communication import shard_gradients, shard_volume, tensor_parallel_volume
 from ..sharded import ShardedModel
 from . import state
 from .batch import BatchShapes, Stage
-from .gradients import TiedParameters, average, local, reduce_shards
+from .gradients import TiedParameters, reduce_shards
 from .p2p import P2PChannel, TensorSpec, specs_in
 from .random import StageRandom
 from .runner import Runner
@@ -30,7 +31,7 @@ from .schedules import ScheduleRunner
 
 
 @dataclass
-class Stages:
+class Stages(GradientReducer):
     """What one pipelined model consists of on this rank.
 
     Fields:
@@ -41,7 +42,6 @@ class Stages:
         replica_group: the ranks that have the same stages; None where only this one has them.
         is_sharded: whether FSDP2 shards the stages.
         unsharded: trainable parameters that FSDP2 does not shard, whose gradients are averaged over the replicas.
-        is_deferred: whether this backward is not the last one of its window.
         names: the name of each parameter, as the user's object and as its replacement.
         groups: by optimizer, the names in each of its groups on all stages.
         shared: optimizers that step parameters of other models, too.
@@ -56,7 +56,6 @@ class Stages:
     replica_group: dist.ProcessGroup | None
     is_sharded: bool
     unsharded: list[nn.Parameter]
-    is_deferred: bool = False
     names: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
     groups: weakref.WeakKeyDictionary[Any, list[list[str]]] = field(default_factory=weakref.WeakKeyDictionary)
     shared: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -66,14 +65,12 @@ class Stages:
         """The stages of this rank by their number."""
         return self.schedules.runner.stages
 
-    def finish_window(self) -> None:
+    def finish(self) -> None:
         """Reduce gradients over ranks, after the last backward of a window."""
-        if self.is_deferred:
-            return
         reduce_shards(self.modules.values())
         self.tied.sum()
         if self.replica_group is not None:
-            average(self.unsharded, self.replica_group)
+            all_reduce(map(local, gradients_of(self.unsharded)), self.replica_group, average=True)
 
     def names_in(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The names of this model's parameters in each group of an optimizer on this rank."""
@@ -98,8 +95,8 @@ class PipelinedModel(ShardedModel):
 
     def __init__(self, *arguments: Any, stages: Stages | None, saves_shards: bool) -> None:
         super().__init__(*arguments)
+        self.saves_shards = saves_shards
         self._stages = stages
-        self._saves_shards = saves_shards
 
     @property
     def stages(self) -> Stages:
@@ -118,11 +115,6 @@ class PipelinedModel(ShardedModel):
         return self._stages is not None
 
     @property
-    def saves_shards(self) -> bool:
-        """Whether a checkpoint stores this model's state as shards."""
-        return self._saves_shards
-
-    @property
     def template(self) -> nn.Module | None:
         """A module without storage with the full model's names and shapes; None for evaluation."""
         return None if self._stages is None else self._stages.template
@@ -131,18 +123,9 @@ class PipelinedModel(ShardedModel):
         """Return the modules of this rank's stages."""
         return [self.inner] if self._stages is None else self._stages.modules.values()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communicating them between replicas."""
-        stages = self._stages
-        if stages is None:
-            yield
-            return
-        before, stages.is_deferred = stages.is_deferred, True
-        try:
-            yield
-        finally:
-            stages.is_deferred = before
+        return deferred([] if self._stages is None else [self._stages])
 
     # -- state
 
@@ -207,22 +190,21 @@ class PipelinedModel(ShardedModel):
         unsharded = [local(parameter) for parameter in stages.unsharded]
         if stages.replica_group is not None and unsharded:
             size = sum(parameter.nbytes for parameter in unsharded)
-            found.append(CommunicationVolume("all-reduce of gradients between replicas", 1, size))
+            count = len(buckets(unsharded))
+            found.append(CommunicationVolume("all-reduce of gradients between replicas", count, size))
         if tied := [local(parameter) for parameter in stages.tied.parameters()]:
             size = sum(parameter.nbytes for parameter in tied)
             found.append(CommunicationVolume("sums of tied gradients", len(tied), size))
         return found
 
-    def memory_usage(self, windows: bool, seen: set[int] | None = None) -> dict[str, int]:
-        """Return the memory of this rank in bytes by kind."""
-        found = super().memory_usage(windows, seen)
-        if windows and self._stages is not None and self._stages.is_sharded:
-            # Until the last backward of a window, every rank keeps unsharded gradients of its stages.
-            modules = list(self._stages.modules.values())
-            inside = {id(parameter) for stage in modules for parameter in stage.parameters()}
-            rest = (p for p in self.inner.parameters() if p.requires_grad and id(p) not in inside)
-            found[memory.GRADIENTS] = sum(shard_gradients(stage) for stage in modules) + memory.local_bytes(rest)
-        return found
+    def window_gradients(self) -> int | None:
+        """Those of this rank's stages, unsharded, and of all other parameters; None where FSDP2 shards none."""
+        if self._stages is None or not self._stages.is_sharded:
+            return None
+        modules = list(self._stages.modules.values())
+        inside = {id(parameter) for stage in modules for parameter in stage.parameters()}
+        rest = (p for p in self.inner.parameters() if p.requires_grad and id(p) not in inside)
+        return sum(shard_gradients(stage) for stage in modules) + memory.local_bytes(rest)
 
 
 def _stage_volume(runner: Runner, backwards: int) -> list[CommunicationVolume]:

@@ -282,25 +282,19 @@ def remedy(
 
     `observed`: prepare knew the data flow.
     """
-    if not observed:
-        named = _fitting_names(model, options, stages, units, flow)
-        if named is not None:
-            given = ", ".join(f"{name}={value}" for name, value in named.items())
-            return f"This fits: PipelineParallelConfig({given})."
     free = replace(options, placement={}, carried=None)
     without = [f"`{name}`" for name in ("placement", "carried") if getattr(options, name)]
     left_out = f" without {' and '.join(without)}" if without else ""
-    if not observed and _try(model, free, stages, units, flow):
+    example = "" if observed else "example_inputs={...}"
+    if (without or not observed) and _try(model, free, stages, units, flow):
         return (
-            f"This fits: PipelineParallelConfig(example_inputs={{...}}){left_out}, keyword arguments of the forward "
-            "as in this call. The order in which modules compute, and what they use of each other, is then observed."
+            f"This fits: PipelineParallelConfig({example}){left_out}. `example_inputs` are keyword arguments of the "
+            "forward: prepare observes the order in which modules compute, and what they use of each other."
         )
-    if observed and without and _try(model, free, stages, units, flow):
-        return f"This fits: the same options{left_out}, as the order in which modules compute is observed."
     points = _fitting_points(model, free, stages, units, flow)
     if points is not None:
-        example = "" if observed else "example_inputs={...}, "
-        return f"This fits: PipelineParallelConfig({example}split_points={points}){left_out}."
+        given = ", ".join([*([example] if example else []), f"split_points={points}"])
+        return f"This fits: PipelineParallelConfig({given}){left_out}."
     return (
         f"No cut into {stages} stages was found that fits the order in which modules are called (a module that is "
         "called again later must be on one stage with everything in between): use fewer stages."
@@ -314,47 +308,6 @@ def _try(
         return cut_along(model, options, stages, units, flow)
     except PrepareError:
         return None
-
-
-def _fitting_names(
-    model: nn.Module, options: PipelineParallelConfig, stages: int, units: Sequence[Unit], flow: DataFlow
-) -> dict[str, Any] | None:
-    """`placement` and `carried` with which the cut fits although nothing was observed; None where there are none."""
-    names = [unit.name for unit in units]
-    called = {name: place for place, name in enumerate(flow.called)}
-    blocks = [unit.name for unit in units if unit.blocks is not None and unit.name in called]
-    if not blocks or flow.reads:
-        return None
-    first, last = min(called[name] for name in blocks), max(called[name] for name in blocks)
-    placement = dict(options.placement)
-    for name in flow.called:
-        if called[name] < first and names.index(name) > names.index(blocks[0]):
-            placement[name] = "first"
-        elif called[name] > last and names.index(name) < names.index(blocks[-1]):
-            placement[name] = "last"
-    found = _try(model, replace(options, placement=placement), stages, units, None)
-    if found is None:
-        return None
-    missing = _not_carried(found, flow)
-    carried = [*(encoder_of(model) if options.carried is None else options.carried), *missing]
-    if missing:
-        found = _try(model, replace(options, placement=placement, carried=carried), stages, units, None)
-    if (
-        found is None
-        or _not_carried(found, flow)
-        or flow.random & set(missing)
-        or order_conflict(found.cut, flow.calls)
-    ):
-        return None
-    changed = {"placement": placement} if placement != options.placement else {}
-    return {**changed, **({"carried": carried} if missing else {})} or None
-
-
-def _not_carried(found: StagePlan, flow: DataFlow) -> list[str]:
-    """Units whose output later stages use and do not receive."""
-    cut = found.cut
-    needed = flow.carried(cut.units, [*cut.bounds[1:-1], cut.tail])
-    return [name for name in needed if not any(is_inside(name, module) for module in found.carried)]
 
 
 def _fitting_points(

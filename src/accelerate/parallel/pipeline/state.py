@@ -15,14 +15,9 @@ from torch.distributed.tensor import DTensor
 from ...core import trees
 from ...core.errors import CheckpointError
 from .. import materialize
+from ..fsdp.state import broadcast_state, full_on_host
 from ..remap import lay_out_state
 from .p2p import P2PChannel, TensorSpec
-
-
-def _full_on_host(value: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor, gathered, in host memory."""
-    full: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return full.detach().to("cpu", copy=True)
 
 
 def _is_of_rank_0(channel: P2PChannel) -> bool:
@@ -38,7 +33,7 @@ def full_model_state(model: nn.Module, channel: P2PChannel) -> dict[str, torch.T
         if isinstance(value, torch.Tensor):
             # Tied tensors share their memory in a state, too.
             if id(value) not in copied:
-                copied[id(value)] = _full_on_host(value)
+                copied[id(value)] = full_on_host(value)
             value = copied[id(value)]
         found[materialize.canonical_name(name)] = value
     if not _is_of_rank_0(channel):
@@ -95,21 +90,12 @@ def load_full_model_state(
     for name, (shape, dtype) in offered.items():
         if name not in shapes:
             continue
-        if dist.get_rank() == 0:
-            value = _on_device(state[name], device)
-        else:
-            value = torch.empty(shape, dtype=dtype, device=device)
-        if dist.get_world_size() > 1:
-            dist.broadcast(value, src=0)
+        value = materialize.broadcast_tensor(state.get(name), shape, dtype, device)
         target = own.get(name)
         if isinstance(target, DTensor):
             target.to_local().copy_(materialize.local_shard(value, target))
         elif target is not None:
             target.copy_(value)
-
-
-def _on_device(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return value.detach().to(device).contiguous()
 
 
 def _own_names(model: nn.Module) -> dict[int, str]:
@@ -120,14 +106,13 @@ def full_optimizer_state(
     model: nn.Module, optimizer: Any, groups: Sequence[Sequence[str]], channel: P2PChannel
 ) -> dict[str, Any]:
     """The full state in the form of a single process's `optimizer.state_dict()`; empty on all ranks but 0."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
     names = _own_names(model)
     found: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter in optimizer.state:
                 entry = optimizer.state[parameter]
-                found[names[id(parameter)]] = trees.map_leaves(_full_on_host, dict(entry))
+                found[names[id(parameter)]] = trees.map_leaves(full_on_host, dict(entry))
     if not _is_of_rank_0(channel):
         return {}
     if channel.rank != 0:
@@ -157,18 +142,8 @@ def load_full_optimizer_state(
     device: torch.device,
 ) -> None:
     """Load the optimizer state of a single process, which only rank 0 needs to have. Every rank calls it."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    at_source = dist.get_rank() == 0
-    message: list[Any] = [None]
-    if at_source:
-        message = [([{**group} for group in state["param_groups"]], sorted(state["state"]))]
-    dist.broadcast_object_list(message, src=0, device=device)
-    saved, present = message[0]
-    if [len(group["params"]) for group in saved] != [len(group) for group in groups]:
-        raise CheckpointError(
-            f"the optimizer's groups have {[len(group) for group in groups]} parameters, those of the state "
-            f"{[len(group['params']) for group in saved]}"
-        )
+    rest, present = broadcast_state(state, groups, device)
+    saved = rest["param_groups"]
     name_at = {
         position: name
         for group, names in zip(saved, groups, strict=True)
@@ -177,11 +152,9 @@ def load_full_optimizer_state(
     own_names = _own_names(model)
     own = {own_names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in own_names}
     entries: dict[str, Any] = {}
-    for position in present:
-        row: list[Any] = [state["state"][position] if at_source else None]
-        dist.broadcast_object_list(row, src=0, device=device)
+    for position, entry in present:
         if (parameter := own.get(name_at[position])) is not None:
-            entries[name_at[position]] = lay_out_state(dict(row[0]), parameter, parameter)
+            entries[name_at[position]] = lay_out_state(dict(entry), parameter, parameter)
     _load(optimizer, model, entries, saved)
 
 

@@ -29,10 +29,11 @@ from ..base import Bundle
 from ..compile import Compile, compile_regions_fsdp2
 from ..fsdp.fsdp2 import shard_model
 from ..fsdp.units import find_modules
+from ..gradients import finish
 from ..optimizer_scope import refuse_model_scope
 from ..prepared import PreparedModel
 from ..pretrained import require_state_dict
-from ..remap import ParameterPlaces
+from ..remap import ParameterPlaces, trains_nothing
 from ..report.communication import shard_groups
 from ..sharded import ShardedStrategy, lay_out_step, reshard
 from ..skeleton import skeleton, without_storage
@@ -112,7 +113,7 @@ class PipelineParallel(ShardedStrategy):
                     self._foreign[parameter] = True
             require_state_dict(prepared.module)
             found.append(prepared)
-        self.remember(found)
+        self.prepared.add(found)
         for optimizer in bundle.optimizers:
             refuse_model_scope(optimizer, "pp_size", "use fsdp_version=2 or tp_size without pp_size")
             self._repoint(optimizer)
@@ -141,11 +142,8 @@ class PipelineParallel(ShardedStrategy):
         ]
         named = [(one, groups) for one, groups in named if any(groups)]
         if not named:
-            if self.prepared:
-                raise PrepareError(
-                    f"no parameter of {type(optimizer).__name__} belongs to a prepared model: it would train nothing. "
-                    "Make the optimizer from the model's parameters, and prepare both together."
-                )
+            if any(True for _ in self.prepared):
+                raise trains_nothing(optimizer)
             return
         for stages, groups in named:
             stages.groups[optimizer] = groups
@@ -208,7 +206,7 @@ class PipelineParallel(ShardedStrategy):
         )
         staged.entry = self._entry(piped)
         runner.before_backward += [tied.before_backward, functools.partial(defer_reduction, stages.values())]
-        runner.after_backward.append(piped.finish_window)
+        runner.after_backward.append(functools.partial(finish, [piped]))
         return self.as_prepared(model, piped)
 
     def _tied_parameters(

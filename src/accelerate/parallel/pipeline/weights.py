@@ -47,55 +47,24 @@ def distribute(model: nn.Module, names: set[str], foreign: Sequence[nn.Module], 
     }
     values: dict[int, torch.Tensor] = {}
     for _, tensor in () if from_meta else listed:
-        value = _broadcast(tensor, device)
+        value = materialize.broadcast_tensor(tensor, tensor.shape, tensor.dtype, device)
         if id(tensor) in kept:
             values[id(tensor)] = value
-    _replace(model, kept, values)
+    materialize.replace_tensors(
+        model, lambda tensor: _replacement(tensor, id(tensor) in kept, values.pop(id(tensor), tensor.data))
+    )
     return not from_meta
 
 
-def _broadcast(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Rank 0's value of a tensor."""
-    if dist.get_rank() == 0:
-        value = tensor.data.to(device).contiguous()
-    else:
-        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    if dist.get_world_size() > 1:
-        dist.broadcast(value, src=0)
-    return value
-
-
-def _replace(model: nn.Module, kept: Collection[int], values: dict[int, torch.Tensor]) -> None:
-    """Give the kept tensors their values and put tensors on meta in place of the others. Ties are preserved."""
-    replaced: dict[int, torch.Tensor] = {}
-    # An id is compared only while its tensor is alive.
-    former: list[torch.Tensor] = []
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in replaced:
-                    former.append(tensor)
-                    replaced[id(tensor)] = _replacement(
-                        tensor, id(tensor) in kept, values.pop(id(tensor), tensor.data)
-                    )
-                tensors[name] = replaced[id(tensor)]  # type: ignore[assignment]
-
-
 def _replacement(tensor: torch.Tensor, keep: bool, value: torch.Tensor) -> torch.Tensor:
+    """A kept tensor with its value; of any other one on meta."""
     if keep and not tensor.is_meta:
         # The object stays: an optimizer may have it.
         tensor.data = value
         return tensor
     if keep and value.is_meta:
         return tensor
-    value = value if keep else value.to("meta")
-    if not isinstance(tensor, nn.Parameter):
-        return value
-    present = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    present.__dict__.update(tensor.__dict__)
-    return present
+    return value if keep else value.to("meta")
 
 
 def _check_same(listed: list[tuple[str, tuple[int, ...], torch.dtype]], device: torch.device) -> None:

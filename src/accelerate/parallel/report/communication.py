@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..fsdp import units
-from ..prepared import CommunicationVolume
+from ..prepared import CommunicationVolume, VolumeCounter
 from ..tensor.layers import ColumnLinear, RowEmbedding, RowLinear
 from .memory import local_bytes
 
@@ -23,27 +23,21 @@ def shard_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
     are scattered once. A unit without trainable parameters is gathered for a backward only if one passes through it:
     the number is then an upper bound.
     """
-    gathers, gathered, scatters, scattered, copies, copied, passed = 0, 0, 0, 0, 0, 0, True
+    found, gather, is_bound = VolumeCounter(), "all-gather of parameters", False
     for _, group, resharded in shard_groups(model):
-        again, ranks = 1 + resharded, group.mesh_info.shard_mesh_size
-        gathers += backwards * again
-        gathered += (
-            backwards * again * sum(_unsharded_bytes(p, group.mp_policy.param_dtype, ranks) for p in group.fsdp_params)
-        )
+        times, ranks = backwards * (1 + resharded), group.mesh_info.shard_mesh_size
+        size = sum(_unsharded_bytes(p, group.mp_policy.param_dtype, ranks) for p in group.fsdp_params)
+        found.add(gather, times * size, times)
         trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         if not trained:
-            passed = passed and not resharded
+            is_bound = is_bound or resharded
             continue
         dtype = group.mp_policy.reduce_dtype or group.mp_policy.param_dtype
         size = sum(_unsharded_bytes(p, dtype, ranks) for p in trained)
-        scatters, scattered = scatters + 1, scattered + size
+        found.add("reduce-scatter of gradients", size)
         if group._is_hsdp:
-            copies, copied = copies + 1, copied + size // ranks
-    found = [CommunicationVolume("all-gather of parameters", gathers, gathered, about=not passed)]
-    found.append(CommunicationVolume("reduce-scatter of gradients", scatters, scattered))
-    if copies:
-        found.append(CommunicationVolume("all-reduce of gradients between replicas", copies, copied))
-    return [one for one in found if one.messages]
+            found.add("all-reduce of gradients between replicas", size // ranks)
+    return found.volumes(about=gather if is_bound else None)
 
 
 def shard_gradients(model: nn.Module) -> int:
@@ -99,12 +93,10 @@ def tensor_parallel_volume(model: nn.Module, backwards: int) -> list[Communicati
     """
     split = [module for module in model.modules() if isinstance(module, (ColumnLinear, RowLinear, RowEmbedding))]
     along = any(isinstance(module, RowLinear) and module.along_sequence for module in split)
-    found: dict[str, tuple[int, float]] = {}
+    found = VolumeCounter(" a token")
 
-    def count(what: str, module: nn.Module, width: int) -> None:
-        messages, sent = found.get(what, (0, 0.0))
-        weight: Any = module.weight
-        found[what] = messages + backwards, sent + backwards * width * weight.dtype.itemsize
+    def count(what: str, module: nn.Linear | nn.Embedding, width: int) -> None:
+        found.add(what, backwards * width * module.weight.dtype.itemsize, backwards)
 
     seen: set[int] = set()
     for module in split:
@@ -126,4 +118,4 @@ def tensor_parallel_volume(model: nn.Module, backwards: int) -> list[Communicati
             count("scatters of gradients over tp, backward", module, module.in_features)
         else:
             count("sums of gradients over tp, backward", module, module.in_features)
-    return [CommunicationVolume(what, messages, sent, " a token") for what, (messages, sent) in found.items()]
+    return found.volumes()

@@ -8,13 +8,11 @@ recomputation or a resumed run draws the same numbers. Source: Megatron-LM's gen
 
 from __future__ import annotations
 
-import inspect
 import logging
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import torch
@@ -35,55 +33,18 @@ Styles = dict[str, ParallelStyle]
 
 # The upper half of a region's seed. The CPU's generator uses the lower half only.
 _MARK = 0x5EED7A9E
-# Random functions, in addition to those whose names end in "dropout".
-_FUNCTIONS = frozenset(
-    {"bernoulli", "bernoulli_", "gumbel_softmax", "rand", "rand_like", "randn", "randn_like", "rrelu"}
-)
 
 
 def draws(module: nn.Module) -> bool:
     """Whether a module itself, without its children, draws random numbers in training.
 
-    It does by its type, by a positive rate (a number with "drop" in its name, of the module or of the `config` that
-    its code reads), or where its code calls a random function and has no such rate.
+    It does by its type, or by a positive rate: an attribute with "drop" in its name. A module that draws by a rate of
+    its configuration, or without a rate, is named in `random_modules`.
     """
     if isinstance(module, _DropoutNd):
         return module.p > 0
-    if isinstance(module, nn.RReLU):
-        return True
-    names = set(_names_used(type(module)))
-    rates = {name: value for name, value in vars(module).items() if "drop" in name}
-    config = vars(module).get("config")
-    rates |= {name: getattr(config, name) for name in names if "drop" in name and hasattr(config, name)}
-    if any(isinstance(value, (int, float)) and value > 0 for value in rates.values()):
-        return True
-    has_rate = any("drop" in name for name in (*rates, *module._modules))
-    with_literal_rate = not has_rate and any(name.endswith("dropout") for name in names)
-    return with_literal_rate or not names.isdisjoint(_FUNCTIONS)
-
-
-def _names_used(kind: type[nn.Module]) -> Iterator[str]:
-    """The names in the code of a class, without its initialisers."""
-    for base in kind.__mro__:
-        if base is nn.Module:
-            return
-        for name, member in vars(base).items():
-            if name.lstrip("_").startswith(("init", "reset_")):
-                continue
-            code: Any = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
-            if isinstance(code, CodeType):
-                yield from _names_in(code)
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    may_be_rate = any(isinstance(constant, float) and 0 < constant < 1 for constant in code.co_consts)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
-        elif may_be_rate and isinstance(constant, tuple):
-            # Names of keyword arguments: dropout_p=0.1.
-            yield from (name.removesuffix("_p") for name in constant if isinstance(name, str))
+    rates = [value for name, value in vars(module).items() if "drop" in name]
+    return isinstance(module, nn.RReLU) or any(isinstance(rate, (int, float)) and rate > 0 for rate in rates)
 
 
 class RankStream:

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,6 +19,7 @@ from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize
+from ..gradients import GradientReducer, all_reduce
 from ..prepared import CommunicationVolume
 from ..remap import ParameterPlaces
 from ..report.memory import local_bytes
@@ -62,7 +61,7 @@ class TensorParallel(ShardedStrategy):
         return prepared
 
 
-class PartialSums:
+class PartialSums(GradientReducer):
     """Partial gradients of replicated parameters that see some of the tokens, or of the heads, on each rank.
 
     They accumulate unreduced and are all-reduced once, at the end of a window, in one message.
@@ -74,16 +73,6 @@ class PartialSums:
             for parameter in parameters
             if isinstance(parameter, DTensor) and any(place.is_replicate() for place in parameter.placements)
         ]
-        self._deferred = False
-
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """A block in which backwards leave gradients unreduced."""
-        before, self._deferred = self._deferred, True
-        try:
-            yield
-        finally:
-            self._deferred = before
 
     def communication_volume(self) -> list[CommunicationVolume]:
         """At most one message with all gradients; which of them are partial is known after a backward."""
@@ -93,9 +82,7 @@ class PartialSums:
     @torch.no_grad()
     def finish(self) -> None:
         """All-reduce what the window has accumulated."""
-        if self._deferred:
-            return
-        kinds: dict[tuple[Any, torch.dtype], list[Any]] = {}
+        meshes: dict[DeviceMesh, list[Any]] = {}
         for parameter in self._parameters:
             gradient = parameter.grad
             if not isinstance(gradient, DTensor) or not any(place.is_partial() for place in gradient.placements):
@@ -103,15 +90,12 @@ class PartialSums:
             if gradient.device_mesh.ndim > 1:
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
             else:
-                kinds.setdefault((gradient.device_mesh, gradient.dtype), []).append(parameter)
-        for (ranks, _), listed in kinds.items():
-            local = [parameter.grad.to_local() for parameter in listed]
-            flat = torch.cat([gradient.reshape(-1) for gradient in local])
-            dist.all_reduce(flat, group=ranks.get_group())
-            totals = flat.split([gradient.numel() for gradient in local])
-            for parameter, gradient, total in zip(listed, local, totals, strict=True):
-                placements = parameter.placements
-                parameter.grad = DTensor.from_local(total.view_as(gradient), ranks, placements, run_check=False)
+                meshes.setdefault(gradient.device_mesh, []).append(parameter)
+        for ranks, listed in meshes.items():
+            totals = [parameter.grad.to_local() for parameter in listed]
+            all_reduce(totals, ranks.get_group(), average=False)
+            for parameter, total in zip(listed, totals, strict=True):
+                parameter.grad = DTensor.from_local(total, ranks, parameter.placements, run_check=False)
 
 
 def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParallelConfig | None = None) -> bool:

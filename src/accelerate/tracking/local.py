@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values of a run as lines of JSON in its folder: no package, account or server is needed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..core.errors import ConfigurationError
+from ..core.files import atomic_write
+from .base import ClientTracker, checked, on_main_process
+from .values import configuration, flat, number
+
+
+class LocalTracker(ClientTracker):
+    """Writes `values.jsonl` and `config.json` to `logging_dir/run_name`.
+
+    A line of `values.jsonl` is `{"time": seconds since 1970, "step": step, "values": {name: number or text}}`, or
+    `{"time": ..., "event": "start"}` and `"end"`. Names of nested mappings are joined by `/`. Numbers that JSON does
+    not have are the texts "nan", "inf" and "-inf". A run that continues appends to the file: of two lines for one
+    step, the later one is valid. A line is handed to the operating system before `log` returns, so that a killed
+    process loses none.
+
+    Args:
+        run_name: the name of the run's folder.
+        logging_dir: the folder of all runs.
+
+    Raises:
+        ConfigurationError: `logging_dir` is None.
+    """
+
+    name = "local"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
+        if logging_dir is None:
+            raise ConfigurationError(
+                "the local tracker needs a folder: give the Accelerator `project_dir`, or `project_config` with a "
+                "`logging_dir`"
+            )
+        super().__init__(run_name)
+        self.folder: Path = Path(logging_dir, run_name)
+
+    def _open(self) -> TextIO:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "values.jsonl"
+        file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - `_close` closes it
+        if (size := path.stat().st_size) and _last_byte(path, size) != b"\n":
+            # A process was killed within a line.
+            file.write("\n")
+        self._write(file, {"event": "start"})
+        return file
+
+    def _close(self, client: TextIO) -> None:
+        self._write(client, {"event": "end"})
+        client.close()
+
+    def finish_at_exit(self) -> None:
+        """Close the file."""
+        self.finish()
+
+    @staticmethod
+    def _write(file: TextIO, record: dict[str, Any]) -> None:
+        file.write(json.dumps({"time": round(time.time(), 3), **record}, ensure_ascii=False) + "\n")
+        file.flush()
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Record the hyperparameters of the run in `config.json`."""
+        found = configuration(checked(values, "store_init_configuration"))
+        with atomic_write(self.folder / "config.json", "w") as file:
+            json.dump(found, file, indent=2, ensure_ascii=False)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers and text.
+
+        Args:
+            values: {name: number, text, or mapping of them}.
+            step: the training step.
+            kwargs: none is accepted.
+        """
+        if kwargs:
+            raise TypeError(f"the local tracker's log takes no argument {', '.join(kwargs)}")
+        found = {}
+        for name, value in flat(checked(values, "log")):
+            logged = value if isinstance(value, str) else number(value)
+            if logged is None:
+                self._warn_unsupported(name, value, "numbers, text and mappings of them")
+            else:
+                found[name] = str(logged) if isinstance(logged, float) and not math.isfinite(logged) else logged
+        self._write(self.tracker, {"step": None if step is None else int(step), "values": found})
+
+
+def read_values(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the lines of a run's `values.jsonl` that hold values, one for each step, in the order of the file.
+
+    Args:
+        folder: the run's folder.
+
+    Returns:
+        The records. A line that a killed process left incomplete is left out.
+
+    Raises:
+        FileNotFoundError: the folder has no `values.jsonl`.
+    """
+    found: dict[object, dict[str, Any]] = {}
+    with open(Path(folder, "values.jsonl"), encoding="utf-8", errors="replace") as file:
+        for number_of_line, line in enumerate(file):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, Mapping) and isinstance(record.get("values"), dict):
+                step = record.get("step")
+                key = (number_of_line,) if step is None else (step, *sorted(record["values"]))
+                found.pop(key, None)
+                found[key] = dict(record)
+    return list(found.values())
+
+
+def _last_byte(path: Path, size: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(size - 1)
+        return file.read(1)

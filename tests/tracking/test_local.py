@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local tracker: values as lines of JSON in the project folder."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.tracking import LocalTracker, read_values
+
+VALUES = {
+    "loss": torch.tensor(0.5),
+    "scale": numpy.float32(2.0),
+    "count": 3,
+    "note": "né",
+    "bad": float("nan"),
+    "eval": {"f1": 1, "far": float("-inf")},
+}
+READ = {"loss": 0.5, "scale": 2.0, "count": 3, "note": "né", "bad": "nan", "eval/f1": 1, "eval/far": "-inf"}
+
+
+def events(folder):
+    lines = (folder / "values.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["event"] for line in lines if "event" in line]
+
+
+@pytest.mark.parametrize("log_with", ["local", None])
+def test_values_are_read_back(log_with, tmp_path):
+    accelerator = Accelerator(cpu=True, log_with=log_with, project_dir=tmp_path)
+    accelerator.init_trackers("first", config={"rate": 0.1, "model": {"path": tmp_path}})
+    assert len(accelerator.trackers) == (log_with is not None)
+    accelerator.log(VALUES, step=3)
+    accelerator.log({"loss": 1}, step=4)
+    # Written before the end.
+    assert [(record["step"], record["values"]) for record in read_values(tmp_path / "first")] == [
+        (3, READ),
+        (4, {"loss": 1}),
+    ]
+    accelerator.end_training()
+    assert events(tmp_path / "first") == ["start", "end"]
+    assert json.loads((tmp_path / "first/config.json").read_text()) == {"rate": 0.1, "model": {"path": str(tmp_path)}}
+
+
+def test_nothing_is_written_without_a_project(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    accelerator.init_trackers("first")
+    accelerator.log({"loss": 1.0}, step=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_stops_no_run(tmp_path, caplog):
+    (tmp_path / "first").write_text("a file")
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    accelerator.init_trackers("first")
+    accelerator.log({"loss": 1.0}, step=0)
+    assert "are not written to its project folder" in caplog.text
+    with pytest.raises(FileExistsError):
+        LocalTracker("first", tmp_path).start()
+
+
+def test_a_run_that_continues(tmp_path):
+    for first in (0, 2):
+        tracker = LocalTracker("run", tmp_path)
+        tracker.start()
+        for step in range(first, first + 3):
+            tracker.log({"loss": 10 * first + step}, step=step)
+            tracker.log({"rate": first}, step=step)
+        tracker.finish()
+        with open(tmp_path / "run/values.jsonl", "a") as file:
+            file.write('{"time": 1, "step": 2, "values": {"lo')
+    losses = [(r["step"], r["values"]["loss"]) for r in read_values(tmp_path / "run") if "loss" in r["values"]]
+    assert losses == [(0, 0), (1, 1), (2, 22), (3, 23), (4, 24)]
+    assert events(tmp_path / "run") == ["start", "end", "start", "end"]
+
+
+def test_values_that_are_no_numbers(tmp_path, caplog):
+    accelerator = Accelerator(cpu=True, log_with="local", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    for step in range(2):
+        accelerator.log({"weights": torch.zeros(2), "loss": step}, step=step)
+    assert caplog.text.count("local accepts numbers, text and mappings of them: 'weights'") == 1
+    assert [record["values"] for record in read_values(tmp_path / "run")] == [{"loss": 0}, {"loss": 1}]
+
+
+def test_a_killed_process_loses_nothing(tmp_path):
+    script = textwrap.dedent(f"""
+        import os, signal
+        from accelerate import Accelerator
+        accelerator = Accelerator(cpu=True, project_dir={str(tmp_path)!r})
+        accelerator.init_trackers("run")
+        for step in range(100):
+            accelerator.log({{"loss": step}}, step=step)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert [record["values"]["loss"] for record in read_values(tmp_path / "run")] == list(range(100))
