@@ -91,11 +91,11 @@ class MapWorker(Dataset[Any]):
     def __init__(self, loader: DataLoader[Any], has_state: bool, start: StreamPosition) -> None:
         self.dataset: Any = loader.dataset
         self.has_state = has_state
-        self.states = start.inner
-        self.random = start.random
-        self.turn = 0 if start.random is None else start.random.turn
-        self.collate = loader.collate_fn
-        self.batched = loader.batch_sampler is not None
+        self.states: Any = start.inner
+        self.random: WorkerRandom | None = start.random
+        self.turn: int = 0 if start.random is None else start.random.turn
+        self.collate: Callable[[list[Any]], Any] = loader.collate_fn
+        self.batched: bool = loader.batch_sampler is not None
         self.fetch: Fetch | None = None
         self._generators = Generators()
         self._last: States = {}
