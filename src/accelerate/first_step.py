@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .core.trees import leaves
 from .data_loader.diagnose import uneven_epoch, uneven_window
-from .logging import get_logger
+from .logging import MultiProcessAdapter, get_logger
 from .optimizer import AcceleratedOptimizer
 from .parallel.prepared import PreparedModel
 from .run_checkpoints import RunCheckpoints
@@ -32,7 +32,7 @@ from .runtime.agreement import Round, pauses
 from .runtime.calls import ranks_in_words, user_line
 from .state import GradientState, PartialState
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 # Steps of any optimizer after which the checks end, and backwards whose loss is checked: that waits for the device.
 _STEPS, _LOSSES = 16, 2

@@ -89,7 +89,7 @@ class UserCpuOffloadHook:
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Stores a module's weights in one dtype (an 8-bit one, say) and casts them to another for each forward."""
+    """Stores a module's weights in one dtype (such as an 8-bit one) and casts them to another for each forward."""
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
         self.storage_dtype = storage_dtype

@@ -38,7 +38,7 @@ class LocalSGD:
     def __init__(self, accelerator: Any, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps={local_sgd_steps} must be at least 1")
-        self.enabled = enabled and accelerator.use_distributed
+        self.enabled: bool = enabled and accelerator.use_distributed
         if self.enabled and accelerator.strategy.name not in ("single process", "DistributedDataParallel"):
             raise NotImplementedError(
                 f"LocalSGD averages full replicas of the model, and {accelerator.strategy.name} keeps none on a "

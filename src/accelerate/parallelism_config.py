@@ -263,12 +263,12 @@ class ParallelismConfig:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(device_type, tuple(self.sizes[name] for name in names), mesh_dim_names=tuple(names))
-        for flat, parts in (
+        for flat, inner in (
             ("dp", ("dp_replicate", "dp_shard")),
             ("dp_shard_cp", ("dp_shard", "cp", "sp")),
             ("dp_cp", ("dp_replicate", "dp_shard", "cp", "sp")),
         ):
-            present = tuple(name for name in parts if name in names)
+            present = tuple(name for name in inner if name in names)
             if present:
                 mesh[present]._flatten(flat)
         return mesh

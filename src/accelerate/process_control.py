@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,10 @@ from . import collectives
 from .core.enums import DistributedType
 from .data_loader.metrics import gather_for_metrics
 from .parallel.base import Strategy
-from .state import AcceleratorState, GradientState, PartialState
+from .state import AcceleratorState, GradientState, PartialState, ProcessView
 
 
-class ProcessControl:
+class ProcessControl(ProcessView):
     """Properties of the run, process-dependent execution, and collectives on nested data."""
 
     state: AcceleratorState
@@ -57,29 +56,9 @@ class ProcessControl:
         return self.state.mixed_precision
 
     @property
-    def use_distributed(self) -> bool:
-        """Whether several processes work together."""
-        return self.state.use_distributed
-
-    @property
     def multi_device(self) -> bool:
         """Whether several processes work together, each on an accelerator."""
         return self.use_distributed and self.device.type != "cpu"
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the process with rank 0."""
-        return self.state.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
-        return self.state.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the process with the highest rank."""
-        return self.state.is_last_process
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -92,14 +71,6 @@ class ProcessControl:
         return self.state.is_fsdp2
 
     # -- control of execution
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every process has called this."""
-        self.state.wait_for_everyone()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first process of each machine only; the arguments are those of `print`."""
-        self.state.print(*args, **kwargs)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorate a function to run on the main process only; the other processes get None.
@@ -161,28 +132,6 @@ class ProcessControl:
             The decorated function.
         """
         return PartialState().on_local_process(function, local_process_index)
-
-    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose block runs on the main process first, then on all others."""
-        return self.state.main_process_first()
-
-    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose block runs on the first process of each machine first, then on its others."""
-        return self.state.local_main_process_first()
-
-    def split_between_processes(
-        self, inputs: Any, apply_padding: bool = False
-    ) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that yields this process's consecutive share of `inputs`.
-
-        Args:
-            inputs: a list, tuple or tensor, or a dict of them, with the same length on every process.
-            apply_padding: repeat the last element, so that every share has the same length.
-
-        Returns:
-            A context manager.
-        """
-        return PartialState().split_between_processes(inputs, apply_padding)
 
     # -- data between the ranks
 

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -27,6 +27,7 @@ from .core import devices, env, extensions
 from .core.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType
 from .core.errors import ConfigurationError, PrepareError
 from .core.imports import is_available
+from .core.lazy import public_name
 from .logging import get_logger
 from .parallel.base import Strategy
 from .parallel.choice import check_beside_deepspeed, choose_strategy
@@ -57,19 +58,10 @@ class Handlers:
     master: MasterWeightsKwargs | None = None
 
 
-# The deprecated FP8RecipeKwargs is a TERecipeKwargs as well: it comes first.
-_HANDLER_FIELDS: tuple[tuple[type[KwargsHandler], str], ...] = (
-    (DistributedDataParallelKwargs, "ddp"),
-    (GradScalerKwargs, "scaler"),
-    (InitProcessGroupKwargs, "init"),
-    (AutocastKwargs, "autocast"),
-    (ProfileKwargs, "profile"),
-    (FP8RecipeKwargs, "fp8"),
-    (AORecipeKwargs, "ao"),
-    (TERecipeKwargs, "te"),
-    (MSAMPRecipeKwargs, "msamp"),
-    (MasterWeightsKwargs, "master"),
-)
+# Class -> field. The deprecated FP8RecipeKwargs is a TERecipeKwargs as well: it comes first.
+_HANDLER_FIELDS: dict[type[KwargsHandler], str] = {
+    get_args(hint)[0]: name for name, hint in get_type_hints(Handlers).items()
+}
 
 
 @dataclass(frozen=True)
@@ -238,9 +230,9 @@ def sort_handlers(given: list[Any] | None) -> Handlers:
     """The handlers by kind. Raises for a foreign object, or a kind that is given twice."""
     handlers = Handlers()
     for handler in given or ():
-        name = next((name for kind, name in _HANDLER_FIELDS if isinstance(handler, kind)), None)
+        name = next((name for kind, name in _HANDLER_FIELDS.items() if isinstance(handler, kind)), None)
         if name is None:
-            kinds = ", ".join(kind.__name__ for kind, _ in _HANDLER_FIELDS)
+            kinds = ", ".join(kind.__name__ for kind in _HANDLER_FIELDS)
             raise ConfigurationError(f"kwargs_handlers holds {handler!r}: it takes objects of {kinds}")
         if getattr(handlers, name) is not None:
             raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}: give one")
@@ -266,7 +258,9 @@ def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumula
                 "set num_steps in the plugin"
             )
         origins[name] = "argument"
-        return plugin if plugin.num_steps is not None else _with_steps(plugin, env.get_int(variable) or 1)
+        if plugin.num_steps is not None:
+            return plugin
+        return dataclasses.replace(plugin, num_steps=env.get_int(variable) or 1)
     check_accumulation_steps(steps, "gradient_accumulation_steps")
     requested = env.get_int(variable)
     if steps != 1 or requested is None:
@@ -274,10 +268,6 @@ def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumula
         return GradientAccumulationPlugin(num_steps=steps)
     origins[name] = f"variable {variable}"
     return GradientAccumulationPlugin(num_steps=requested)
-
-
-def _with_steps(plugin: GradientAccumulationPlugin, steps: int) -> GradientAccumulationPlugin:
-    return dataclasses.replace(plugin, num_steps=steps)
 
 
 def _dynamo(request: Request, origins: dict[str, str]) -> TorchDynamoPlugin:
@@ -288,15 +278,15 @@ def _dynamo(request: Request, origins: dict[str, str]) -> TorchDynamoPlugin:
 def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, Any]:
     """The plugin of each strategy that is requested, by argument or by the launcher's variables."""
     found: dict[str, Any] = {}
-    for name, variable, make in (
-        ("deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED", _make_deepspeed_plugin),
-        ("fsdp_plugin", "ACCELERATE_USE_FSDP", FullyShardedDataParallelPlugin),
-        ("megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM", _make_megatron_plugin),
-        ("parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", ParallelismConfig),
+    for name, variable, kind in (
+        ("deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED", "DeepSpeedPlugin"),
+        ("fsdp_plugin", "ACCELERATE_USE_FSDP", "FullyShardedDataParallelPlugin"),
+        ("megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM", "MegatronLMPlugin"),
+        ("parallelism_config", "ACCELERATE_USE_PARALLELISM_CONFIG", "ParallelismConfig"),
     ):
         given = getattr(request, name)
         if given is None and env.get_flag(variable):
-            given = make()
+            given = public_name(__name__, kind)()
             origins[name] = f"variable {variable}"
         elif given is not None:
             origins[name] = "argument"
@@ -349,18 +339,6 @@ def _with_tensor_plugin(plugin: Any, layout: Any) -> Any:
             f"torch_tp_plugin has tp_size={plugin.tp_size} and parallelism_config tp_size={layout.tp_size}: give one"
         )
     return layout
-
-
-def _make_deepspeed_plugin() -> Any:
-    from .config.deepspeed import DeepSpeedPlugin
-
-    return DeepSpeedPlugin()
-
-
-def _make_megatron_plugin() -> Any:
-    from .config.megatron import MegatronLMPlugin
-
-    return MegatronLMPlugin()
 
 
 def _native_layout(plugin: Any, plugins: dict[str, Any], world: int) -> Any:

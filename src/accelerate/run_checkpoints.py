@@ -28,7 +28,7 @@ from .checkpointing.writer import Writer
 from .config.training import ProjectConfiguration
 from .core.errors import CheckpointError, ConfigurationError
 from .core.files import user_path
-from .logging import get_logger
+from .logging import MultiProcessAdapter, get_logger
 from .parallel.base import Strategy
 from .parallel.items import ItemWindow
 from .parallel.prepared import PreparedOptimizer
@@ -41,7 +41,7 @@ from .tracking.group import TrackerGroup
 if TYPE_CHECKING:
     from .checkpointing.sharded import ShardedState
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 
 class RunCheckpoints:
@@ -74,7 +74,9 @@ class RunCheckpoints:
         self.trackers = trackers
         self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
-        self.controller = ResumeController(self._load_newest_if_any, self._save_and_exit, self._in_training_mode)
+        self.controller: ResumeController = ResumeController(
+            self._load_newest_if_any, self._save_and_exit, self._in_training_mode
+        )
         self._writer: Writer | None = None
         self._locks = RunLocks()
         self._damaged: list[DamagedCheckpoint] = []  # skipped by a load: their numbers are the next ones

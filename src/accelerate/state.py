@@ -269,7 +269,61 @@ def _present_topology() -> Topology:
     )
 
 
-class AcceleratorState:
+class ProcessView:
+    """The part of `PartialState` that `AcceleratorState` and `Accelerator` have too."""
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether several processes work together."""
+        return PartialState().use_distributed
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the process with rank 0."""
+        return PartialState().is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return PartialState().is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the process with the highest rank."""
+        return PartialState().is_last_process
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has called this."""
+        PartialState().wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process of each machine only; the arguments are those of `print`."""
+        PartialState().print(*args, **kwargs)
+
+    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose block runs on the main process first, then on all others."""
+        return PartialState().main_process_first()
+
+    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose block runs on the first process of each machine first, then on its others."""
+        return PartialState().local_main_process_first()
+
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that yields this process's consecutive share of `inputs`.
+
+        Args:
+            inputs: a list, tuple or tensor, or a dict of them, with the same length on every process.
+            apply_padding: repeat the last element, so that every share has the same length.
+
+        Returns:
+            A context manager.
+        """
+        return PartialState().split_between_processes(inputs, apply_padding)
+
+
+class AcceleratorState(ProcessView):
     """PartialState with the options of the run: precision, plugins and mesh. All instances share one state."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -335,7 +389,7 @@ class AcceleratorState:
             for plugin in plugins.values():
                 plugin.set_mixed_precision(precision)
             next(iter(plugins.values())).select(_from_accelerator_state=True)
-            self.distributed_type = DistributedType.DEEPSPEED
+            self.distributed_type: DistributedType = DistributedType.DEEPSPEED
         elif megatron_lm_plugin is not None:
             self.__dict__["megatron_lm_plugin"] = megatron_lm_plugin
             self.distributed_type = DistributedType.MEGATRON_LM
@@ -415,51 +469,9 @@ class AcceleratorState:
         """See `PartialState.fork_launched`."""
         return PartialState().fork_launched
 
-    @property
-    def use_distributed(self) -> bool:
-        """See `PartialState.use_distributed`."""
-        return PartialState().use_distributed
-
-    @property
-    def is_main_process(self) -> bool:
-        """See `PartialState.is_main_process`."""
-        return PartialState().is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """See `PartialState.is_local_main_process`."""
-        return PartialState().is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """See `PartialState.is_last_process`."""
-        return PartialState().is_last_process
-
-    def wait_for_everyone(self) -> None:
-        """See `PartialState.wait_for_everyone`."""
-        PartialState().wait_for_everyone()
-
     def destroy_process_group(self, group: Any = None) -> None:
         """See `PartialState.destroy_process_group`."""
         PartialState().destroy_process_group(group)
-
-    def split_between_processes(
-        self, inputs: Any, apply_padding: bool = False
-    ) -> contextlib.AbstractContextManager[Any]:
-        """See `PartialState.split_between_processes`."""
-        return PartialState().split_between_processes(inputs, apply_padding)
-
-    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """See `PartialState.main_process_first`."""
-        return PartialState().main_process_first()
-
-    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """See `PartialState.local_main_process_first`."""
-        return PartialState().local_main_process_first()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """See `PartialState.print`."""
-        PartialState().print(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in (*self._known_attributes, "mixed_precision") and "_mixed_precision" not in self.__dict__:

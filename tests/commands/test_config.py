@@ -84,7 +84,7 @@ def answers(monkeypatch, *lines):
 
 def test_questions_on_a_cpu_machine(monkeypatch, tmp_path):
     left = answers(monkeypatch, "", "", "1", "", "")  # machines, processes, precision, compile, write
-    path = questions.ask(tmp_path / "c.yaml")
+    path = questions.run(tmp_path / "c.yaml")
     assert list(left) == []
     loaded = load_config_from_file(path)
     assert (loaded.use_cpu, loaded.mixed_precision, loaded.num_processes) == (True, "bf16", 1)
@@ -99,7 +99,7 @@ def test_questions_go_back_and_follow_the_answers(monkeypatch, tmp_path):
         "",  # nothing split beside that
         "1", "", "", "0",  # precision, compile, affinity, write
     )  # fmt: skip
-    loaded = load_config_from_file(questions.ask(tmp_path / "c.yaml"))
+    loaded = load_config_from_file(questions.run(tmp_path / "c.yaml"))
     assert loaded.distributed_type is DistributedType.FSDP
     assert (loaded.num_machines, loaded.machine_rank, loaded.main_process_ip, loaded.main_process_port) == (
         2,
@@ -132,7 +132,7 @@ def test_questions_split_a_model(monkeypatch, tmp_path, fsdp, given, sizes):
     """Every size that is offered leaves a layout that runs on the number of processes."""
     before = ["", "8", *(["1", "", "", "", "Block", "", "", "", ""] if fsdp else ["0"])]
     left = answers(monkeypatch, *before, *given, "", "", "0")  # precision, compile, write
-    loaded = load_config_from_file(questions.ask(tmp_path / "c.yaml"))
+    loaded = load_config_from_file(questions.run(tmp_path / "c.yaml"))
     assert list(left) == []
     assert loaded.parallelism_config == {f"parallelism_config_{name}_size": size for name, size in sizes.items()}
     if sizes:
@@ -143,7 +143,7 @@ def test_questions_split_a_model(monkeypatch, tmp_path, fsdp, given, sizes):
 def test_an_ended_input_is_said(monkeypatch, tmp_path):
     answers(monkeypatch, "1")
     with pytest.raises(ConfigurationError, match="config default"):
-        questions.ask(tmp_path / "c.yaml")
+        questions.run(tmp_path / "c.yaml")
     assert not (tmp_path / "c.yaml").exists()
 
 

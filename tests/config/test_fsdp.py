@@ -74,7 +74,7 @@ def test_words_of_version_1_mean_something_to_version_2(word, expected):
         ({"mixed_precision_policy": {"param_dtype": "int7"}}, "int7"),
         ({"activation_checkpointing": True, "activation_checkpointing_offload": True}, "fsdp_version=2"),
         ({"activation_checkpointing_offload": True}, "activation_checkpointing=True"),
-        ({"auto_wrap_policy": "TRANSFORMER_WRAP"}, "Did you mean TRANSFORMER_BASED_WRAP"),
+        ({"auto_wrap_policy": "TRANSFORMER_WRAP"}, "did you mean TRANSFORMER_BASED_WRAP"),
         ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": "10"}, "min_num_params"),
         ({"sharding_strategy": "FULL"}, "FULL_SHARD"),
         ({"backward_prefetch": "xyz"}, "BACKWARD_PRE"),

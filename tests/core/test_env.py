@@ -46,7 +46,7 @@ def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(monkeypa
     env.check_run()
     assert not recwarn
     monkeypatch.setenv("RANK", "0")
-    with pytest.warns(UserWarning, match="ACCELERATE_MIXED_PRECISON; did you mean ACCELERATE_MIXED_PRECISION"):
+    with pytest.warns(UserWarning, match="ACCELERATE_MIXED_PRECISON \\(did you mean ACCELERATE_MIXED_PRECISION"):
         env.check_run()
 
 

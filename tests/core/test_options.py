@@ -87,7 +87,7 @@ def test_names_keys_flags_and_variables_are_used_once() -> None:
     rows = [*options.options().values(), *options.VARIABLES, *options.TORCHRUN, *options.FOREIGN]
     for of in (
         [row.name for row in rows],
-        [row.key for row in rows if row.key],
+        [row.file_key for row in rows if row.file_key],
         [flag for row in options.options().values() for flag in row.spellings],
         [row.variable for row in rows if row.variable],
     ):

@@ -3,10 +3,12 @@
 
 import pytest
 
+from accelerate.config.launch_settings import resolve_settings
 from accelerate.core import system
 from accelerate.core.errors import ConfigurationError
 from accelerate.launchers import capacity
 from accelerate.launchers.capacity import Capacity, check, check_forked
+from accelerate.launchers.registry import launcher_class
 from accelerate.launchers.spec import LaunchSpec, Program
 
 GIB = 2**30
@@ -22,11 +24,11 @@ def spec(processes, machines=1, threads=None, device="cpu", hostfile=None):
 
 def test_more_than_memory_holds_is_refused_with_numbers():
     with pytest.raises(ConfigurationError) as caught:
-        check(spec(500), "local", False, SMALL)
+        check(spec(500), False, SMALL)
     told = str(caught.value)
     assert "num_processes=500" in told and "73.2 GiB" in told and "23.0 GiB are free" in told
     assert f"at most {23 * GIB // capacity.PROCESS} fit" in told and "--oversubscribe" in told
-    memory, cpus = check(spec(500), "local", True, SMALL)
+    memory, cpus = check(spec(500), True, SMALL)
     assert "73.2 GiB" in memory and "500 processes share 2 processors" in cpus
 
 
@@ -38,29 +40,30 @@ def test_more_than_memory_holds_is_refused_with_numbers():
         (spec(1000, machines=2), "static", True),
         (spec(1000, machines=2), "elastic", True),
         (spec(500), "mpi", True),
-        (spec(500, hostfile="hosts"), "mpi", False),
+        (spec(500, hostfile="hosts")._replace(main_process_ip_given=True), "mpi", False),
         (spec(500), "slurm", False),
         (spec(500), "kubernetes", False),
         (spec(500, device="cuda"), "local", True),
     ],
 )
 def test_what_counts_is_this_machine_s_share(launch, engine, refused):
+    launcher = launcher_class(engine).create(launch, resolve_settings({}), False)
     try:
-        check(launch, engine, False, SMALL)
+        check(launch, False, SMALL)
     except ConfigurationError:
-        assert refused
+        assert refused is launcher.uses_this_machine
     else:
         assert not refused
 
 
 def test_more_processes_or_threads_than_processors_are_one_warning():
-    assert check(spec(2, threads=1), "local", False, SMALL) == []
-    (told,) = check(spec(3, threads=64), "local", False, SMALL)
+    assert check(spec(2, threads=1), False, SMALL) == []
+    (told,) = check(spec(3, threads=64), False, SMALL)
     assert "3 processes share 2 processors" in told and "--num_processes 2" in told
-    (told,) = check(spec(1, threads=64), "local", False, SMALL)
+    (told,) = check(spec(1, threads=64), False, SMALL)
     assert "1 process of 64 threads share 2 processors" in told and "--num_cpu_threads_per_process 2" in told
-    assert check(spec(3, device="cuda", threads=64), "local", False, SMALL) == []
-    assert check(spec(3, threads=1), "local", False, Capacity(8, None)) == []
+    assert check(spec(3, device="cuda", threads=64), False, SMALL) == []
+    assert check(spec(3, threads=1), False, Capacity(8, None)) == []
 
 
 def test_forked_functions(monkeypatch):

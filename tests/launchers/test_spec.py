@@ -5,12 +5,12 @@ import pytest
 
 from accelerate.config.launch_settings import resolve_settings
 from accelerate.core.errors import ConfigurationError
-from accelerate.core.options import options
+from accelerate.core.options import LAUNCHERS, options
 from accelerate.launchers import plan as planning
 from accelerate.launchers.base import Launcher
-from accelerate.launchers.registry import ENGINES, UNUSED, unused_options
+from accelerate.launchers.registry import launcher_class
 from accelerate.launchers.spec import LaunchSpec, Program
-from accelerate.launchers.variables import idle_flags, variables
+from accelerate.launchers.variables import variables, without_effect
 
 SCRIPT = Program(__file__, ("--lr", "1"))
 
@@ -26,12 +26,14 @@ def _four_gpus(monkeypatch):
 
 
 def test_options_that_an_engine_does_not_use_are_reported():
-    assert set(UNUSED) == set(ENGINES) and {name for names in UNUSED.values() for name in names} <= set(options())
+    launchers = {engine: launcher_class(engine) for engine in LAUNCHERS}
+    assert {name for launcher in launchers.values() for name in (*launcher.unused, *launcher.own)} <= set(options())
+    assert {launcher.name for launcher in launchers.values()} == set(launchers)
     settings = resolve_settings({"role": "worker", "tee": "3", "max_restarts": 0})
-    assert unused_options("slurm", settings) == [
+    assert without_effect(launchers["slurm"], settings) == [
         "role (flag --role), tee (flag --tee): no effect with the engine slurm"
     ]
-    assert unused_options("elastic", settings) == []
+    assert without_effect(launchers["elastic"], settings) == []
 
 
 def test_processes_of_a_machine_have_global_ranks():
@@ -120,14 +122,14 @@ def test_strategies_publish_their_variables_only_when_on():
 
 def test_flags_without_their_switch_are_named():
     flags = {"fsdp_version": 2, "zero_stage": 3, "fp8_backend": "AO"}
-    assert idle_flags(resolve_settings(flags)) == [
+    assert without_effect(Launcher, resolve_settings(flags)) == [
         "--fsdp_version: no effect without --use_fsdp",
         "--zero_stage: no effect without --use_deepspeed",
         "--fp8_backend: no effect without --mixed_precision fp8",
     ]
-    assert idle_flags(resolve_settings({"fsdp_version": 2, "use_fsdp": True})) == []
-    assert idle_flags(resolve_settings({})) == []
-    assert idle_flags(resolve_settings({"engine": "deepspeed", "deepspeed_hostfile": "hosts"})) == []
+    assert without_effect(Launcher, resolve_settings({"fsdp_version": 2, "use_fsdp": True})) == []
+    assert without_effect(Launcher, resolve_settings({})) == []
+    assert without_effect(launcher_class("deepspeed"), resolve_settings({"deepspeed_hostfile": "hosts"})) == []
 
 
 def test_flag_beats_variable_beats_default(monkeypatch):

@@ -58,7 +58,7 @@ def test_to_meta_and_back():
 
 def test_errors_name_the_tensor():
     model = nn.Sequential(nn.Linear(3, 4, bias=False))
-    with pytest.raises(ValueError, match=r"does not have a parameter or a buffer named weigth. Did you mean weight"):
+    with pytest.raises(ValueError, match=r"does not have a parameter or a buffer named weigth \(did you mean weight"):
         set_module_tensor_to_device(model, "0.weigth", "cpu")
     with pytest.raises(ValueError, match=r"Sequential has no submodule '1' to hold '1\.weight'"):
         set_module_tensor_to_device(model, "1.weight", "cpu")

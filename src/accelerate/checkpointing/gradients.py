@@ -21,8 +21,9 @@ class RankState:
     def __init__(
         self, layout: str, models: Sequence[PreparedModel], mesh: dict[str, int], window: OpenWindow | None
     ) -> None:
-        self.models, self.window = list(models), window
-        self.layout = {"strategy": layout, **mesh}
+        self.models: list[PreparedModel] = list(models)
+        self.window = window
+        self.layout: dict[str, Any] = {"strategy": layout, **mesh}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank as plain data."""
@@ -86,7 +87,9 @@ class PendingGradients:
     """
 
     def __init__(self, models: Sequence[Any], pending: Callable[[], bool]) -> None:
-        self.models = [PlainGradients(model) if isinstance(model, torch.nn.Module) else model for model in models]
+        self.models: list[PlainGradients | Any] = [
+            PlainGradients(model) if isinstance(model, torch.nn.Module) else model for model in models
+        ]
         self.pending = pending
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,7 +116,7 @@ class PlainGradients:
 
     def __init__(self, model: torch.nn.Module) -> None:
         # The current ones: while a state is taken, the model may have master weights instead.
-        self.parameters = dict(model.named_parameters())
+        self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the gradient of each parameter that has one."""

@@ -20,7 +20,7 @@ from .matching import CheckpointMismatch
 from .run_state import RunState
 from .source import CheckpointReader, ModelWeights, open_checkpoint
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 ARRIVAL = 30.0  # seconds within which every rank must have called
 COMPLETION = 1800.0  # seconds within which every rank must have read and checked its files

@@ -26,7 +26,7 @@ from .sharded import check_shards, load_entries, shard_entries
 from .tensorfile import file_head, widest_first
 from .weights import plan_shards
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _SHARDS = re.compile(rf"{MODEL_NAME}_fsdp_(\d+)")
 _WINDOW = 256 << 20  # bytes of a model that are read at a time, or one tensor

@@ -19,7 +19,7 @@ from .layout import set_aside
 from .ranks import SaveRanks
 from .run_lock import RunLocks, SaveLock
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 ARRIVAL = 30.0  # seconds within which every rank must have called
 COMPLETION = 1800.0  # seconds within which every rank must have written its files

@@ -23,7 +23,7 @@ from ..core.errors import CheckpointError
 from ..runtime.agreement import Agreement, Process
 from .layout import is_numbered
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 HEARTBEAT = 5.0  # seconds between two updates of a lock file's modification time
 SILENCE = 20.0  # seconds without an update after which a run on another machine counts as dead
@@ -67,10 +67,10 @@ class FolderLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.pid = os.getpid()
-        self.holder = _this_process()
+        self.pid: int = os.getpid()
+        self.holder: Holder = _this_process()
         self.owners: set[object] = set()
-        self.saving = threading.Lock()  # locked during a save, which may end in another thread
+        self.saving: threading.Lock = threading.Lock()  # locked during a save, which may end in another thread
 
     def take(self) -> None:
         """Create the lock file, or replace that of a dead run. Raises FolderInUse when its run is alive."""

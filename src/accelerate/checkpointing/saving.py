@@ -32,7 +32,7 @@ from .tensorfile import ALIASES, only_tensors, segments, without_aliases
 if TYPE_CHECKING:
     from .writer import Writer
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _RANK_INLINE = 1 << 14  # bytes: generator states stay in the one file of a rank
 

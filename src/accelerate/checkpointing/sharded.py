@@ -64,11 +64,17 @@ class ShardedState:
 
         Raises CheckpointError for an optimizer whose parameters are in none of the models.
         """
-        self.models = [(index, prepared.inner) for index, prepared in enumerate(models)]
-        self.optimizers = [(index, _model_of(index, one), one.inner) for index, one in enumerate(optimizers)]
+        self.models: list[tuple[int, torch.nn.Module]] = [
+            (index, prepared.inner) for index, prepared in enumerate(models)
+        ]
+        self.optimizers: list[tuple[int, torch.nn.Module, Any]] = [
+            (index, _model_of(index, one), one.inner) for index, one in enumerate(optimizers)
+        ]
         # By model: a module whose state has the names and shapes of the entire model, where ranks hold different ones.
         templates = ((index, prepared.template) for index, prepared in enumerate(models))
-        self.templates = {index: template for index, template in templates if template is not None}
+        self.templates: dict[int, torch.nn.Module] = {
+            index: template for index, template in templates if template is not None
+        }
 
     @property
     def is_collective(self) -> bool:

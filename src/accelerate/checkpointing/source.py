@@ -43,9 +43,10 @@ class CheckpointReader:
     def __init__(self, folder: Path, run: RunState, process: Process, allow_pickle: bool) -> None:
         self.folder = folder
         self.run = run
-        self.rank, self.processes = process.process_index, process.num_processes
+        self.rank: int = process.process_index
+        self.processes: int = process.num_processes
         self.allow_pickle = allow_pickle
-        self.io = BlockIO()
+        self.io: BlockIO = BlockIO()
 
     def close(self) -> None:
         """Stop the threads that read."""

@@ -30,7 +30,7 @@ from .blocks import BlockIO
 from .compat import load_pickled
 from .tensorfile import only_tensors, segments, without_aliases
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class _Writing(Protocol):

@@ -21,7 +21,7 @@ from .opening import PendingCheckpoint
 from .ranks import SaveRanks
 from .saving import complete
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _ALIGN = 64  # bytes; the widest vector registers
 

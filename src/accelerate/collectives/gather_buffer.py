@@ -35,11 +35,12 @@ class GatherBuffer:
         order = sorted(range(len(specs)), key=lambda place: -specs[place][1].itemsize)
         length = flat.aligned(sum(sizes), _ALIGNED)
         others = channel.world - 1
-        self.header = sign + sum(sizes).to_bytes(HEADER - len(sign), "little", signed=True)
+        self.header: bytes = sign + sum(sizes).to_bytes(HEADER - len(sign), "little", signed=True)
         with torch.inference_mode(False):
             sent = torch.zeros(others, HEADER + length, dtype=torch.uint8, device="cpu")
             sent[:, :HEADER] = torch.tensor(list(self.header), dtype=torch.uint8)
-            self.sent, self.splits = sent.view(-1), channel.splits(HEADER + length)
+            self.sent: torch.Tensor = sent.view(-1)
+            self.splits: list[int] = channel.splits(HEADER + length)
             targets: list[Any] = [None] * (2 * len(specs))
             self.incoming: list[Any] = [None] * len(specs)
             start = HEADER
@@ -53,7 +54,7 @@ class GatherBuffer:
                 self.incoming[place] = slots.view(channel.world, *shape)
                 start = stop
         self.targets = targets
-        self.likes = flat.stacked_likes(specs, channel.world)
+        self.likes: list[torch.Tensor] = flat.stacked_likes(specs, channel.world)
 
     def gather(self, leaves: list[torch.Tensor], group: dist.ProcessGroup, data: Any) -> Sequence[torch.Tensor]:
         """The `leaves` (of `data`) of all ranks, each joined along dimension 0, in fresh memory."""

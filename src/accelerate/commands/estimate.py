@@ -60,12 +60,12 @@ def footprint(model: nn.Module, dtype: str) -> Footprint:
 
     kind: Any = CustomDtype.INT4 if dtype == "int4" else getattr(torch, dtype)
     sizes = compute_module_sizes(model, dtype=kind)
-    parts: list[Any] = [
+    children: list[Any] = [
         *model.named_parameters(recurse=False),
         *model.named_children(),
         *model.named_buffers(recurse=False),
     ]
-    largest, names = get_max_layer_size(parts, sizes, _unsplit(model))
+    largest, names = get_max_layer_size(children, sizes, _unsplit(model))
     return Footprint(dtype, int(largest), tuple(names), int(sizes[""]), training(model, dtype))
 
 
@@ -237,14 +237,14 @@ def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
     ]
     trained = [(row.dtype, row.training) for row in found if row.training]
     if trained:
-        parts = [
+        details = [
             (dtype, *map(convert_bytes, (part.weights, part.copies, part.gradients, part.moments)))
             for dtype, part in trained
         ]
         headers = ("training", "weights", "16-bit copies", "gradients", "Adam's moments")
         lines += [
             "",
-            table(parts, headers),
+            table(details, headers),
             "",
             "Activations come on top: they depend on the batch. `accelerate plan` traces them.",
         ]
@@ -352,7 +352,7 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
     if mixed_precision == "float32":
         return {"model": bytes, "optimizer": 2 * bytes, "gradients": bytes, "step": 4 * bytes}
     if mixed_precision in ("float16", "bfloat16"):
-        # The gradients: in float32, and a half-precision copy of the weights beside them during the backward pass.
+        # The gradients: in float32, and next to them a half-precision copy of the weights during the backward pass.
         return {"model": bytes, "optimizer": 2 * bytes, "gradients": bytes + bytes // 2, "step": 2 * bytes}
     return {"model": -1, "optimizer": -1, "gradients": -1, "step": -1}
 

@@ -14,10 +14,10 @@ from ..core.options import GROUPS
 from ..launchers import capacity
 from ..launchers.base import Launcher
 from ..launchers.plan import plan, summary
-from ..launchers.registry import choose, unused_options
+from ..launchers.registry import choose
 from ..launchers.script import is_entered
 from ..launchers.spec import LaunchSpec, Program
-from ..launchers.variables import idle_flags
+from ..launchers.variables import without_effect
 from .parser import Formatter, Parser, add_options
 
 DESCRIPTION = (
@@ -93,10 +93,10 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         _launch_on_sagemaker(settings, args)
         return
     spec, launcher = prepared(settings, program_of(args, settings), in_place)
-    for line in (*idle_flags(settings), *unused_options(launcher.name, settings)):
+    for line in without_effect(type(launcher), settings):
         print(f"accelerate launch: {line}", file=sys.stderr)
     try:
-        warnings = capacity.check(spec, launcher.name, settings["oversubscribe"])
+        warnings = capacity.check(spec, settings["oversubscribe"]) if launcher.uses_this_machine else []
     except ConfigurationError as error:
         if not settings["dry_run"]:
             raise ConfigurationError(settings.located(str(error))) from None

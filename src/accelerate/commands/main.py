@@ -48,11 +48,9 @@ def main() -> None:
         print(f"accelerate {__version__} ({IMPLEMENTATION})")
         return
     if name not in COMMANDS:
-        from ..core.errors import nearest
+        from ..core.errors import suggestion
 
-        near = nearest(name, list(COMMANDS))
-        meant = f" (did you mean {near}?)" if near else ""
-        print(f"accelerate: error: unknown command {name!r}{meant}\n\n{usage()}", file=sys.stderr)
+        print(f"accelerate: error: unknown command {name!r}{suggestion(name, COMMANDS)}\n\n{usage()}", file=sys.stderr)
         sys.exit(2)
     try:
         _command(COMMANDS[name][0]).main(rest)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..config.launch_settings import GIVEN
-from ..core.errors import ConfigurationError, nearest
+from ..core.errors import ConfigurationError, suggestion
 from ..core.option import Group, Option
 
 
@@ -57,16 +57,13 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"unexpected argument {word!r}"
         flag = word.split("=", 1)[0]
-        near = nearest(flag, list(self._option_string_actions))
-        return f"unknown option {flag}" + (f" (did you mean {near}?)" if near else f"; see {self.prog} -h")
+        return f"unknown option {flag}" + (suggestion(flag, self._option_string_actions) or f"; see {self.prog} -h")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            near = nearest(str(value), [str(choice) for choice in action.choices or ()])
-            if near:
-                error.message += f" (did you mean {near}?)"
+            error.message += suggestion(value, action.choices or ())
             raise
 
     def error(self, message: str) -> NoReturn:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..core import env
-from ..core.errors import ConfigurationError, nearest
+from ..core.errors import ConfigurationError, suggestion
 
 
 def truth(field: str, value: Any) -> bool:
@@ -25,8 +25,8 @@ def truth_or(field: str, value: Any, variable: str, default: bool = False) -> bo
     return env.get_flag(variable, default) if value is None else truth(field, value)
 
 
-def whole_number(field: str, value: Any, least: int = 1) -> int:
-    """A whole number of at least `least`."""
+def integer(field: str, value: Any, least: int = 1) -> int:
+    """An integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{field}={value!r} must be a whole number of at least {least}")
     return value
@@ -64,10 +64,7 @@ def word(field: str, value: Any, choices: Iterable[str]) -> str:
     known = list(choices)
     found = {choice.lower(): choice for choice in known}.get(value.lower()) if isinstance(value, str) else None
     if found is None:
-        hint = nearest(value, known) if isinstance(value, str) else None
-        raise ConfigurationError(
-            f"{field}={value!r}: use one of {', '.join(known)}" + (f"; did you mean {hint!r}?" if hint else "")
-        )
+        raise ConfigurationError(f"{field}={value!r}: use one of {', '.join(known)}{suggestion(value, known)}")
     return found
 
 

@@ -19,18 +19,6 @@ from .deepspeed_file import HfDeepSpeedConfig, check_sections, check_tree
 if TYPE_CHECKING:
     import torch
 
-# Fields that a DeepSpeed file decides; asking for one of them besides a file is a conflict.
-_DECIDED_BY_FILE = (
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "offload_optimizer_nvme_path",
-    "zero3_save_16bit_model",
-    "mixed_precision",
-)
 # Fields of the plugin, and their keys in a file.
 _KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -42,6 +30,8 @@ _KEYS = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
+# What a DeepSpeed file decides: it is a conflict to request it elsewhere too.
+_DECIDED_BY_FILE = (*_KEYS, "mixed_precision")
 
 
 @dataclass
@@ -113,12 +103,7 @@ class DeepSpeedPlugin:
         if self.zero_stage is None:
             found = env.get_int("ACCELERATE_DEEPSPEED_ZERO_STAGE")
             self.zero_stage = 2 if found is None else found
-        for name in (
-            "offload_optimizer_device",
-            "offload_param_device",
-            "offload_optimizer_nvme_path",
-            "offload_param_nvme_path",
-        ):
+        for name in (name for name in _KEYS if name.startswith("offload_")):
             if getattr(self, name) is None:
                 setattr(self, name, env.get(f"ACCELERATE_DEEPSPEED_{name.upper()}", "none"))
         if self.transformer_moe_cls_names is None:

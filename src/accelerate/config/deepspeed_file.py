@@ -131,7 +131,7 @@ def check_tree(config: HfDeepSpeedConfig) -> None:
     check_sections(config)
     for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size"):
         if (value := config.get_value(key)) not in (None, "auto"):
-            checks.whole_number(key, value)
+            checks.integer(key, value)
     if (value := config.get_value("gradient_clipping")) not in (None, "auto"):
         checks.number("gradient_clipping", value)
     stage = config.get_value("zero_optimization.stage", 0)

@@ -166,6 +166,6 @@ def _require(package: str, what: str) -> None:
 def _int(name: str, given: Any, default: int, least: int) -> int:
     variable = f"ACCELERATE_FP8_{name.upper()}"
     if given is not None:
-        return checks.whole_number(name, given, least)
+        return checks.integer(name, given, least)
     found = env.get_int(variable)
-    return default if found is None else checks.whole_number(variable, found, least)
+    return default if found is None else checks.integer(variable, found, least)

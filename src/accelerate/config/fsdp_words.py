@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..core import env
-from ..core.errors import ConfigurationError, nearest
+from ..core.errors import ConfigurationError, suggestion
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def member(kind: Any, value: Any, field: str) -> Any:
             if name in kind.__members__:
                 return kind[name]
     choices = [name.lstrip("_") for name in kind.__members__]
-    raise ConfigurationError(f"{field}={value!r} is not one of {choices}{hint(str(value).upper(), choices)}")
+    raise ConfigurationError(f"{field}={value!r} is not one of {choices}{suggestion(str(value).upper(), choices)}")
 
 
 def reshards(requested: Any, origin: str) -> bool | int:
@@ -61,12 +61,6 @@ def reshards(requested: Any, origin: str) -> bool | int:
             f"{origin}={requested!r}: FSDP2 takes True, False or the size of the groups to reshard to (2 or more)"
         )
     return requested
-
-
-def hint(word: str, choices: list[str]) -> str:
-    """Return a suggestion for an error message: the choice nearest to `word`, or nothing."""
-    found = nearest(word, choices)
-    return f". Did you mean {found}?" if found else ""
 
 
 def names(text: str | None) -> list[str] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core import env, json_text
-from ..core.errors import ConfigurationError, MissingConfigurationError, nearest
+from ..core.errors import ConfigurationError, MissingConfigurationError, suggestion
 from ..core.files import atomic_write, read_regular
 from ..core.option import Option, brief
 from .launch_schema import FORMER, FORMER_VALUES, canonical, cluster_keys, sagemaker_keys, sections
@@ -155,8 +155,8 @@ def _check_expansion(root: Any, path: Path) -> None:
             raise ConfigurationError(f"{path}:{node.start_mark.line + 1}: an alias is inside its own value")
         if id(node) not in sizes:
             unfinished.add(id(node))
-            parts = (part for item in node.value for part in (item if isinstance(item, tuple) else (item,)))
-            sizes[id(node)] = 1 + sum(map(size, parts))
+            inner = (part for item in node.value for part in (item if isinstance(item, tuple) else (item,)))
+            sizes[id(node)] = 1 + sum(map(size, inner))
             unfinished.discard(id(node))
         if sizes[id(node)] > _VALUES and id(node) != id(root):
             raise ConfigurationError(
@@ -302,8 +302,7 @@ class _Reader:
             known = [other.partition(".")[2] for other in self.table if other.startswith(f"{section}.")]
         else:
             known = sorted({other.partition(".")[0] for other in self.table})
-        near = nearest(name if dot else key, known)
-        return f" (did you mean {near}?)" if near else f"; known keys: {', '.join(sorted(known))}"
+        return suggestion(name if dot else key, known) or f"; known keys: {', '.join(sorted(known))}"
 
     def _derive(self) -> None:
         """Switches that the API's files express by distributed_type and by sections."""

@@ -15,38 +15,31 @@ _KINDS = tuple(kind.value for kind in DistributedType)
 
 # Keys that no flag of `accelerate launch` stands for.
 CLUSTER_ONLY = (
-    Option("compute_environment", "text", "", choices=tuple(kind.value for kind in ComputeEnvironment)),
-    Option("distributed_type", "text", "", choices=_KINDS),
-    Option("tpu_name", "text", ""),
-    Option("tpu_zone", "text", ""),
-    Option("command_file", "text", ""),
-    Option("commands", "list", ""),
-    Option("mpirun_ccl", "int", "", key="mpirun_config.mpirun_ccl"),
+    Option("compute_environment", "text", choices=tuple(kind.value for kind in ComputeEnvironment)),
+    Option("distributed_type", "text", choices=_KINDS),
+    Option("tpu_name", "text"),
+    Option("tpu_zone", "text"),
+    Option("command_file", "text"),
+    Option("commands", "list"),
+    Option("mpirun_ccl", "int", key="mpirun_config.mpirun_ccl"),
     # The API's files hold it with DeepSpeed's options; our own may hold it for every strategy.
-    Option("deepspeed_accumulation", "int", "", key="deepspeed_config.gradient_accumulation_steps"),
+    Option("deepspeed_accumulation", "int", key="deepspeed_config.gradient_accumulation_steps"),
 )
 
 SAGEMAKER = (
-    Option("compute_environment", "text", "", choices=tuple(kind.value for kind in ComputeEnvironment)),
-    Option("distributed_type", "text", "", choices=tuple(kind.value for kind in SageMakerDistributedType)),
-    Option("mixed_precision", "text", "", choices=options()["mixed_precision"].choices),
-    Option("use_cpu", "switch", ""),
-    Option("debug", "switch", ""),
-    Option("ec2_instance_type", "text", ""),
-    Option("iam_role_name", "text", ""),
-    Option("image_uri", "text", ""),
-    Option("profile", "text", ""),
-    Option("region", "text", ""),
-    Option("num_machines", "int", ""),
-    Option("gpu_ids", "text", ""),
-    Option("base_job_name", "text", ""),
-    Option("pytorch_version", "text", ""),
-    Option("transformers_version", "text", ""),
-    Option("py_version", "text", ""),
-    Option("sagemaker_inputs_file", "text", ""),
-    Option("sagemaker_metrics_file", "text", ""),
-    Option("enable_cpu_affinity", "switch", ""),
-)
+    Option("compute_environment", "text", choices=tuple(kind.value for kind in ComputeEnvironment)),
+    Option("distributed_type", "text", choices=tuple(kind.value for kind in SageMakerDistributedType)),
+    Option("mixed_precision", "text", choices=options()["mixed_precision"].choices),
+    Option("num_machines", "int"),
+    *(Option(name, "switch") for name in ("use_cpu", "debug", "enable_cpu_affinity")),
+    *(
+        Option(name, "text")
+        for name in (
+            "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "gpu_ids", "base_job_name",
+            "pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file",
+        )
+    ),
+)  # fmt: skip
 
 # Spellings of older files. None: the key is gone and has no effect any more.
 FORMER: dict[str, str | None] = {
@@ -77,8 +70,8 @@ SECTION_PREFIXES = {
 @functools.cache
 def cluster_keys() -> dict[str, Option]:
     """Dotted key -> what it holds, for files of LOCAL_MACHINE."""
-    table = {option.key: option for option in options().values() if option.key}
-    table.update({option.key or option.name: option for option in CLUSTER_ONLY})
+    table = {option.file_key: option for option in options().values() if option.file_key}
+    table.update({option.file_key: option for option in CLUSTER_ONLY})
     return table
 
 

@@ -145,7 +145,7 @@ def _named(name: str, setting: Setting) -> str:
     """A switch by the name under which it was given, and where."""
     if _directness(setting) == 0:
         kinds = (f"distributed_type {kind}" for kind, switch in SWITCHES.items() if switch == name)
-        name = options()[name].key or next(kinds, name)
+        name = options()[name].file_key or next(kinds, name)
     return f"{name} ({setting.origin})"
 
 

@@ -5,42 +5,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..core import env
 from ..core.errors import ConfigurationError
-
-# Fields that are read from MEGATRON_LM_<NAME>, with their defaults.
-_DEFAULTS: dict[str, Any] = {
-    "tp_degree": 1,
-    "pp_degree": 1,
-    "use_custom_fsdp": False,
-    "overlap_cpu_optimizer_d2h_h2d": False,
-    "no_load_optim": False,
-    "eod_mask_loss": False,
-    "no_save_optim": False,
-    "optimizer_cpu_offload": False,
-    "use_precision_aware_optimizer": False,
-    "decoder_last_pipeline_num_layers": None,
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-    "attention_backend": True,
-    "expert_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "attention_softmax_in_fp32": True,
-    "expert_tensor_parallel_size": 1,
-    "calculate_per_token_loss": True,
-    "use_rotary_position_embeddings": True,
-    "num_micro_batches": 1,
-    "gradient_clipping": 1.0,
-    "sequence_parallelism": False,
-    "recompute_activations": False,
-    "use_distributed_optimizer": False,
-}
 
 # Fields that Megatron-LM knows under another name.
 _ARGUMENTS = {
@@ -72,8 +41,8 @@ _SCHEDULE = (
     "min_lr",
     "train_samples",
 )
+# Fields that are passed on, besides those with a variable.
 _PASSED_ON = (
-    *_DEFAULTS,
     "pipeline_model_parallel_split_rank",
     "num_layers_per_virtual_pipeline_stage",
     "consumed_samples",
@@ -96,6 +65,11 @@ _SIZES = {
 }
 
 
+def _from_variable(default: Any) -> Any:
+    """A field that is read from MEGATRON_LM_<NAME> where it is not given."""
+    return field(default=None, metadata={"default": default})
+
+
 @dataclass
 class MegatronLMPlugin:
     """A run described in Megatron-LM's words. A field that is None takes MEGATRON_LM_<FIELD>, else the default.
@@ -104,33 +78,33 @@ class MegatronLMPlugin:
     library's words, which is what runs: tensor, pipeline and context parallelism of PyTorch's own pieces.
     """
 
-    tp_degree: int | None = None
-    pp_degree: int | None = None
-    use_custom_fsdp: bool | None = None
-    overlap_cpu_optimizer_d2h_h2d: bool | None = None
-    no_load_optim: bool | None = None
-    eod_mask_loss: bool | None = None
-    no_save_optim: bool | None = None
-    optimizer_cpu_offload: bool | None = None
-    use_precision_aware_optimizer: bool | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    attention_backend: bool | None = None
-    expert_model_parallel_size: int | None = None
-    context_parallel_size: int | None = None
-    attention_dropout: float | None = None
-    hidden_dropout: float | None = None
-    attention_softmax_in_fp32: bool | None = None
-    expert_tensor_parallel_size: int | None = None
-    calculate_per_token_loss: bool | None = None
-    use_rotary_position_embeddings: bool | None = None
-    num_micro_batches: int | None = None
-    gradient_clipping: float | None = None
-    sequence_parallelism: bool | None = None
-    recompute_activations: bool | None = None
-    use_distributed_optimizer: bool | None = None
+    tp_degree: int | None = _from_variable(1)
+    pp_degree: int | None = _from_variable(1)
+    use_custom_fsdp: bool | None = _from_variable(False)
+    overlap_cpu_optimizer_d2h_h2d: bool | None = _from_variable(False)
+    no_load_optim: bool | None = _from_variable(False)
+    eod_mask_loss: bool | None = _from_variable(False)
+    no_save_optim: bool | None = _from_variable(False)
+    optimizer_cpu_offload: bool | None = _from_variable(False)
+    use_precision_aware_optimizer: bool | None = _from_variable(False)
+    decoder_last_pipeline_num_layers: int | None = _from_variable(None)
+    recompute_granularity: str | None = _from_variable("full")
+    recompute_method: str | None = _from_variable("uniform")
+    recompute_num_layers: int | None = _from_variable(1)
+    attention_backend: bool | None = _from_variable(True)
+    expert_model_parallel_size: int | None = _from_variable(1)
+    context_parallel_size: int | None = _from_variable(1)
+    attention_dropout: float | None = _from_variable(0.0)
+    hidden_dropout: float | None = _from_variable(0.0)
+    attention_softmax_in_fp32: bool | None = _from_variable(True)
+    expert_tensor_parallel_size: int | None = _from_variable(1)
+    calculate_per_token_loss: bool | None = _from_variable(True)
+    use_rotary_position_embeddings: bool | None = _from_variable(True)
+    num_micro_batches: int | None = _from_variable(1)
+    gradient_clipping: float | None = _from_variable(1.0)
+    sequence_parallelism: bool | None = _from_variable(False)
+    recompute_activations: bool | None = _from_variable(False)
+    use_distributed_optimizer: bool | None = _from_variable(False)
     pipeline_model_parallel_split_rank: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     is_train_batch_min: bool = True
@@ -169,7 +143,8 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name, default in _DEFAULTS.items():
+        defaults = self._defaults()
+        for name, default in defaults.items():
             if getattr(self, name) is None:
                 found = env.value(f"MEGATRON_LM_{name.upper()}")
                 setattr(self, name, default if found is None else found)
@@ -178,13 +153,18 @@ class MegatronLMPlugin:
                 raise ConfigurationError(f"MegatronLMPlugin.{name}={getattr(self, name)} must be at least 1")
         self.DDP_impl: str = "torch"
         self.megatron_lm_default_args: dict[str, Any] = {
-            _ARGUMENTS.get(name, name): getattr(self, name) for name in _PASSED_ON
+            _ARGUMENTS.get(name, name): getattr(self, name) for name in (*defaults, *_PASSED_ON)
         } | {"DDP_impl": self.DDP_impl}
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
             if self.set_all_logging_options:
                 self.set_tensorboard_logging_options()
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
+
+    @classmethod
+    def _defaults(cls) -> dict[str, Any]:
+        """The defaults of the fields with a variable."""
+        return {row.name: row.metadata["default"] for row in fields(cls) if "default" in row.metadata}
 
     def parallelism(self, world_size: int) -> dict[str, int]:
         """The layout as `ParallelismConfig` sizes for `world_size` processes; the ranks left over are data parallel.
@@ -209,8 +189,7 @@ class MegatronLMPlugin:
 
     def without_counterpart(self) -> list[str]:
         """The fields that differ from their default, and that the native layout does not have."""
-        defaults = {field.name: field.default for field in fields(self)}
-        defaults |= _DEFAULTS
+        defaults = {row.name: row.default for row in fields(self)} | self._defaults()
         return [name for name, default in defaults.items() if name not in _NATIVE and getattr(self, name) != default]
 
     def set_mixed_precision(self, mixed_precision: str) -> None:

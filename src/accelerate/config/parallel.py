@@ -115,7 +115,7 @@ class DeepSpeedSequenceParallelConfig:
             self.sp_attn_implementation = env.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION")
         self.sp_seq_length_is_variable = checks.truth("sp_seq_length_is_variable", self.sp_seq_length_is_variable)
         if self.sp_seq_length is not None:
-            checks.whole_number("sp_seq_length", self.sp_seq_length)
+            checks.integer("sp_seq_length", self.sp_seq_length)
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise ConfigurationError(
                 "when `sp_seq_length_is_variable` is `False` `sp_seq_length` must be provided either through the "
@@ -187,7 +187,7 @@ class PipelineParallelConfig:
             self.stages_per_rank = required or 2
         for name in ("num_microbatches", "stages_per_rank"):
             if getattr(self, name) is not None:
-                checks.whole_number(name, getattr(self, name))
+                checks.integer(name, getattr(self, name))
         if self.stages_per_rank != (required or self.stages_per_rank):
             raise ConfigurationError(
                 f"stages_per_rank={self.stages_per_rank}: under schedule={self.schedule!r} a rank has {required}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core import env
 from ..core.enums import DDPCommunicationHookType, DynamoBackend
-from ..core.errors import ConfigurationError, nearest
+from ..core.errors import ConfigurationError, suggestion
 from ..core.files import path_text
 from ..core.options import DYNAMO_MODES
 from . import checks
@@ -204,10 +204,9 @@ class ProfileKwargs(KwargsHandler):
         known = ["cpu", "cuda", "xpu", "mtia", "hpu"]
         for name in self.activities or ():
             if name not in known:
-                hint = nearest(str(name), known)
                 raise ConfigurationError(
                     f"ProfileKwargs.activities holds {name!r}: the activities are {', '.join(known)}"
-                    + (f"; did you mean {hint!r}?" if hint else "")
+                    + suggestion(name, known)
                 )
 
     def build(self) -> Any:

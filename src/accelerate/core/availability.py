@@ -126,7 +126,7 @@ def _torch_part(module: str) -> bool:
 
 
 def is_cuda_available() -> bool:
-    """Whether torch sees a CUDA (or ROCm) device. It asks the management library, so that a fork stays possible."""
+    """Whether torch sees a CUDA (or ROCm) device. It uses the management library, so that a fork stays possible."""
     import torch
 
     with env.patch_environment(pytorch_nvml_based_cuda_check="1"):
@@ -223,7 +223,7 @@ def _find(module: str) -> bool:
 
 @functools.cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed and, where asked, drives a TPU or a GPU."""
+    """Whether torch_xla is installed and, where requested, drives a TPU or a GPU."""
     if check_is_tpu and check_is_gpu:
         raise ValueError("is_torch_xla_available takes check_is_tpu or check_is_gpu, not both")
     if not is_available("torch_xla"):

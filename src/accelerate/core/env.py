@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from .errors import ConfigurationError, nearest
+from .errors import ConfigurationError, suggestion
 from .option import as_text as as_text
 from .option import parse_bool as parse_bool
 from .options import checked_variables, row_of, variables
@@ -44,7 +44,7 @@ def get_flag(name: str, default: bool = False) -> bool:
 
 
 def get_int(name: str) -> int | None:
-    """The whole number in a variable, None where it is unset."""
+    """The integer in a variable, None where it is unset."""
     found = value(name)
     if isinstance(found, str):
         raise ConfigurationError(f"{name}={found!r} is not a whole number")
@@ -77,8 +77,7 @@ def _warn_of(unknown: Sequence[str]) -> None:
     import warnings
 
     for name in unknown:
-        near = nearest(name, [known for known in variables() if known.startswith("ACCELERATE_")])
-        meant = f"; did you mean {near}?" if near else ""
+        meant = suggestion(name, [known for known in variables() if known.startswith("ACCELERATE_")])
         warnings.warn(f"nothing reads the environment variable {name}{meant}", stacklevel=3)
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class AccelerateError(Exception):
     """Base of every error this library raises on purpose."""
@@ -36,9 +38,9 @@ class CheckpointError(AccelerateError, RuntimeError):
     """A checkpoint could not be written, found, verified or loaded."""
 
 
-def nearest(word: str, choices: list[str]) -> str | None:
-    """The choice closest to a mistyped `word`, or None when nothing is near."""
+def suggestion(word: object, choices: Iterable[object], form: str = " (did you mean {}?)") -> str:
+    """The end of a message about a mistyped `word`: the nearest choice in `form`, or nothing where none is near."""
     import difflib
 
-    found = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    return found[0] if found else None
+    found = difflib.get_close_matches(str(word), [str(choice) for choice in choices], n=1, cutoff=0.6)
+    return form.format(found[0]) if found else ""

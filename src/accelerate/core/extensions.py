@@ -6,7 +6,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Any
 
-from .errors import ConfigurationError, nearest
+from .errors import ConfigurationError, suggestion
 
 # kind -> the group of entry points under which a package registers it
 GROUPS = {
@@ -31,7 +31,7 @@ def load(kind: str, name: str) -> Any:
         known = names(kind)
         raise ConfigurationError(
             f"no installed package registers a {kind} {name!r} (entry points {GROUPS[kind]!r}); registered are: "
-            f"{', '.join(known) or 'none'}{_hint(name, known)}"
+            f"{', '.join(known) or 'none'}{suggestion(name, known)}"
         )
     if len({entry.value for entry in found}) > 1:
         owners = ", ".join(f"{entry.value} ({entry.dist.name if entry.dist else '?'})" for entry in found)
@@ -40,8 +40,3 @@ def load(kind: str, name: str) -> Any:
         return found[0].load()
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"the {kind} {name!r} ({found[0].value}) does not load: {error}") from error
-
-
-def _hint(name: str, known: list[str]) -> str:
-    close = nearest(name, known)
-    return f". Did you mean {close!r}?" if close else ""

@@ -133,13 +133,13 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise OSError(errno.EFBIG, f"it has {size} bytes; at most {limit} are read", os.fspath(path))
-        parts, left = [], limit + 1
+        pieces, left = [], limit + 1
         while left > 0 and (part := file.read(min(left, 1 << 20))):
-            parts.append(part)
+            pieces.append(part)
             left -= len(part)
         if left <= 0:
             raise OSError(errno.EFBIG, f"it has more than the {limit} bytes that are read", os.fspath(path))
-    return b"".join(parts)
+    return b"".join(pieces)
 
 
 def fsync_path(path: str | os.PathLike[str]) -> None:

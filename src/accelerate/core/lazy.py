@@ -69,7 +69,7 @@ def attach(
 def public_names(module: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of an API module from which every public name of the package can be imported.
 
-    Scripts import names from the API module that uses them, not only from the one that defines them:
+    Scripts import names from the API module that uses them, not only from their own:
     `from accelerate.accelerator import DataLoaderConfiguration`.
 
     Example:
@@ -105,13 +105,12 @@ def _missing(module: str, name: str, known: list[str]) -> Exception:
         return AttributeError(text)
     from opcode import opmap
 
-    from .errors import nearest
+    from .errors import suggestion
     from .version import implemented
 
-    near = nearest(name, known)
-    text += f" ({implemented()}{f'; did you mean {near}?' if near else ''})"
+    text += f" ({implemented()}{suggestion(name, known, '; did you mean {}?')})"
     if frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]:
-        # `from module import name` would replace an AttributeError, and its text, by an ImportError of its own.
+        # `from module import name` would replace an AttributeError, and its text, by its own ImportError.
         return ImportError(text, name=module)
     return AttributeError(text)
 

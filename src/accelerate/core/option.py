@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .errors import ConfigurationError, nearest
+from .errors import ConfigurationError, suggestion
 
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
 _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
@@ -20,10 +20,10 @@ NEVER = ("never",)
 
 def parse_bool(text: str, where: str = "value") -> bool:
     """The truth value of a word. ConfigurationError, naming `where`, for any other text."""
-    lowered = text.strip().lower()
-    if lowered in _TRUE:
+    word = text.strip().lower()
+    if word in _TRUE:
         return True
-    if lowered in _FALSE:
+    if word in _FALSE:
         return False
     shown = text if len(text) <= 100 else f"{text[:100]}..."
     raise ConfigurationError(f"{where}={shown!r} is not a truth value: use one of true, false, yes, no, on, off, 1, 0")
@@ -54,9 +54,9 @@ class Option(NamedTuple):
         when: the switches and sizes that must be on for the variable to be published; without one, the option
             itself. ALWAYS publishes it in each run, NEVER leaves it to the launcher.
         to_variable: the text of the variable.
-        key: where a configuration file holds the value, dotted; "" where a file cannot hold it.
+        key: where a configuration file holds the value, dotted, if not under the name; "" where a file cannot hold it.
         flags: the spellings of the flag, where they do not follow from the name.
-        question: how `accelerate config` asks for the value.
+        question: the question of `accelerate config`.
     """
 
     name: str
@@ -73,9 +73,14 @@ class Option(NamedTuple):
     variable_words: tuple[str, ...] = ()
     when: tuple[str, ...] = ()
     to_variable: Callable[[Any], str] = as_text
-    key: str = ""
+    key: str | None = None
     flags: tuple[str, ...] = ()
     question: str = ""
+
+    @property
+    def file_key(self) -> str:
+        """The key in a configuration file; empty where a file cannot hold the value."""
+        return self.name if self.key is None else self.key
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -161,17 +166,15 @@ class Option(NamedTuple):
     def _choice(self, text: str, where: str) -> str:
         if text in self.choices:
             return text
-        lowered = text.strip().lower()
+        word = text.strip().lower()
         known = {choice.lower(): choice for choice in self.choices} | dict(self.aliases)
-        if lowered in known:
-            return known[lowered]
+        if word in known:
+            return known[word]
         choices = [*self.choices, *(self.extra_choices() if self.extra_choices else ())]
         if text in choices:
             return text
-        near = nearest(text, choices)
-        meant = f" (did you mean {near}?)" if near else ""
         listed = f"{choices[0]} to {choices[-1]}" if all(map(str.isdigit, choices)) else ", ".join(choices)
-        raise ConfigurationError(f"{where}={brief(text)} is not one of {listed}{meant}")
+        raise ConfigurationError(f"{where}={brief(text)} is not one of {listed}{suggestion(text, choices)}")
 
 
 class Group(NamedTuple):
@@ -186,7 +189,7 @@ def brief(value: Any) -> str:
     """A value as messages show it, cut where it is long."""
     try:
         text = repr(value)
-    except ValueError:  # a whole number of more digits than Python likes to write out
+    except ValueError:  # an integer with more digits than Python likes to write out
         text = f"a number of {value.bit_length()} bits"
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
@@ -198,7 +201,7 @@ def _is_nested(value: Any) -> bool:
 def _line(value: Any) -> str:
     try:
         return str(value)
-    except ValueError:  # a whole number of more digits than Python likes to write out
+    except ValueError:  # an integer with more digits than Python likes to write out
         return brief(value)
 
 

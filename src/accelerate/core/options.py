@@ -14,16 +14,25 @@ from typing import Any
 
 from .device_kinds import VISIBLE
 from .enums import DynamoBackend, SageMakerDistributedType
-from .errors import ConfigurationError, nearest
+from .errors import ConfigurationError, suggestion
 from .option import ALWAYS, NEVER, Group, Option
 from .strategy_options import DEEPSPEED, FP8, FSDP, MEGATRON, PARALLELISM
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 DYNAMO_BACKENDS = tuple(name.lower() for name in DynamoBackend.list())
 DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-ENGINES = ("auto", "local", "static", "elastic", "mpi", "deepspeed", "tpu", "slurm", "ray", "kubernetes")
-# Their processes run on other machines: the devices of this one do not matter.
-REMOTE_ENGINES = ("slurm", "ray", "kubernetes")
+# Engine -> module and class of its launcher in `accelerate.launchers`, imported only when it is chosen.
+LAUNCHERS = {
+    "local": ("local", "LocalLauncher"),
+    "static": ("static", "StaticLauncher"),
+    "elastic": ("elastic", "ElasticLauncher"),
+    "mpi": ("mpi", "MpiLauncher"),
+    "deepspeed": ("deepspeed", "DeepSpeedLauncher"),
+    "tpu": ("tpu", "TpuLauncher"),
+    "slurm": ("slurm", "SlurmLauncher"),
+    "ray": ("ray", "RayLauncher"),
+    "kubernetes": ("kubernetes", "KubernetesLauncher"),
+}
 
 
 def _added_precisions() -> list[str]:
@@ -51,8 +60,7 @@ PROGRAM = Group(
             "that come and go), mpi, deepspeed (its launcher for host files), tpu, slurm (a batch job), ray (a "
             "running cluster), kubernetes (a manifest, with --dry_run). auto follows from the other options.",
             "auto",
-            ENGINES,
-            key="engine",
+            ("auto", *LAUNCHERS),
         ),
         Option(
             "config_file",
@@ -60,11 +68,12 @@ PROGRAM = Group(
             "Configuration file to read instead of the default one.",
             variable="ACCELERATE_CONFIG_FILE",
             when=NEVER,
+            key="",
         ),
-        Option("module", "switch", "The script is a module, as for 'python -m'.", flags=("-m", "--module")),
-        Option("no_python", "switch", "The script is an executable: do not put 'python' before it."),
-        Option("dry_run", "switch", "Print each process's command and variables, and start nothing.", False),
-        Option("quiet", "switch", "Print errors only.", flags=("--quiet", "-q")),
+        Option("module", "switch", "The script is a module, as for 'python -m'.", flags=("-m", "--module"), key=""),
+        Option("no_python", "switch", "The script is an executable: do not put 'python' before it.", key=""),
+        Option("dry_run", "switch", "Print each process's command and variables, and start nothing.", False, key=""),
+        Option("quiet", "switch", "Print errors only.", flags=("--quiet", "-q"), key=""),
     ),
 )
 
@@ -80,9 +89,9 @@ HARDWARE = Group(
             key="use_cpu",
             variable="ACCELERATE_USE_CPU",
         ),
-        Option("multi_gpu", "switch", "Run on several GPUs.", False),
-        Option("tpu", "switch", "Run on TPU cores through torch_xla.", False),
-        Option("gpu_ids", "text", "GPUs of this machine to use, as '0,2', or 'all'.", key="gpu_ids"),
+        Option("multi_gpu", "switch", "Run on several GPUs.", False, key=""),
+        Option("tpu", "switch", "Run on TPU cores through torch_xla.", False, key=""),
+        Option("gpu_ids", "text", "GPUs of this machine to use, as '0,2', or 'all'."),
     ),
 )
 
@@ -95,7 +104,6 @@ RESOURCES = Group(
             "count",
             "Number of processes on all machines together; 'all' is one for each accelerator.",
             least=1,
-            key="num_processes",
             variable="ACCELERATE_NUM_PROCESSES",
             when=NEVER,
             flags=("--num_processes", "--num-processes", "--num_gpus", "--num-gpus"),
@@ -106,7 +114,6 @@ RESOURCES = Group(
             "int",
             "Number of machines.",
             least=1,
-            key="num_machines",
             variable="ACCELERATE_NUM_MACHINES",
             when=NEVER,
             question="How many machines take part?",
@@ -115,13 +122,11 @@ RESOURCES = Group(
             "nnodes",
             "text",
             "Instead of --num_machines: a number, or a range such as 1:4 within which machines may come and go.",
-            key="nnodes",
         ),
         Option(
             "num_cpu_threads_per_process",
             "int",
             "CPU threads of each process (OMP_NUM_THREADS). By default the machine's cores are divided equally.",
-            key="num_cpu_threads_per_process",
             variable="OMP_NUM_THREADS",
             when=NEVER,
         ),
@@ -130,7 +135,6 @@ RESOURCES = Group(
             "switch",
             "Bind each process to its share of the cores, near its GPU if it has one.",
             False,
-            key="enable_cpu_affinity",
             variable="ACCELERATE_CPU_AFFINITY",
             to_variable=lambda value: "1",
             question="Bind processes to the cores near their device?",
@@ -140,7 +144,6 @@ RESOURCES = Group(
             "switch",
             "Start the processes even if this machine's free memory is too small for so many.",
             False,
-            key="oversubscribe",
             variable="ACCELERATE_OVERSUBSCRIBE",
             when=NEVER,
         ),
@@ -163,7 +166,6 @@ TRAINING = Group(
             "Precision of the forward and backward pass: no (float32), fp16, bf16 or fp8.",
             choices=PRECISIONS,
             extra_choices=_added_precisions,
-            key="mixed_precision",
             variable="ACCELERATE_MIXED_PRECISION",
             when=ALWAYS,
             to_variable=lambda value: value or "no",
@@ -174,7 +176,6 @@ TRAINING = Group(
             "int",
             "Batches whose gradients accumulate before the optimizer steps.",
             least=1,
-            key="gradient_accumulation_steps",
             variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
             variable_words=("auto",),
         ),
@@ -206,25 +207,26 @@ TRAINING = Group(
             "debug",
             "switch",
             "Compare the operands of each collective between ranks; slower, to find errors.",
-            key="debug",
             variable="ACCELERATE_DEBUG_MODE",
         ),
     ),
 )
 
+
+def _strategy(name: str, help: str) -> Option:
+    return Option(f"use_{name}", "switch", help, False, variable=f"ACCELERATE_USE_{name.upper()}", key="")
+
+
 STRATEGY = Group(
     "strategy",
     "How the model is distributed over the processes; each switch has its own options below.",
     (
-        Option("use_fsdp", "switch", "Shard with FSDP.", False, variable="ACCELERATE_USE_FSDP"),
-        Option("use_deepspeed", "switch", "Shard with DeepSpeed ZeRO.", False, variable="ACCELERATE_USE_DEEPSPEED"),
-        Option("use_megatron_lm", "switch", "Train with Megatron-LM.", False, variable="ACCELERATE_USE_MEGATRON_LM"),
-        Option(
-            "use_parallelism_config",
-            "switch",
+        _strategy("fsdp", "Shard with FSDP."),
+        _strategy("deepspeed", "Shard with DeepSpeed ZeRO."),
+        _strategy("megatron_lm", "Train with Megatron-LM."),
+        _strategy(
+            "parallelism_config",
             "Distribute by the sizes of data, tensor, context, sequence and pipeline parallelism.",
-            False,
-            variable="ACCELERATE_USE_PARALLELISM_CONFIG",
         ),
     ),
 )
@@ -238,40 +240,34 @@ MACHINES = Group(
             "int",
             "Rank of this machine, from 0.",
             least=0,
-            key="machine_rank",
             variable="ACCELERATE_MACHINE_RANK",
             when=NEVER,
             question="Rank of this machine, from 0?",
         ),
-        Option(
-            "main_process_ip", "text", "Address of machine 0.", key="main_process_ip", question="Address of machine 0"
-        ),
+        Option("main_process_ip", "text", "Address of machine 0.", question="Address of machine 0"),
         Option(
             "main_process_port",
             "int",
             "Port of machine 0 at which the processes connect; on one machine the default is a free one.",
-            key="main_process_port",
             question="Port of machine 0",
         ),
-        Option("same_network", "switch", "The machines share a local network.", False, key="same_network"),
+        Option("same_network", "switch", "The machines share a local network.", False),
         Option(
             "rdzv_backend",
             "text",
             "How machines find each other: static (machine ranks are given) or c10d (they are assigned).",
             "static",
-            key="rdzv_backend",
         ),
-        Option("rdzv_id", "text", "Name of the run, where several share a rendezvous.", "none", key="rdzv_id"),
-        Option("rdzv_conf", "text", "Further rendezvous settings as key=value,key=value.", "", key="rdzv_conf"),
-        Option("max_restarts", "int", "How often the processes are restarted after a failure.", 0, key="max_restarts"),
+        Option("rdzv_id", "text", "Name of the run, where several share a rendezvous.", "none"),
+        Option("rdzv_conf", "text", "Further rendezvous settings as key=value,key=value.", ""),
+        Option("max_restarts", "int", "How often the processes are restarted after a failure.", 0),
         Option(
             "monitor_interval",
             "float",
             "Seconds between two checks of the processes by the elastic agent.",
             0.1,
-            key="monitor_interval",
         ),
-        Option("role", "text", "Name of the processes in logs.", "default", key="role"),
+        Option("role", "text", "Name of the processes in logs.", "default"),
         Option(
             "tee",
             "text",
@@ -279,16 +275,14 @@ MACHINES = Group(
             "per rank, as '0:3,1:2'.",
             "0",
             flags=("-t", "--tee"),
-            key="tee",
         ),
-        Option("log_dir", "text", "Folder for each rank's standard output and error.", key="log_dir"),
-        Option("error_file", "text", "File to which the first failure of a run is written as JSON.", key="error_file"),
+        Option("log_dir", "text", "Folder for each rank's standard output and error."),
+        Option("error_file", "text", "File to which the first failure of a run is written as JSON."),
         Option(
             "stop_timeout",
             "float",
             "Seconds that processes have to end after a request to stop, before they are killed.",
             4.0,
-            key="stop_timeout",
         ),
     ),
 )
@@ -303,18 +297,16 @@ CLUSTERS = Group(
             "text",
             "Further options of sbatch in one text, as '--partition=gpu --time=2:00:00'.",
             "",
-            key="slurm_options",
         ),
         Option(
             "ray_address",
             "text",
             "Ray cluster to run on: host:port, ray://host:port, auto (the cluster of this machine) or local (a "
             "new one on this machine). The default is the cluster that runs here, else a new one.",
-            key="ray_address",
             variable="RAY_ADDRESS",
             when=NEVER,
         ),
-        Option("image", "text", "Container image of the pods.", key="image"),
+        Option("image", "text", "Container image of the pods."),
         Option(
             "mpirun_hostfile",
             "text",
@@ -333,19 +325,17 @@ TPU = Group(
             "switch",
             "Start on all workers of a TPU pod.",
             False,
-            key="tpu_use_cluster",
             flags=("--tpu_cluster", "--tpu-cluster"),
         ),
-        Option("tpu_use_sudo", "switch", "Use sudo on the pod's workers.", False, key="tpu_use_sudo"),
+        Option("tpu_use_sudo", "switch", "Use sudo on the pod's workers.", False),
         Option("vm", "list", "A TPU worker's name; may be given several times.", key="tpu_vm"),
         Option("env", "list", "NAME=VALUE for the pod's workers; may be given several times.", key="tpu_env"),
         Option(
             "main_training_function",
             "text",
             "Function of the script that each TPU core runs.",
-            key="main_training_function",
         ),
-        Option("downcast_bf16", "switch", "Store float32 as bfloat16 on the TPU.", False, key="downcast_bf16"),
+        Option("downcast_bf16", "switch", "Store float32 as bfloat16 on the TPU.", False),
     ),
 )
 
@@ -353,8 +343,8 @@ AWS = Group(
     "AWS",
     "Only if the configuration is for Amazon SageMaker.",
     (
-        Option("aws_access_key_id", "text", "Access key of the account."),
-        Option("aws_secret_access_key", "text", "Secret of the access key."),
+        Option("aws_access_key_id", "text", "Access key of the account.", key=""),
+        Option("aws_secret_access_key", "text", "Secret of the access key.", key=""),
     ),
 )
 
@@ -461,7 +451,6 @@ def row_of(variable: str) -> Option:
     """The row of a variable. LookupError for one without a row: a typing error in this package."""
     row = variables().get(variable)
     if row is None:
-        near = nearest(variable, list(variables()))
-        meant = f"; did you mean {near}?" if near else ""
+        meant = suggestion(variable, variables())
         raise LookupError(f"the variable {variable} has no row in core/options.py{meant}")
     return row

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .errors import nearest
+from .errors import suggestion
 from .version import implemented
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,8 +57,7 @@ def explain_arguments(retired: dict[str, str]) -> Callable[[F], F]:
                 if name in retired:
                     raise TypeError(f"{owner} no longer takes {name}=: use {retired[name]}")
                 if name not in parameters:
-                    near = nearest(name, parameters[1:])
-                    meant = f"; did you mean {near}=?" if near else ""
+                    meant = suggestion(name, parameters[1:], "; did you mean {}=?")
                     raise TypeError(f"{owner} got an unexpected keyword argument {name!r} ({implemented()}{meant})")
             return function(*args, **kwargs)
 

@@ -235,7 +235,7 @@ def _group_memory(folder: Path) -> int | None:
 
 
 def find_program(name: str) -> str | None:
-    """The path of a program on the PATH, else beside this interpreter, whose environment need not be activated."""
+    """The path of a program on the PATH, else next to this interpreter, whose environment need not be activated."""
     return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
 
 

@@ -26,10 +26,10 @@ class DataLoaderStateMixin:
             fraction of the step's samples times the number of shards. 0.0 for a placeholder. 1.0 without `exact`.
     """
 
-    end_of_dataloader = False
-    remainder = -1
+    end_of_dataloader: bool = False
+    remainder: int = -1
     batch_counts: tuple[int, ...] | None = None
-    batch_weight = 1.0
+    batch_weight: float = 1.0
     # Called with the loader before each pass, and when the next batch is requested, after the last one was used.
     before_pass: tuple[Callable[[Any], None], ...] = ()
     between_batches: tuple[Callable[[Any], None], ...] = ()

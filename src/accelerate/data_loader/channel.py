@@ -45,8 +45,8 @@ class BatchChannel:
     """
 
     def __init__(self, shard: int) -> None:
-        self.group = transport.group_of(None)
-        self.device = transport.home(self.group)
+        self.group: dist.ProcessGroup = transport.group_of(None)
+        self.device: torch.device = transport.home(self.group)
         shards = transport.all_gather_numbers([shard], self.group, signature(BEGIN.operation), BEGIN)
         self.shards: list[int] = [found[0] for found in shards]
 

@@ -87,7 +87,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _set_cut(self, cut: ShardSplit, slice_fn: SliceFunction | None) -> None:
         # A single shard is not filled, as in a plain loop.
-        self.cut = dataclasses.replace(cut, even=cut.even and cut.shards > 1)
+        self.cut: ShardSplit = dataclasses.replace(cut, even=cut.even and cut.shards > 1)
         self.slice_fn = slice_fn
         size = super().plan().size
         check_divisible(size, cut.shards, cut.split, cut.exact, "dispatch_batches=True")

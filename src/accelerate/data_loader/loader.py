@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -54,7 +54,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         skip_batches: steps skipped at the start of every pass.
     """
 
-    batches_read = 0
+    batches_read: int = 0
+    end_of_dataloader: bool
+    remainder: int
+    batch_weight: float
+    before_pass: tuple[Callable[[Any], None], ...]
+    between_batches: tuple[Callable[[Any], None], ...]
     _is_accelerate_prepared = True
 
     def __init__(
@@ -105,10 +110,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         _seeded: bool = False,
     ) -> None:
         check_skip(skip_batches)
-        self.device = None if device is None else torch.device(device)
+        self.device: torch.device | None = None if device is None else torch.device(device)
         # Without a generator to synchronize, the ranks share the states that the order is drawn from.
         kinds = None if rng_types is None else list(rng_types)
-        self.rng_types = kinds if synchronized_generator is not None else _without_generator(kinds)
+        self.rng_types: list[Any] | None = kinds if synchronized_generator is not None else _without_generator(kinds)
         self.synchronized_generator = synchronized_generator
         # `prepare` gave the sampler this generator.
         self._seeded = _seeded
@@ -116,7 +121,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self.torch_device_mesh = torch_device_mesh
-        self.iteration = iteration
+        self.iteration: int = iteration
         self._ready()
 
     def _ready(self) -> None:

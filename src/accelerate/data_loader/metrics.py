@@ -13,9 +13,9 @@ from ..collectives.metrics import gather_counted, gather_objects_counted
 from ..collectives.objects import gather_each
 from ..collectives.tensors import gather_nested
 from ..core import trees
-from ..logging import get_logger
+from ..logging import MultiProcessAdapter, get_logger
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 
 def gather_for_metrics(

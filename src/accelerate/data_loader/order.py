@@ -122,18 +122,18 @@ class Order:
         self.seedable = seedable
         self.stateful = stateful
         self.known = known
-        self.history = History() if history is None else history
+        self.history: History = History() if history is None else history
         # The states at the start of the order, and those that were set before later elements were drawn.
         self.states: States = self._opening()
         self.later: list[tuple[int, States]] = []
-        self.unrecorded = False
-        self.begun = False
-        self.resumes = False
-        self.isolates = False
-        self.shared = False
-        self.equal_lengths = False
+        self.unrecorded: bool = False
+        self.begun: bool = False
+        self.resumes: bool = False
+        self.isolates: bool = False
+        self.shared: bool = False
+        self.equal_lengths: bool = False
         # The number of elements drawn; those after the position of the last step; that position and its checksum.
-        self.drawn = 0
+        self.drawn: int = 0
         self._ahead: list[Any] = []
         self._place = 0
         self._digest = 0

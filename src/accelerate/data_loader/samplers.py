@@ -31,9 +31,10 @@ class SeedableRandomSampler(RandomSampler):
         data_seed = kwargs.pop("data_seed", None)
         super().__init__(*args, **kwargs)
         self.initial_seed: int = torch.random.initial_seed() if data_seed is None else data_seed
-        self.epoch = 0
+        self.epoch: int = 0
+        self.generator: torch.Generator | None
         # All ranks are known to have this seed.
-        self.seed_agreed = data_seed is not None
+        self.seed_agreed: bool = data_seed is not None
 
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:

@@ -57,7 +57,7 @@ class SplitLoader(DataLoaderShard):
         super()._configure(*args, **options)
         # The dataset of all processes; None where the user has split it.
         self.unsplit = unsplit
-        self.cut = ShardSplit() if cut is None else cut
+        self.cut: ShardSplit = ShardSplit() if cut is None else cut
 
     def options(self) -> dict[str, Any]:
         """The arguments with which `around` makes another loader like this one."""

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -47,14 +47,14 @@ class Meter(Sampler[Any]):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.loader = loader
         self.log: deque[ShardStep] = deque()
-        self.started = False
+        self.started: bool = False
         # The generators of the workers, None while they are unknown, and the worker that read the first batch.
         self.random: WorkerRandom | None = None
-        self.first = 0
+        self.first: int = 0
 
     def arm(self, plan: ReadPlan, order: Order, start: int) -> None:
         """Set what the next pass reads."""
-        self.plan = copy.copy(plan)
+        self.plan: ReadPlan = copy.copy(plan)
         self.plan.skip = max(plan.skip, start)
         self.order = order
         self.started = False
@@ -91,11 +91,11 @@ class MapWorker(Dataset[Any]):
     def __init__(self, loader: DataLoader[Any], has_state: bool, start: StreamPosition) -> None:
         self.dataset: Any = loader.dataset
         self.has_state = has_state
-        self.states = start.inner
-        self.random = start.random
-        self.turn = 0 if start.random is None else start.random.turn
-        self.collate = loader.collate_fn
-        self.batched = loader.batch_sampler is not None
+        self.states: Any = start.inner
+        self.random: WorkerRandom | None = start.random
+        self.turn: int = 0 if start.random is None else start.random.turn
+        self.collate: Callable[[list[Any]], Any] = loader.collate_fn
+        self.batched: bool = loader.batch_sampler is not None
         self.fetch: Fetch | None = None
         self._generators = Generators()
         self._last: States = {}
@@ -143,9 +143,9 @@ class StreamWorker(IterableDataset[Any]):
     """
 
     def __init__(self, loader: DataLoader[Any], plan: ReadPlan, start: StreamPosition, has_state: bool) -> None:
-        self.dataset = loader.dataset
-        self.turn = start.turn
-        self.collate = loader.collate_fn
+        self.dataset: Dataset[Any] = loader.dataset
+        self.turn: int = start.turn
+        self.collate: Callable[[list[Any]], Any] = loader.collate_fn
         self.plan = plan
         self.start = start
         self.has_state = has_state

@@ -3,25 +3,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING
 
+from ..core.errors import ConfigurationError
 from .ports import ReservedPort
 from .spec import LaunchSpec, ProcessSpec
 
 if TYPE_CHECKING:
+    from ..config.launch_settings import Settings
     from .supervisor import Supervisor
+
+# Options of the elastic agent, and those of the supervisor.
+AGENT = ("monitor_interval", "rdzv_id", "role")
+SUPERVISION = ("tee", "log_dir", "error_file", "stop_timeout", "max_restarts")
 
 
 class Launcher:
     """One way to start processes. Subclasses override `processes`, and `attempt` or `run` where theirs differ."""
 
     name = "base"
+    # Options that this launcher does not use, and those that belong to it, whatever the script trains with.
+    unused: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+    # Whether the processes run on machines whose devices this one cannot count.
+    remote: bool = False
+    # Whether the processes of this launch share this machine's processors and memory.
+    uses_this_machine: bool = True
+    # Whether rank 0 is on this machine, where its port can be reserved.
+    reserves_port: bool = True
 
     def __init__(self, spec: LaunchSpec) -> None:
         self.spec = spec
+
+    @classmethod
+    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+        """The launcher for the settings of a launch. `in_place`: a single process may run in this one."""
+        return cls(spec)
 
     def check(self) -> None:
         """Check before anything starts.
@@ -30,6 +56,12 @@ class Launcher:
             ConfigurationError: this launcher cannot run the launch.
         """
         self.spec.check()
+
+    def refuse_place(self, reason: str) -> None:
+        """ConfigurationError where the place of this machine is given to an engine that assigns the places."""
+        given = "machine_rank" if self.spec.machine_rank else "main_process_ip" * self.spec.main_process_ip_given
+        if given:
+            raise ConfigurationError(f"{reason}: leave out {given}")
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """The processes of this machine; `attempt` counts restarts, `port` is that of rank 0."""
@@ -40,6 +72,8 @@ class Launcher:
         """Run all processes once, after `number` failed attempts."""
         from .supervisor import supervise
 
+        if not self.reserves_port:
+            return supervise(self.spec, self.processes(attempt=number))
         # Each attempt has its own port, so that no rank connects to a process of an earlier one.
         with ReservedPort(self.spec.main_process_port) as port:
             return supervise(self.spec, self.processes(port.number, number))
@@ -72,3 +106,17 @@ def _assignment(name: str, text: str) -> str:
     if name == "MASTER_PORT" and text == "0":
         return "export MASTER_PORT=<a free port>"
     return f"export {name}={shlex.quote(text)}"
+
+
+@contextlib.contextmanager
+def handling(names: Sequence[str], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call a handler for signals that arrive in the block. Outside the main thread nothing can."""
+    if threading.current_thread() is not threading.main_thread() or os.name != "posix":
+        yield
+        return
+    former = {number: signal.signal(number, handler) for number in (signal.Signals[name] for name in names)}
+    try:
+        yield
+    finally:
+        for number, handler_before in former.items():
+            signal.signal(number, handler_before)

@@ -15,8 +15,6 @@ PROCESS = 150 * 2**20
 # For a process forked from one that has imported torch: the USS is 9 MiB after joining a gloo group, and 106 MiB after
 # one step of DDP, which imports more (torch 2.13 for the CPU). The estimate is between the two.
 FORKED_PROCESS = 40 * 2**20
-# Engines whose processes run elsewhere, or that check this themselves.
-ELSEWHERE = frozenset({"slurm", "ray", "kubernetes", "tpu", "deepspeed"})
 
 
 class Capacity(NamedTuple):
@@ -57,10 +55,8 @@ def shortage_of_cpus(processes: int, threads: int | None, capacity: Capacity) ->
     return None
 
 
-def check(spec: LaunchSpec, engine: str, oversubscribe: bool, capacity: Capacity | None = None) -> list[str]:
+def check(spec: LaunchSpec, oversubscribe: bool, capacity: Capacity | None = None) -> list[str]:
     """The warnings about a launch on this machine; ConfigurationError where its memory is too small."""
-    if engine in ELSEWHERE or (engine == "mpi" and spec.hostfile):
-        return []
     capacity = capacity or Capacity.of_this_machine()
     processes = spec.local_processes
     lack = shortage_of_memory(processes, PROCESS, capacity)

@@ -8,10 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config.launch_settings import Settings
 from ..core import env, system
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
-from .base import Launcher
+from .base import AGENT, Launcher
 from .ports import DEFAULT_PORT
 from .spec import LaunchSpec, ProcessSpec, Program, check_host
 
@@ -24,7 +25,7 @@ class Hosts:
     """The machines of a DeepSpeed launch, as the user has named them."""
 
     hostfile: str | None
-    starter: str = "pdsh"
+    starter: str | None
     exclude: str | None = None
     include: str | None = None
 
@@ -44,7 +45,14 @@ def starter_command(
     hosts: Hosts, program: Program, local_processes: int, address: str | None, port: int | None
 ) -> list[str]:
     """The command line of DeepSpeed's starter."""
-    command = [find_starter(), "--hostfile", str(hosts.hostfile), "--no_local_rank", "--launcher", hosts.starter]
+    command = [
+        find_starter(),
+        "--hostfile",
+        str(hosts.hostfile),
+        "--no_local_rank",
+        "--launcher",
+        hosts.starter or "pdsh",
+    ]
     if hosts.exclude is not None:
         command += ["--exclude", hosts.exclude]
     elif hosts.include is not None:
@@ -62,10 +70,23 @@ class DeepSpeedLauncher(Launcher):
     """Hands the run to DeepSpeed's starter; the variables go through the file that it reads."""
 
     name = "deepspeed"
+    uses_this_machine = False
+    unused: tuple[str, ...] = (*AGENT, "rdzv_conf", "machine_rank", "max_restarts", "mpirun_hostfile")
+    own: tuple[str, ...] = (
+        "deepspeed_hostfile",
+        "deepspeed_multinode_launcher",
+        "deepspeed_exclusion_filter",
+        "deepspeed_inclusion_filter",
+    )
 
     def __init__(self, spec: LaunchSpec, hosts: Hosts) -> None:
         super().__init__(spec)
         self.hosts = hosts
+
+    @classmethod
+    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+        """The launcher for the settings of a launch."""
+        return cls(spec, Hosts(*(settings[name] for name in cls.own)))
 
     def check(self) -> None:
         """Check before anything starts.
@@ -96,9 +117,7 @@ class DeepSpeedLauncher(Launcher):
         command = starter_command(
             self.hosts, spec.program, spec.local_processes, address, spec.main_process_port or None
         )
-        variables: dict[str, str | None] = {**spec.variables, "PYTHONPATH": python_path()}
-        if spec.threads is not None:
-            variables["OMP_NUM_THREADS"] = str(spec.threads)
+        variables = {**spec.common_variables(), "PYTHONPATH": python_path()}
         return [ProcessSpec(0, 0, tuple(command), variables, starter="deepspeed")]
 
     def run(self) -> int:

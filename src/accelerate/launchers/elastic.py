@@ -21,13 +21,11 @@ import contextlib
 import os
 import signal
 import socket
-import threading
-from collections.abc import Iterator
 from types import FrameType
 
 from ..core import env
 from ..core.errors import ConfigurationError
-from .base import Launcher, print_message
+from .base import Launcher, handling, print_message
 from .generations import Generation, processes
 from .messenger import StoreLost
 from .ports import DEFAULT_PORT
@@ -53,6 +51,7 @@ class ElasticLauncher(Launcher):
     """`nnodes` is a number of machines or a range as 1:4. The rendezvous assigns the ranks."""
 
     name = "elastic"
+    unused: tuple[str, ...] = ("mpirun_hostfile",)
 
     def __init__(self, spec: LaunchSpec) -> None:
         alone = spec.num_machines == 1 and not spec.main_process_ip_given
@@ -189,13 +188,8 @@ def _address_towards(host: str) -> str:
         raise ConfigurationError(f"main_process_ip={host!r} cannot be reached from here: {error.strerror}") from None
 
 
-@contextlib.contextmanager
-def _raising_signals() -> Iterator[None]:
+def _raising_signals() -> contextlib.AbstractContextManager[None]:
     """Raise Interrupted for signals that end the run. While ranks run, their supervisor handles signals."""
-    if threading.current_thread() is not threading.main_thread() or os.name != "posix":
-        yield
-        return
-
     seen: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -204,9 +198,4 @@ def _raising_signals() -> Iterator[None]:
         seen.append(number)
         raise Interrupted(number)
 
-    former = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+    return handling(("SIGINT", "SIGTERM", "SIGHUP"), interrupt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function in several forked processes; the error contains the traceback of the one that failed first."""
+"""Run a function in several forked processes; the error contains the traceback of the first failure."""
 
 from __future__ import annotations
 

@@ -68,13 +68,17 @@ class Generation(OtherMachines):
         min_machines: int,
         holds_store: bool,
     ) -> None:
-        self.min_machines, self.holds_store = min_machines, holds_store
-        self.messenger, self.number, self.members, self.position = messenger, number, members, position
+        self.min_machines = min_machines
+        self.holds_store = holds_store
+        self.messenger = messenger
+        self.number = number
+        self.members = members
+        self.position = position
         self.end: End | None = None
-        self.interval = 0.1
+        self.interval: float = 0.1
         if len(members) > 1:
             # The loss of a machine appears first as a lost connection of the ranks here.
-            self.cause_timeout = MAX_MISSED * BEAT + 3.0
+            self.cause_timeout: float = MAX_MISSED * BEAT + 3.0
         self._waiting = waiting
         self._finished = False
         self._presence = Presence([member.number for member in members if member.number != messenger.member])

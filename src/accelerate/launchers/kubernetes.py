@@ -7,24 +7,30 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ..config.launch_settings import Settings
 from ..core.device_kinds import DEVICES
 from ..core.errors import ConfigurationError
-from .base import Launcher
+from .base import AGENT, SUPERVISION, Launcher
 from .ports import DEFAULT_PORT
 from .spec import LaunchSpec
-
-# Further options of the launcher in each pod, where they are not the defaults.
-HANDED_ON = ("role", "tee", "log_dir", "error_file", "stop_timeout", "rdzv_conf")
 
 
 class KubernetesLauncher(Launcher):
     """Writes the manifest that `kubectl apply -f -` starts. `image`: the container image with the script."""
 
     name = "kubernetes"
+    remote = True
+    uses_this_machine = False
+    unused: tuple[str, ...] = ("monitor_interval", "rdzv_id", "mpirun_hostfile")
 
     def __init__(self, spec: LaunchSpec, image: str | None) -> None:
         super().__init__(spec)
         self.image = image
+
+    @classmethod
+    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+        """The launcher for the settings of a launch."""
+        return cls(spec, settings["image"])
 
     def check(self) -> None:
         """Check before anything starts.
@@ -35,11 +41,7 @@ class KubernetesLauncher(Launcher):
         super().check()
         if not self.image:
             raise ConfigurationError("the kubernetes engine needs --image, the container image that holds the script")
-        if self.spec.machine_rank or self.spec.main_process_ip_given:
-            given = "machine_rank" if self.spec.machine_rank else "main_process_ip"
-            raise ConfigurationError(
-                f"in the kubernetes engine the pods get their ranks and addresses: leave out {given}"
-            )
+        self.refuse_place("in the kubernetes engine the pods get their ranks and addresses")
 
     def run(self) -> int:
         """Raise ConfigurationError: only --dry_run is supported."""
@@ -115,10 +117,8 @@ class KubernetesLauncher(Launcher):
         }
 
     def _variables(self) -> dict[str, str]:
-        variables = {name: text for name, text in self.spec.variables.items() if text is not None}
-        if self.spec.threads is not None:
-            variables["OMP_NUM_THREADS"] = str(self.spec.threads)
-        return {name: _literal(text) for name, text in variables.items()}
+        variables = self.spec.common_variables()
+        return {name: _literal(text) for name, text in variables.items() if text is not None}
 
     def _command(self) -> list[str]:
         """`accelerate launch` in each pod: the pod's index is the machine's rank, pod 0 has the address."""
@@ -129,9 +129,10 @@ class KubernetesLauncher(Launcher):
             command += ["--num_machines", str(spec.num_machines), "--machine_rank", "$(JOB_COMPLETION_INDEX)"]
             command += ["--main_process_ip", f"{self.job_name}-0.{self.job_name}"]
             command += ["--main_process_port", str(self._port)]
-        for name in HANDED_ON:
+        # The job itself restarts pods.
+        for name in (*AGENT, *SUPERVISION, "rdzv_conf"):
             value = getattr(spec, name)
-            if value != LaunchSpec._field_defaults[name]:
+            if name not in (*self.unused, "max_restarts") and value != LaunchSpec._field_defaults[name]:
                 command += [f"--{name}", _literal(str(value))]
         flag = {"script": [], "module": ["-m"], "program": ["--no_python"]}[spec.program.kind]
         return [*command, *flag, *map(_literal, (spec.program.name, *spec.program.args))]

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
-from .base import Launcher
+from typing import TYPE_CHECKING
+
+from .base import AGENT, Launcher
 from .script import become
 from .spec import LaunchSpec, ProcessSpec
+
+if TYPE_CHECKING:
+    from ..config.launch_settings import Settings
 
 
 class LocalLauncher(Launcher):
@@ -13,9 +18,16 @@ class LocalLauncher(Launcher):
 
     name = "local"
 
+    unused: tuple[str, ...] = (*AGENT, "rdzv_conf", "machine_rank", "mpirun_hostfile")
+
     def __init__(self, spec: LaunchSpec, in_place: bool = False) -> None:
         super().__init__(spec)
         self.in_place = in_place
+
+    @classmethod
+    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+        """The launcher for the settings of a launch. `in_place`: a single process may run in this one."""
+        return cls(spec, in_place)
 
     @property
     def takes_over(self) -> bool:
@@ -27,21 +39,13 @@ class LocalLauncher(Launcher):
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """Return the processes of this machine."""
         if self.spec.num_processes == 1:
-            return [ProcessSpec(0, 0, tuple(self.spec.program.argv()), self._single_variables(attempt))]
+            # It has no rank: it is the plain script, with the variables of the run.
+            return [ProcessSpec(0, 0, tuple(self.spec.program.argv()), self.spec.common_variables(attempt))]
         return super().processes(port, attempt)
-
-    def _single_variables(self, attempt: int = 0) -> dict[str, str | None]:
-        """A single process has no rank: it is the plain script, with the variables of the run."""
-        variables = dict(self.spec.variables)
-        if self.spec.threads is not None:
-            variables["OMP_NUM_THREADS"] = str(self.spec.threads)
-        if self.spec.max_restarts:
-            variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-        return variables
 
     def run(self) -> int:
         """Run the processes. A single process may replace the launcher. Returns the exit code."""
         if self.takes_over:
-            become(self.spec.program, self._single_variables())
+            become(self.spec.program, self.spec.common_variables())
             return 0
         return super().run()

@@ -43,7 +43,7 @@ class Messenger(threading.Thread):
         self.keeps_time = keeps_time
         # Called with the store at each heartbeat, in this thread.
         self.on_beat: Callable[[Any], None] | None = None
-        self.reason = ""
+        self.reason: str = ""
         self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._over = False
         self._beats = 0
@@ -125,7 +125,7 @@ class Presence:
     """Which of some machines still send heartbeats."""
 
     def __init__(self, members: list[int]) -> None:
-        self.missed = dict.fromkeys(members, 0)
+        self.missed: dict[int, int] = dict.fromkeys(members, 0)
         self._last = dict.fromkeys(members, b"")
 
     def update(self, store: Any) -> list[int]:

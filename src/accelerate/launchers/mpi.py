@@ -7,17 +7,13 @@ import os
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..core import env, system
 from ..core.errors import ConfigurationError
-from .base import Launcher
+from .base import AGENT, Launcher
 from .ports import DEFAULT_PORT
 from .spec import LaunchSpec, ProcessSpec, check_host
 from .watched_process import watched
-
-if TYPE_CHECKING:
-    from .supervisor import Supervisor
 
 # Further variables that the other machines need.
 CARRIED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "GLOO_SOCKET_IFNAME")
@@ -79,11 +75,14 @@ class MpiLauncher(Launcher):
     """One mpirun, whose processes read their ranks from its variables."""
 
     name = "mpi"
+    unused: tuple[str, ...] = (*AGENT, "rdzv_conf", "machine_rank")
 
     def __init__(self, spec: LaunchSpec) -> None:
         if spec.hostfile and not spec.main_process_ip_given:
             spec = spec._replace(main_process_ip=first_host(spec.hostfile))
         super().__init__(spec)
+        self.reserves_port: bool = not spec.hostfile
+        self.uses_this_machine: bool = not spec.hostfile
 
     def check(self) -> None:
         """Check before anything starts.
@@ -97,22 +96,10 @@ class MpiLauncher(Launcher):
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """Return the process of mpirun, which starts the ranks."""
         spec = self.spec
-        variables = dict(spec.variables)
+        variables = {"OMP_NUM_THREADS": "1", **spec.common_variables(attempt)}
         variables["MASTER_ADDR"] = spec.main_process_ip
         variables["MASTER_PORT"] = str(port or spec.main_process_port or DEFAULT_PORT)
-        variables["OMP_NUM_THREADS"] = str(spec.threads or 1)
-        if spec.max_restarts:
-            variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
         carried = {name: env.get(name) for name in CARRIED} if spec.hostfile else {}
         per_host = spec.local_processes if spec.num_machines > 1 else None
         command = mpirun_command(spec.num_processes, spec.hostfile, {**carried, **variables}, per_host)
         return [ProcessSpec(0, 0, (*command, *watched(spec.program.argv())), {}, starter="mpirun")]
-
-    def attempt(self, number: int) -> Supervisor:
-        """Run mpirun once, after `number` failed attempts."""
-        if not self.spec.hostfile:
-            return super().attempt(number)
-        from .supervisor import supervise
-
-        # Rank 0 is elsewhere: no port can be reserved there.
-        return supervise(self.spec, self.processes(attempt=number))

@@ -8,7 +8,7 @@ from typing import Any
 from ..config.launch_settings import Settings
 from ..core import system
 from ..core.errors import ConfigurationError
-from ..core.options import REMOTE_ENGINES
+from .registry import launcher_class
 from .spec import LaunchSpec, Program
 from .variables import variables
 
@@ -16,7 +16,7 @@ from .variables import variables
 def plan(settings: Settings, program: Program) -> LaunchSpec:
     """The requested launch. ConfigurationError if this machine cannot run it."""
     present = system.accelerators()
-    remote = settings["engine"] in REMOTE_ENGINES
+    remote = settings["engine"] != "auto" and launcher_class(settings["engine"]).remote
     if remote:
         device, count = _device_elsewhere(settings)
     else:

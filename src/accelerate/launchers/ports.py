@@ -21,14 +21,10 @@ class ReservedPort:
     """
 
     def __init__(self, port: int = 0) -> None:
-        dual = socket.has_dualstack_ipv6()
         self._lock: socket.socket | None = None
-        self._socket = socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM)
+        self._socket, address = any_address()
         try:
-            if dual:
-                self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(("::" if dual else "0.0.0.0", port))
+            self._socket.bind((address, port))
             if port:
                 self._lock = _lock(port)
         except OSError as error:
@@ -50,6 +46,16 @@ class ReservedPort:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def any_address() -> tuple[socket.socket, str]:
+    """A socket for a server on all networks, and the address to bind it to: IPv6 and IPv4 where both are there."""
+    dual = socket.has_dualstack_ipv6()
+    server = socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM)
+    if dual:
+        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return server, "::" if dual else "0.0.0.0"
 
 
 def _lock(port: int) -> socket.socket | None:

@@ -42,12 +42,12 @@ class Rank:
         self.code: int | None = None
         self.ended_at: float | None = None
         self.failed_at: float | None = None
-        self.stopped = False
-        self.log_folder = log_folder / f"rank_{process.rank}" if log_folder else None
+        self.stopped: bool = False
+        self.log_folder: Path | None = log_folder / f"rank_{process.rank}" if log_folder else None
         self.streams: list[Stream] = []
         output, error = self._open_streams(spec)
         try:
-            self.popen = self._start(output, error)
+            self.popen: Running = self._start(output, error)
         finally:
             os.close(output)
             os.close(error)

@@ -10,21 +10,21 @@ import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ..config.launch_settings import Settings
 from ..core import env
 from ..core.device_kinds import DEVICES, VISIBLE
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.imports import is_available
-from .base import Launcher, print_message
+from .base import AGENT, Launcher, handling, print_message
 from .ray_worker import RayWorker, RemoteProcess, RemoteSupervisor
 from .spec import LaunchSpec, Place, ProcessSpec
-from .static import FIRST_NOTICE, JOIN_TIMEOUT
+from .static import JOIN_TIMEOUT, Waiting
 
 INSTALL = "pip install 'ray>=2.40'"
 # Ray's names of accelerators, in the order in which a cluster is searched for them.
@@ -43,10 +43,18 @@ class RayLauncher(Launcher):
     """
 
     name = "ray"
+    remote = True
+    uses_this_machine = False
+    unused: tuple[str, ...] = (*AGENT, "mpirun_hostfile")
 
     def __init__(self, spec: LaunchSpec, address: str | None = None) -> None:
         super().__init__(spec)
         self.address = address
+
+    @classmethod
+    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+        """The launcher for the settings of a launch."""
+        return cls(spec, settings["ray_address"])
 
     def check(self) -> None:
         """Check before anything starts.
@@ -55,11 +63,7 @@ class RayLauncher(Launcher):
             ConfigurationError: this launcher cannot run the launch.
         """
         super().check()
-        if self.spec.machine_rank or self.spec.main_process_ip_given:
-            given = "machine_rank" if self.spec.machine_rank else "main_process_ip"
-            raise ConfigurationError(
-                f"the ray engine is started once and finds the machines itself: leave out {given}"
-            )
+        self.refuse_place("the ray engine is started once and finds the machines itself")
         if not is_available("ray"):
             raise ConfigurationError(f"the ray engine needs Ray, which is not installed: {INSTALL}")
         if self.address not in (None, "auto", LOCAL):
@@ -196,7 +200,8 @@ class Cluster:
     """The Ray cluster that this process is connected to."""
 
     def __init__(self, address: str, brings_folder: bool) -> None:
-        self.address, self.brings_folder = address, brings_folder
+        self.address = address
+        self.brings_folder = brings_folder
 
     def nodes(self) -> dict[str, dict[str, float]]:
         """The resources of each machine, by its address."""
@@ -324,14 +329,12 @@ def _reserved(
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
-    began, next_notice = time.monotonic(), FIRST_NOTICE
+    waiting = Waiting()
     try:
         while not group.wait(_TURN):
-            waited = time.monotonic() - began
-            if waited > timeout:
+            if waiting.seconds > timeout:
                 raise LaunchError(f"{cluster} had no free resources within {timeout:.0f} s; it has {cluster.shown()}")
-            if waited > next_notice:
-                next_notice *= 2
+            if waiting.is_due():
                 free = {key: much for key, much in ray.available_resources().items() if key in ("CPU", *ACCELERATORS)}
                 wanted = f"{len(bundles)} x {_words(bundles[0])}"
                 print_message(f"waiting for resources: {wanted}; free now: {_words(free) or 'nothing'}")
@@ -456,23 +459,14 @@ def _result(call: Any) -> Any:
             ) from None
 
 
-@contextlib.contextmanager
-def _ending_on_signals() -> Iterator[None]:
-    """Have Ctrl-C and SIGTERM end the launch while no process runs yet. Only in the main thread."""
+def _ending_on_signals() -> contextlib.AbstractContextManager[None]:
+    """Have Ctrl-C and SIGTERM end the launch while no process runs yet."""
 
     def end(number: int, frame: FrameType | None) -> None:
         print_message(f"ended by {signal.Signals(number).name}; nothing runs")
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    former = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+    return handling(("SIGINT", "SIGTERM"), end)
 
 
 def _words(resources: Mapping[str, float]) -> str:

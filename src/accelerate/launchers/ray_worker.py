@@ -141,7 +141,9 @@ class RemoteProcess:
     """A process on another machine, as a rank needs it. `send(number, group)` forwards a signal to its worker."""
 
     def __init__(self, pid: int, host: str, send: Callable[[int, bool], None]) -> None:
-        self.pid, self.host, self.send = pid, host, send
+        self.pid = pid
+        self.host = host
+        self.send = send
         self._code: int | None = None
         self._ended = threading.Event()
         self._sinks: dict[int, int] = {}

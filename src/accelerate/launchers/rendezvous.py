@@ -15,13 +15,13 @@ from datetime import timedelta
 from typing import Any
 
 from ..core import env
-from ..core.errors import ConfigurationError, LaunchError, nearest
+from ..core.errors import ConfigurationError, LaunchError, suggestion
 from .base import print_message
 from .generations import Generation, Member
 from .messenger import STORE_TIMEOUT, Messenger, Presence, StoreLost, alive_key
 from .ports import ReservedPort
 from .spec import LaunchSpec
-from .static import FIRST_NOTICE, JOIN_TIMEOUT, connect, identity, interface_of, resolve_address
+from .static import FIRST_NOTICE, JOIN_TIMEOUT, Waiting, connect, identity, interface_of, resolve_address
 
 # torch's defaults take most of a minute to notice the loss of a machine. All in seconds but the number of attempts: a
 # machine whose last heartbeat is older than interval times attempts is lost.
@@ -46,16 +46,14 @@ AGREED = {"run": "--rdzv_id", "nnodes": "--nnodes", "num_processes": "--num_proc
 
 
 def settings_of(spec: LaunchSpec) -> dict[str, int]:
-    """The settings of the rendezvous; ConfigurationError for an unknown one, or one that is not a whole number."""
+    """The settings of the rendezvous; ConfigurationError for an unknown one, or one that is not an integer."""
     found = dict(SETTINGS)
     for key, text in spec.rendezvous_settings().items():
         if key in ("is_host", "store_type"):
             continue
         if key not in SETTINGS:
-            hint = nearest(key, [*SETTINGS, "is_host"])
-            raise ConfigurationError(
-                f"rdzv_conf: there is no setting {key!r}" + (f"; did you mean {hint}?" if hint else "")
-            )
+            near = suggestion(key, [*SETTINGS, "is_host"])
+            raise ConfigurationError(f"rdzv_conf: there is no setting {key!r}{near}")
         if not text.isdigit() or not int(text):
             raise ConfigurationError(f"rdzv_conf: {key}={text!r} is not a whole number above 0")
         found[key] = int(text)
@@ -66,15 +64,17 @@ class Rendezvous:
     """This machine's access to the run. `address` is its own on the network to the other machines."""
 
     def __init__(self, spec: LaunchSpec, address: str) -> None:
-        self.spec, self.address = spec, address
+        self.spec = spec
+        self.address = address
         least, _, most = spec.nnodes.partition(":")
-        self.min_machines, self.max_machines = int(least), int(most or least)
-        self.settings = settings_of(spec)
+        self.min_machines: int = int(least)
+        self.max_machines: int = int(most or least)
+        self.settings: dict[str, int] = settings_of(spec)
         own = {"address": address, "nnodes": spec.nnodes, "run": spec.rdzv_id, "restarts": spec.max_restarts}
-        self.identity = {**identity(spec, "elastic"), **own}
+        self.identity: dict[str, Any] = {**identity(spec, "elastic"), **own}
         self.reserved: ReservedPort | None = None
-        self.is_host = self._hosts()
-        self.port = spec.main_process_port if self.reserved is None else self.reserved.number
+        self.is_host: bool = self._hosts()
+        self.port: int = spec.main_process_port if self.reserved is None else self.reserved.number
         self._reporters: list[threading.Thread] = []
         self._store: Any = None
         self._main: Any = None
@@ -107,7 +107,7 @@ class Rendezvous:
         from torch.distributed import PrefixStore
         from torch.distributed.elastic.rendezvous import RendezvousParameters
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, create_handler
 
         spec = self.spec
         self._store = self._connect(self.is_host)
@@ -118,13 +118,14 @@ class Rendezvous:
         base.set(alive_key(number), "0")
         base.set(f"member/{number}", json.dumps({"host": socket.gethostname(), "address": self.address}))
         self.number = number
-        self.messenger = Messenger(base, number, keeps_time=self.is_host)
+        self.messenger: Messenger = Messenger(base, number, keeps_time=self.is_host)
         self.messenger.start()
         settings = {key: value for key, value in self.settings.items() if key != "read_timeout"}
         parameters = RendezvousParameters(
             "c10d", self._address, spec.rdzv_id, self.min_machines, self.max_machines, self.address, **settings
         )
-        self.handler = create_handler(self._store, C10dRendezvousBackend(self._store, spec.rdzv_id), parameters)
+        backend = C10dRendezvousBackend(self._store, spec.rdzv_id)
+        self.handler: DynamicRendezvousHandler = create_handler(self._store, backend, parameters)
 
     @property
     def _address(self) -> str:
@@ -283,7 +284,7 @@ class Rendezvous:
             over.set()
 
     def _report_wait(self, over: threading.Event) -> None:
-        began, next_notice, refusals = time.monotonic(), FIRST_NOTICE, 0
+        waiting, refusals = Waiting(), 0
         while not over.wait(0.5):
             if self.messenger.is_lost() and not over.wait(2.0):
                 # The main thread is in torch's rendezvous, which cannot be interrupted; no rank is running.
@@ -291,8 +292,7 @@ class Rendezvous:
                 os._exit(1)
             with contextlib.suppress(StoreLost):
                 refusals = self._show_refusals(refusals)
-                if time.monotonic() - began > next_notice:
-                    next_notice *= 2
+                if waiting.is_due():
                     word = self._status()
                     if not over.is_set():
                         print_message(word)

@@ -23,7 +23,7 @@ from .variables import variables
 DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
 # Options that are published with Python's True and False, as the API does.
 DYNAMO = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")
-# Flags with a meaning for a job, in addition to those that become variables of its processes.
+# Flags with a meaning for a job, besides the options that become variables of its processes.
 ABOUT_THE_JOB = ("cpu", "gpu_ids", "num_machines", "enable_cpu_affinity", "config_file", "dry_run", "quiet")
 # Field of the configuration -> option of a launch with the same meaning.
 SAME_AS_OPTION = {

@@ -7,25 +7,20 @@ import contextlib
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
+from ..config.launch_settings import Settings
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
-from .base import Launcher, print_message
+from .base import AGENT, Launcher, handling, print_message
 from .failure import exit_code, first_cause
 from .spec import LaunchSpec, ProcessSpec, check_variable
 from .streams import RANK_END, TAIL, RankEnd
 from .watched_process import watched
-
-if TYPE_CHECKING:
-    from .supervisor import Supervisor
 
 # States of a job that has not ended.
 ALIVE = frozenset(
@@ -45,13 +40,22 @@ class SlurmLauncher(Launcher):
     """`options`: additional options of sbatch, as '--partition=gpu --time=2:00:00'."""
 
     name = "slurm"
+    remote = True
+    uses_this_machine = False
+    unused: tuple[str, ...] = (*AGENT, "rdzv_conf", "machine_rank", "tee", "mpirun_hostfile")
+    reserves_port = False
 
     def __init__(self, spec: LaunchSpec, options: str = "") -> None:
         super().__init__(spec)
         try:
-            self.options = shlex.split(options)
+            self.options: list[str] = shlex.split(options)
         except ValueError as error:
             raise ConfigurationError(f"slurm_options={options!r}: {error}") from None
+
+    @classmethod
+    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+        """The launcher for the settings of a launch."""
+        return cls(spec, settings["slurm_options"])
 
     @property
     def inside(self) -> bool:
@@ -85,9 +89,7 @@ class SlurmLauncher(Launcher):
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """Return the process of srun, whose tasks are the ranks."""
-        variables = self._variables()
-        if self.spec.max_restarts:
-            variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        variables = self._variables(attempt)
         if "MASTER_ADDR" not in variables and shutil.which("scontrol") is not None:
             variables["MASTER_ADDR"] = _first_address(env.get("SLURM_JOB_NODELIST") or "")
         return [ProcessSpec(0, 0, tuple(self._srun()), variables, starter="srun")]
@@ -102,10 +104,8 @@ class SlurmLauncher(Launcher):
         sizes = [f"--nodes={spec.num_machines}", f"--ntasks={spec.num_processes}"]
         return ["srun", *sizes, "--kill-on-bad-exit=1", "--label", *watched(spec.program.argv())]
 
-    def _variables(self) -> dict[str, str | None]:
-        variables = dict(self.spec.variables)
-        if self.spec.threads is not None:
-            variables["OMP_NUM_THREADS"] = str(self.spec.threads)
+    def _variables(self, attempt: int | None = None) -> dict[str, str | None]:
+        variables = self.spec.common_variables(attempt)
         if self.spec.main_process_ip_given:
             variables["MASTER_ADDR"] = self.spec.main_process_ip
         if self.spec.main_process_port:
@@ -167,12 +167,6 @@ class SlurmLauncher(Launcher):
         with _cancelling(job):
             return _follow(job, log)
 
-    def attempt(self, number: int) -> Supervisor:
-        """Run the step once, after `number` failed attempts."""
-        from .supervisor import supervise
-
-        return supervise(self.spec, self.processes(attempt=number))
-
 
 def _directive(option: str, where: str) -> str:
     """An option as sbatch reads it in a script: one line, in quotes where it has spaces."""
@@ -208,8 +202,7 @@ def _submit(script: Path, log: Path) -> str:
     return done.stdout.strip().split(";")[0]
 
 
-@contextlib.contextmanager
-def _cancelling(job: str) -> Iterator[None]:
+def _cancelling(job: str) -> contextlib.AbstractContextManager[None]:
     """Ctrl-C and SIGTERM here cancel the job there."""
 
     def cancel(number: int, frame: FrameType | None) -> None:
@@ -217,12 +210,7 @@ def _cancelling(job: str) -> Iterator[None]:
         print_message(f"job {job} is cancelled")
         raise SystemExit(128 + number)
 
-    former = {number: signal.signal(number, cancel) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+    return handling(("SIGINT", "SIGTERM"), cancel)
 
 
 def _follow(job: str, log: Path) -> int:
@@ -235,7 +223,7 @@ def _follow(job: str, log: Path) -> int:
         if state not in ALIVE:
             tail.print_rest()
             found = first_cause(tail.ends, tail.text)
-            # Slurm's code of the job is the highest of all tasks, also of those that were stopped after a failure.
+            # Slurm's code of the job is the highest of all tasks, also of tasks that were stopped after a failure.
             code = next((exit_code(end.code) for end in tail.ends if end.code), code)
             if found is not None:
                 print_message(f"rank {found[0].rank} failed: {found[1]}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core import system
-from ..core.errors import ConfigurationError, nearest
+from ..core.errors import ConfigurationError, suggestion
 
 # Variables that another launcher may have left in this environment, which would be wrong for our processes.
 FOREIGN = (
@@ -61,7 +61,7 @@ class Program(NamedTuple):
         if not path.exists():
             hint = "; a module is started with -m" if "." in self.name and path.suffix != ".py" else ""
             here = path.parent
-            near = nearest(path.name, [other.name for other in here.glob("*.py")] if here.is_dir() else [])
+            near = suggestion(path.name, [other.name for other in here.glob("*.py")] if here.is_dir() else [], "{}")
             hint += f" (did you mean {here / near}?)" if near else ""
             raise ConfigurationError(f"there is no script {self.name!r} (from {Path.cwd()}){hint}")
         if not os.access(path, os.R_OK):
@@ -193,12 +193,18 @@ class LaunchSpec(NamedTuple):
         variables = self.variables_at(place, attempt)
         return ProcessSpec(rank, local_rank, tuple(self.program.argv()), variables, self._cpus(local_rank))
 
-    def variables_at(self, place: Place, attempt: int = 0) -> dict[str, str | None]:
-        """All variables of the process at a place."""
-        variables: dict[str, str | None] = dict.fromkeys(FOREIGN)
-        variables.update(self.variables)
+    def common_variables(self, attempt: int | None = None) -> dict[str, str | None]:
+        """The variables of each process, whatever its rank; `attempt` counts restarts (None: it is set elsewhere)."""
+        variables = dict(self.variables)
         if self.threads is not None:
             variables["OMP_NUM_THREADS"] = str(self.threads)
+        if self.max_restarts and attempt is not None:
+            variables["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        return variables
+
+    def variables_at(self, place: Place, attempt: int = 0) -> dict[str, str | None]:
+        """All variables of the process at a place."""
+        variables: dict[str, str | None] = {**dict.fromkeys(FOREIGN), **self.common_variables(attempt)}
         variables.update(
             RANK=str(place.rank),
             WORLD_SIZE=str(self.num_processes),
@@ -210,7 +216,7 @@ class LaunchSpec(NamedTuple):
             MASTER_PORT=str(place.port),
         )
         if self.max_restarts:
-            variables.update(TORCHELASTIC_RESTART_COUNT=str(attempt), TORCHELASTIC_MAX_RESTARTS=str(self.max_restarts))
+            variables["TORCHELASTIC_MAX_RESTARTS"] = str(self.max_restarts)
         return variables
 
     def _cpus(self, local_rank: int) -> tuple[int, ...] | None:
@@ -263,7 +269,7 @@ class LaunchSpec(NamedTuple):
         for name in ("monitor_interval", "stop_timeout"):
             if not 0 <= getattr(self, name) <= MOST_SECONDS:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be from 0 to {MOST_SECONDS} seconds")
-        parts = [part.split(":", 1) for part in self.tee.split(",")] if ":" in self.tee else [["0", self.tee]]
-        fine = all(len(part) == 2 and part[0].isdigit() and part[1] in ("0", "1", "2", "3") for part in parts)
+        entries = [part.split(":", 1) for part in self.tee.split(",")] if ":" in self.tee else [["0", self.tee]]
+        fine = all(len(part) == 2 and part[0].isdigit() and part[1] in ("0", "1", "2", "3") for part in entries)
         if not fine:
             raise ConfigurationError(f"tee={self.tee!r}: give 0, 1, 2 or 3, or one a rank as '0:3,1:2'")

@@ -18,8 +18,8 @@ from typing import Any
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.version import __version__
-from .base import Launcher, print_message
-from .ports import DEFAULT_PORT, ReservedPort
+from .base import AGENT, Launcher, print_message
+from .ports import DEFAULT_PORT, ReservedPort, any_address
 from .spec import LaunchSpec
 from .supervisor import OtherMachines, Stop, Supervisor, supervise, with_restarts
 
@@ -27,6 +27,26 @@ from .supervisor import OtherMachines, Stop, Supervisor, supervise, with_restart
 FIRST_NOTICE = 3.0
 JOIN_TIMEOUT = 600.0
 PROTOCOL = "accelerate-launch-1"
+
+
+class Waiting:
+    """The time of a wait, and when to report it: after FIRST_NOTICE seconds, then at intervals that double."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._next = FIRST_NOTICE
+
+    @property
+    def seconds(self) -> float:
+        """The time since the beginning of the wait."""
+        return time.monotonic() - self._began
+
+    def is_due(self) -> bool:
+        """Whether to report the wait now."""
+        if self.seconds <= self._next:
+            return False
+        self._next *= 2
+        return True
 
 
 def identity(spec: LaunchSpec, engine: str = "static") -> dict[str, Any]:
@@ -107,8 +127,9 @@ class Host:
     """Machine 0: listens until every machine has connected."""
 
     def __init__(self, spec: LaunchSpec, port: int, timeout: float = JOIN_TIMEOUT) -> None:
-        self.spec, self.timeout = spec, timeout
-        self.identity = identity(spec)
+        self.spec = spec
+        self.timeout = timeout
+        self.identity: dict[str, Any] = identity(spec)
         self.present: dict[int, Peer] = {}
         self._unknown: list[Peer] = []
         self._selector = selectors.DefaultSelector()
@@ -122,15 +143,13 @@ class Host:
             ConfigurationError: a machine has other options or another version.
             LaunchError: not all machines have connected in time.
         """
-        began, next_notice = time.monotonic(), FIRST_NOTICE
+        waiting = Waiting()
         try:
             while len(self.present) < self.spec.num_machines - 1:
                 self._step()
-                waited = time.monotonic() - began
-                if waited > self.timeout:
+                if waiting.seconds > self.timeout:
                     raise LaunchError(f"{self._absent()} did not appear at machine 0 within {self.timeout:.0f} s")
-                if waited > next_notice:
-                    next_notice *= 2
+                if waiting.is_due():
                     self._send_all({"waiting": self._absent()})
                     print_message(f"waiting for {self._absent()}{self._note()}")
         except (ConfigurationError, LaunchError) as error:
@@ -191,17 +210,15 @@ def join(spec: LaunchSpec, timeout: float = JOIN_TIMEOUT) -> Peer:
     """
     where = f"machine 0 at {spec.main_process_ip}:{spec.main_process_port}"
     resolve_address(spec.main_process_ip)
-    began, next_notice = time.monotonic(), FIRST_NOTICE
+    waiting = Waiting()
     while True:
-        peer = connect(spec, where, timeout, began)
+        peer = connect(spec, where, timeout, waiting)
         peer.send({"hello": identity(spec)})
         if _is_complete(peer, where):
             return peer
         # The store of an attempt that is ending answered, or a launcher that was stopped: try again.
         peer.socket.close()
-        waited = time.monotonic() - began
-        if waited > next_notice:
-            next_notice *= 2
+        if waiting.is_due():
             print_message(f"{where} closes the connection: it has another --engine, is not a launcher, or was stopped")
         time.sleep(0.2)
 
@@ -234,21 +251,19 @@ def resolve_address(host: str) -> str:
         ) from None
 
 
-def connect(spec: LaunchSpec, where: str, timeout: float, began: float | None = None) -> Peer:
-    """Connect to machine 0. LaunchError where it does not answer within `timeout` seconds from `began` on."""
-    began = time.monotonic() if began is None else began
-    next_notice = time.monotonic() - began + FIRST_NOTICE
+def connect(spec: LaunchSpec, where: str, timeout: float, waiting: Waiting | None = None) -> Peer:
+    """Connect to machine 0. LaunchError where it does not answer within `timeout` seconds of waiting."""
+    notice = Waiting()
+    waiting = waiting or notice
     while True:
         try:
             connection = socket.create_connection((spec.main_process_ip, spec.main_process_port), timeout=2.0)
             connection.settimeout(timeout)
             return Peer(_ready(connection), {"machine": 0, "host": spec.main_process_ip})
         except OSError as error:
-            waited = time.monotonic() - began
-            if waited > timeout:
+            if waiting.seconds > timeout:
                 raise LaunchError(f"{where} did not answer within {timeout:.0f} s: {error}") from None
-            if waited > next_notice:
-                next_notice *= 2
+            if notice.is_due():
                 print_message(f"{where} does not answer yet ({error}): is it started, and is the address right?")
             time.sleep(0.2)
 
@@ -263,12 +278,8 @@ def _ready(connection: socket.socket) -> socket.socket:
 
 
 def _listen(port: int) -> socket.socket:
-    dual = socket.has_dualstack_ipv6()
-    server = socket.socket(socket.AF_INET6 if dual else socket.AF_INET, socket.SOCK_STREAM)
-    if dual:
-        server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    server.bind(("::" if dual else "0.0.0.0", port))
+    server, address = any_address()
+    server.bind((address, port))
     server.listen(128)
     return server
 
@@ -333,7 +344,10 @@ class StaticLauncher(Launcher):
 
     name = "static"
 
+    unused: tuple[str, ...] = (*AGENT, "mpirun_hostfile")
+
     def __init__(self, spec: LaunchSpec) -> None:
+        self.spec: LaunchSpec
         super().__init__(spec._replace(main_process_port=spec.main_process_port or DEFAULT_PORT))
 
     def check(self) -> None:

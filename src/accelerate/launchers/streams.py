@@ -75,24 +75,24 @@ class Stream:
     ) -> None:
         self.source = source
         self.sink = sink
-        self.prefix = prefix.encode() if prefix else None
+        self.prefix: bytes | None = prefix.encode() if prefix else None
         self.log = log
         self.delay_tracebacks = delay_tracebacks
         # A delayed traceback with what followed it, and when it was written.
-        self.delayed = b""
+        self.delayed: bytes = b""
         self.delayed_since: float | None = None
         # The last traceback that was shown because the process seemed to survive it, and when it was written.
-        self.shown = b""
+        self.shown: bytes = b""
         self.shown_since: float | None = None
         # Called with a traceback before it is shown; what it returns is shown instead.
         self.before_showing: Callable[[bytes], bytes] | None = None
-        self.tail = b""
+        self.tail: bytes = b""
         # Ranks that have reported their ends, in that order, and the last output before the first one that failed.
         self.ends: list[RankEnd] = []
-        self.before_failure = b""
-        self.open = True
-        self.modes = TerminalModes()
-        self.at_line_start = True
+        self.before_failure: bytes = b""
+        self.open: bool = True
+        self.modes: TerminalModes = TerminalModes()
+        self.at_line_start: bool = True
         self._partial_report = b""
         self._line = b""
         self._line_since = 0.0

@@ -47,8 +47,8 @@ class OtherMachines:
     most seconds between two calls of `tick`.
     """
 
-    cause_timeout = 5.0
-    interval = 1.0
+    cause_timeout: float = 5.0
+    interval: float = 1.0
 
     def callbacks(self, stop: Stop) -> list[tuple[socket, Callable[[], bool]]]:
         """Sockets to wait for, each with the function to call when it is readable; it returns False at its end."""
@@ -77,8 +77,8 @@ class Supervisor:
         self.link = link
         self.ranks: list[Rank] = []
         self.failure: Failure | None = None
-        self.code = 0
-        self.final = False
+        self.code: int = 0
+        self.final: bool = False
         self._selector = selectors.DefaultSelector()
         self._signals: list[int] = []
         self._interrupted: int | None = None

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..config.launch_settings import Settings
 from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
-from .base import Launcher
+from .base import AGENT, SUPERVISION, Launcher
 from .notebook import PrepareForLaunch
 from .spec import LaunchSpec, ProcessSpec, check_host, check_variable
 
@@ -48,11 +49,28 @@ class TpuLauncher(Launcher):
     """`function`: name of the script's function that each core runs. `cores`: the requested number, None for all."""
 
     name = "tpu"
+    uses_this_machine = False
+    unused: tuple[str, ...] = (
+        *AGENT, *SUPERVISION, "rdzv_conf", "machine_rank", "num_cpu_threads_per_process", "mpirun_hostfile",
+    )  # fmt: skip
 
     def __init__(self, spec: LaunchSpec, function: str, cores: int | None = None, downcast: bool = False) -> None:
-        super().__init__(_downcast(spec) if downcast else spec)
+        super().__init__(spec._replace(variables={**spec.variables, DOWNCAST: "1"}) if downcast else spec)
         self.function = function
         self.cores = cores
+
+    @classmethod
+    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
+        """The launcher for the settings of a launch: of this machine's cores, or of the pod that they name."""
+        function, requested = settings["main_training_function"] or "main", settings["num_processes"]
+        # Files of the API hold -1 for "not chosen".
+        cores = None if requested in (None, "all", -1) else int(requested)
+        if not settings["tpu_use_cluster"]:
+            return cls(spec, function, cores, settings["downcast_bf16"])
+        kept = settings.file.data if settings.file else {}
+        names = settings["vm"] or ([kept["tpu_name"]] if kept.get("tpu_name") else [])
+        pod = Pod(tuple(names), kept.get("tpu_zone"), tuple(settings["env"] or ()), bool(settings["tpu_use_sudo"]))
+        return PodLauncher(spec, function, pod, cores, settings["downcast_bf16"])
 
     def check(self) -> None:
         """Check before anything starts.
@@ -61,10 +79,13 @@ class TpuLauncher(Launcher):
             ConfigurationError: this launcher cannot run the launch.
         """
         super().check()
-        if not is_available("torch_xla"):
-            raise ConfigurationError("--tpu needs torch_xla, which is not installed: pip install torch_xla[tpu]")
+        self._check_presence()
         if self.spec.program.kind == "program":
             raise ConfigurationError("--tpu runs a function of a script or module: --no_python cannot be used with it")
+
+    def _check_presence(self) -> None:
+        if not is_available("torch_xla"):
+            raise ConfigurationError("--tpu needs torch_xla, which is not installed: pip install torch_xla[tpu]")
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """This process, from which torch_xla starts the others."""
@@ -115,26 +136,16 @@ class Pod:
     sudo: bool = False
 
 
-class PodLauncher(Launcher):
+class PodLauncher(TpuLauncher):
     """One gcloud for each TPU VM, which runs `accelerate launch --tpu` on all its workers, in this folder."""
-
-    name = "tpu"
 
     def __init__(
         self, spec: LaunchSpec, function: str, pod: Pod, cores: int | None = None, downcast: bool = False
     ) -> None:
-        super().__init__(_downcast(spec) if downcast else spec)
-        self.function = function
+        super().__init__(spec, function, cores, downcast)
         self.pod = pod
-        self.cores = cores
 
-    def check(self) -> None:
-        """Check before anything starts.
-
-        Raises:
-            ConfigurationError: this launcher cannot run the launch.
-        """
-        super().check()
+    def _check_presence(self) -> None:
         if not self.pod.names:
             raise ConfigurationError("--tpu_cluster: no pod: give --vm, or write tpu_name into the configuration file")
         if not self.pod.zone:
@@ -147,8 +158,6 @@ class PodLauncher(Launcher):
         wrong = [text for text in self.pod.variables if "=" not in text.lstrip("=")]
         if wrong:
             raise ConfigurationError(f"--env {wrong[0]}: give NAME=VALUE")
-        if self.spec.program.kind == "program":
-            raise ConfigurationError("--tpu runs a function of a script or module: --no_python cannot be used with it")
         if shutil.which("gcloud") is None:
             raise ConfigurationError("--tpu_cluster: gcloud is not on the PATH: install the Google Cloud CLI")
 
@@ -179,12 +188,12 @@ class PodLauncher(Launcher):
         ]  # fmt: skip
         return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(command)}"
 
+    def dry_run(self) -> str:
+        """What `run` would start: the command for each TPU VM."""
+        return Launcher.dry_run(self)
+
     def run(self) -> int:
         """Run the command on all workers. Returns the exit code."""
         from .supervisor import supervise
 
         return supervise(self.spec, self.processes()).code
-
-
-def _downcast(spec: LaunchSpec) -> LaunchSpec:
-    return spec._replace(variables={**spec.variables, DOWNCAST: "1"})

@@ -7,6 +7,7 @@ from ..config.launch_settings import Settings
 from ..core.errors import ConfigurationError
 from ..core.option import ALWAYS, NEVER, as_text, parse_bool
 from ..core.options import STRATEGY, options
+from .base import Launcher
 
 
 def variables(settings: Settings) -> dict[str, str | None]:
@@ -26,25 +27,20 @@ def variables(settings: Settings) -> dict[str, str | None]:
     return found
 
 
-# What the engine `deepspeed` uses, also for a script that does not train with DeepSpeed.
-STARTER_OPTIONS = (
-    "deepspeed_hostfile",
-    "deepspeed_multinode_launcher",
-    "deepspeed_exclusion_filter",
-    "deepspeed_inclusion_filter",
-)
-
-
-def idle_flags(settings: Settings) -> list[str]:
-    """A line for each switch that is off although flags were given that need it."""
+def without_effect(launcher: type[Launcher], settings: Settings) -> list[str]:
+    """Lines for what was set and has no effect: the launcher does not use it, or a switch that it needs is off."""
+    unused = [
+        f"{name} ({settings.origin(name)})"
+        for name in launcher.unused
+        if settings.chosen(name) and settings[name] not in (None, options()[name].default, 0)
+    ]
+    found = [f"{', '.join(unused)}: no effect with the engine {launcher.name}"] if unused else []
     off = {option.name: option.flag for option in STRATEGY.options if not settings[option.name]}
-    of_engine = STARTER_OPTIONS if settings["engine"] == "deepspeed" else ()
     if settings["mixed_precision"] != "fp8":
         off["fp8"] = "--mixed_precision fp8"
-    found = []
     for switch, wanted in off.items():
         options_of_switch = [
-            option for option in options().values() if switch in option.when and option.name not in of_engine
+            option for option in options().values() if switch in option.when and option.name not in launcher.own
         ]
         given = [option.flag for option in options_of_switch if settings.origin(option.name).startswith("flag ")]
         if given:
@@ -54,14 +50,14 @@ def idle_flags(settings: Settings) -> list[str]:
 
 def _fp8_overrides(settings: Settings) -> dict[str, str]:
     text = str(settings["fp8_override_linear_precision"])
-    parts = [part for part in text.strip("()[] ").replace(" ", "").split(",") if part]
+    words = [part for part in text.strip("()[] ").replace(" ", "").split(",") if part]
     where = settings.shown("fp8_override_linear_precision")
-    if len(parts) != 3:
+    if len(words) != 3:
         raise ConfigurationError(f"{where}: give three truth values, for fprop, dgrad and wgrad")
     names = ("FPROP", "DGRAD", "WGRAD")
     return {
         f"ACCELERATE_FP8_OVERRIDE_{name}": as_text(parse_bool(part, where))
-        for name, part in zip(names, parts, strict=True)
+        for name, part in zip(names, words, strict=True)
     }
 
 

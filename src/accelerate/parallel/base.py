@@ -73,7 +73,7 @@ class Strategy:
         self.transforms: tuple[Any, ...] = ()
         # Called when an optimizer has stepped.
         self.after_step: tuple[Callable[[], None], ...] = ()
-        self.prepared = PreparedModels()
+        self.prepared: PreparedModels = PreparedModels()
 
     # -- data
 

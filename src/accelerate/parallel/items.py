@@ -29,7 +29,7 @@ class ItemWindow:
         self.strategy = strategy
         self.reference: torch.Tensor | None = None
         self.count: torch.Tensor | None = None
-        self.spent = False
+        self.spent: bool = False
 
     def backward(
         self,

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..collectives import rng
 from ..core.devices import kind_of
 from ..core.errors import PrepareError
-from ..logging import get_logger
+from ..logging import MultiProcessAdapter, get_logger
 from ..parallelism_config import ParallelismConfig
 from ..precision.base import Precision
 from ..precision.fp8 import Float8Precision
@@ -36,7 +36,7 @@ from .report import communication
 from .scaling import AgreeingScaler
 from .unsharded_step import step_unsharded
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 _REDISTRIBUTE_LOG = "torch.distributed.tensor._redistribute"
 
@@ -159,14 +159,14 @@ class ShardedStrategy(Strategy):
         if not dist.is_initialized():
             group.start_alone(kind_of(device).backend)
         world = dist.get_world_size()
-        self.layout = layout or mesh.all_sharded(world)
-        self.mesh = mesh.build_mesh(self.layout, world, device.type)
-        self.replacements = Replacements()
+        self.layout: ParallelismConfig = layout or mesh.all_sharded(world)
+        self.mesh: dist.DeviceMesh | None = mesh.build_mesh(self.layout, world, device.type)
+        self.replacements: Replacements = Replacements()
         if precision.scaler is not None:
             precision.scaler = AgreeingScaler(precision.scaler, device)
-        self.sequence = ContextParallel.of_layout(self.layout, self.mesh)
+        self.sequence: ContextParallel | None = ContextParallel.of_layout(self.layout, self.mesh)
         if self.layout.data_parallel_size != world:
-            self.data_group = mesh.group_of(self.mesh, "dp")
+            self.data_group: dist.ProcessGroup | None = mesh.group_of(self.mesh, "dp")
 
     @property
     def data_shard(self) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from .names import DeviceMap, entry_for, is_within, join, normalized_classes
 from .sizes import Dtype, NamedPart, children_of, compute_module_sizes, get_max_layer_size
 from .tied import check_tied_parameters_in_config, check_tied_parameters_on_same_device, find_tied_parameters
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from .sizes import named_module_tensors
 from .tensors import TiedCopies, as_device
 from .tied import find_tied_parameters, retie_parameters
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # How libraries mark a model whose weights bitsandbytes has quantised.
 _QUANTIZED_MARKS = ("is_loaded_in_8bit", "is_loaded_in_4bit")

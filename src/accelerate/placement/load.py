@@ -23,7 +23,7 @@ from .tensors import PACKED, as_device, quantize_8bit, set_module_tensor_to_devi
 from .tied import find_tied_parameters, retie_parameters
 from .weight_files import SafetensorsFile, checkpoint_files, open_weights, shapes_in
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # How many bytes are handed to `load_state_dict` at once: each call visits all modules, each byte takes memory.
 _PORTION = 32 * 2**20

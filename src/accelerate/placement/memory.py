@@ -15,7 +15,7 @@ from ..core.errors import ConfigurationError
 from .names import normalized_classes
 from .sizes import Dtype, compute_module_sizes, convert_file_size_to_int
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 MaxMemory = dict[Any, Any]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..core.device_kinds import DEVICES
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # Ways to move a module, by device type where torch has a method for it.
 _MOVES = ("to", *(kind.type for kind in DEVICES.values() if kind.moves_modules))

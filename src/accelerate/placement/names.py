@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import nearest
+from ..core.errors import suggestion
 
 # A place a part of a model may be sent to: a device, an accelerator's index, or "disk".
 Place = int | str | torch.device
@@ -39,10 +39,8 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
             f"{type(module).__name__} has no submodule {path!r} to hold {tensor_name!r}: {error}"
         ) from None
     if leaf not in owner._parameters and leaf not in owner._buffers:
-        near = nearest(leaf, [*owner._parameters, *owner._buffers])
-        raise ValueError(
-            f"{owner} does not have a parameter or a buffer named {leaf}." + (f" Did you mean {near}?" if near else "")
-        )
+        near = suggestion(leaf, [*owner._parameters, *owner._buffers])
+        raise ValueError(f"{owner} does not have a parameter or a buffer named {leaf}{near}")
     return owner, leaf
 
 

@@ -159,7 +159,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.device = device
         # Further names of a weight, for parameters that are tied and were stored under one name.
         self.aliases: dict[str, str] = {}
-        self.stream = WeightStream()
+        self.stream: WeightStream = WeightStream()
         self._files = SafetensorsFiles()
         for path in {entry.get("safetensors_file") for entry in self.index.values()} - {None}:
             self._files.keep(path)

@@ -24,7 +24,7 @@ from .sizes import named_module_tensors
 from .tensors import QUANTIZED, main_device, set_module_tensor_to_device
 from .tied import find_tied_parameters
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -156,11 +157,6 @@ def _read_pages(tensor: torch.Tensor) -> None:
         tensor.detach().reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()
 
 
+@functools.cache
 def _libc() -> Any:
-    global _library
-    if _library is None:
-        _library = ctypes.CDLL(None)
-    return _library
-
-
-_library: Any = None
+    return ctypes.CDLL(None)

@@ -13,7 +13,7 @@ from torch import nn
 
 from .names import DeviceMap, device_for, owner_of, tensor_at
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:

@@ -19,7 +19,7 @@ from ..core.errors import CheckpointError
 from ..core.files import open_regular, require_regular
 from ..core.torch_files import READ_ERRORS, check_archive
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # How many bytes of a file may be mapped and touched before it is opened anew, so that its pages do not add up.
 _MAPPED = 64 * 2**20

@@ -72,7 +72,7 @@ class ScaledPrecision(MixedPrecision):
     ) -> None:
         super().__init__("fp16", torch.float16, device_type, options)
         kwargs = {} if scaling is None else scaling.to_kwargs()
-        self.scaler = scaler or torch.amp.GradScaler(device_type, **kwargs)
+        self.scaler: torch.amp.GradScaler | None = scaler or torch.amp.GradScaler(device_type, **kwargs)
 
     def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
         """As the base class. Raises PrepareError for float16 parameters."""

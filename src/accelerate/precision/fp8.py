@@ -12,7 +12,7 @@ from torch import nn
 from ..core.availability import check_cuda_fp8_capability
 from ..core.enums import FP8BackendType
 from ..core.errors import ConfigurationError, PrepareError
-from ..logging import get_logger
+from ..logging import MultiProcessAdapter, get_logger
 from . import fp8_ao, fp8_te
 from .amp import MixedPrecision
 from .base import Repoint
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..config.fp8 import AORecipeKwargs, TERecipeKwargs
     from ..config.precision import AutocastKwargs
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 
 class Float8Precision(MixedPrecision):

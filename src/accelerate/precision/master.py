@@ -31,7 +31,7 @@ class MasterPrecision(MixedPrecision):
         # parameter -> its master weight; None for one that has been frozen so far.
         self._master_of: Any = WeakTensorKeyDictionary()
         self._is_swapped_in = False
-        self.changes = 0  # the number of entries so far
+        self.changes: int = 0  # the number of entries so far
 
     @torch.no_grad()
     def cast_parameters(self, model: nn.Module) -> bool:

@@ -28,7 +28,7 @@ class MasterStep:
 
     def __init__(self, precision: MasterPrecision) -> None:
         self.precision = precision
-        self.inside = False
+        self.inside: bool = False
         self._changes = -1
         self._is_proven = False  # that this optimizer steps the parameters in its groups
         self._visible: list[list[nn.Parameter]] = []

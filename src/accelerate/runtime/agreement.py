@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..core.errors import CheckpointError
 from .calls import ranks_in_words
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # Seconds: until a wait is logged; until another rank decides where the first one has not come; until the first look
 # for ranks that have ended.
@@ -99,11 +99,11 @@ class Round:
         connection: Connection | None = None,
     ) -> None:
         connection = default_connection() if connection is None else connection
-        self.store = connection.store
-        self.ranks = range(dist.get_world_size()) if ranks is None else ranks
-        self.rank = dist.get_rank() if rank is None else rank
+        self.store: Any = connection.store
+        self.ranks: range | Sequence[int] = range(dist.get_world_size()) if ranks is None else ranks
+        self.rank: int = dist.get_rank() if rank is None else rank
         self._name = name
-        self.number = connection.rounds.get(name, 0)
+        self.number: int = connection.rounds.get(name, 0)
         connection.rounds[name] = self.number + 1
 
     def key(self, what: object, back: int = 0) -> str:
@@ -202,8 +202,8 @@ class Agreement:
     """
 
     def __init__(self, process: Process, name: str = "checkpoint") -> None:
-        self.rank = process.process_index
-        self.world = process.num_processes
+        self.rank: int = process.process_index
+        self.world: int = process.num_processes
         self.name = name
         self._connection = default_connection() if self.world > 1 else None
 

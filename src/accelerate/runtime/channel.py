@@ -26,7 +26,7 @@ from ..core.errors import DistributedOperationException
 from . import communication, marks
 from .calls import Call, mismatch, ranks_in_words, record, user_line
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 SIGNATURE = 8
 # The signature, and the number of content bytes that this rank has (in this message, or in the one after it).
@@ -55,17 +55,18 @@ class Channel:
     """
 
     def __init__(self, rank: int, world: int, serves_all: bool) -> None:
-        self.rank, self.world = rank, world
+        self.rank = rank
+        self.world = world
         # gloo sends tensors of all devices, and not only those on the CPU.
         self.serves_all = serves_all
-        self.capacity = min(LARGEST, LARGEST_OVER_ALL // world) & ~15
+        self.capacity: int = min(LARGEST, LARGEST_OVER_ALL // world) & ~15
         stride = HEADER + self.capacity
         # Tensors made in inference mode could not be written to outside of it.
         with torch.inference_mode(False):
             row = torch.zeros(world * stride, dtype=torch.uint8, device="cpu")
-        self.slots = row.view(world, stride)
+        self.slots: torch.Tensor = row.view(world, stride)
         view = memoryview(row.numpy())  # type: ignore[arg-type]
-        self.views = [view[peer * stride : (peer + 1) * stride] for peer in range(world)]
+        self.views: list[memoryview[int]] = [view[peer * stride : (peer + 1) * stride] for peer in range(world)]
         self._headers = [self.views[peer][:SIGNATURE] for peer in range(world) if peer != rank]
         # gloo requires contiguous splits, so this rank's slot is appended to the one before it.
         self._splits = [stride] * world

@@ -19,7 +19,7 @@ from ..core.availability import is_cuda_available
 from ..core.devices import accelerator_type, kind_of
 from .topology import Topology
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 MINIMUM_KERNEL = "5.5.0"
 # The first driver under which RTX 40 cards exchange data directly without error.

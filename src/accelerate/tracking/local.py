@@ -44,7 +44,7 @@ class LocalTracker(ClientTracker):
                 "`logging_dir`"
             )
         super().__init__(run_name)
-        self.folder = Path(logging_dir, run_name)
+        self.folder: Path = Path(logging_dir, run_name)
 
     def _open(self) -> TextIO:
         self.folder.mkdir(parents=True, exist_ok=True)

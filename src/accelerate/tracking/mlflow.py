@@ -26,7 +26,7 @@ class MLflowTracker(ClientTracker):
         logging_dir: the folder for the artifacts of a new experiment.
         run_id: the run to resume.
         tags: tags of the run, as a dict or as JSON text.
-        nested_run: whether to open the run inside the one that is active.
+        nested_run: whether to open the run inside the active one.
         run_name: the name of the run.
         description: the description of the run.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The known trackers, the choice of those that a run requests, and their start."""
+"""The known trackers, the choice of a run, and their start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..core.enums import LoggerType
-from ..core.errors import ConfigurationError, nearest
+from ..core.errors import ConfigurationError, suggestion
 from ..core.imports import is_available
 from ..state import PartialState
 from .base import GeneralTracker, checked, logger
@@ -136,8 +136,7 @@ def _unknown(item: Any) -> str:
             f"log_with holds the class {item.__name__}: give an object of it, or register the class and give its name."
         )
     else:
-        hint = nearest(item, choices) if isinstance(item, str) else None
-        problem = f"log_with holds {item!r}, which is no tracker" + (f": did you mean {hint!r}?" if hint else ".")
+        problem = f"log_with holds {item!r}, which is no tracker{suggestion(item, choices)}."
     return f"{problem} Choose among {', '.join(choices)}, or give an object of a GeneralTracker subclass"
 
 
@@ -169,10 +168,9 @@ def start_trackers(
     known = {*LOGGER_TYPE_TO_CLASS, *(item.name for item in log_with if isinstance(item, GeneralTracker))}
     for name in options:
         if name not in known:
-            hint = nearest(str(name), sorted(known))
             raise ConfigurationError(
                 f"init_trackers(init_kwargs=...) names {name!r}, which is no tracker"
-                + (f": did you mean {hint!r}?" if hint else f"; the trackers are {', '.join(sorted(known))}")
+                + (suggestion(name, known) or f"; the trackers are {', '.join(sorted(known))}")
             )
     for name, run_key in (run_keys or {}).items():
         if name in LOGGER_TYPE_TO_CLASS:

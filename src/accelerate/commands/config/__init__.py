@@ -9,13 +9,12 @@ from typing import Any
 
 from ...config import launch_file
 from ...config.launch_settings import Settings
-from ...core.errors import ConfigurationError, nearest
+from ...core.errors import ConfigurationError, suggestion
 from ...core.options import PRECISIONS, options
 from ..parser import Parser, table
-from . import config_args
+from . import config_args, questions
 from .config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from .default import write_basic_config
-from .questions import ask
 
 __all__ = ["ClusterConfig", "SageMakerConfig", "default_config_file", "load_config_from_file", "write_basic_config"]
 
@@ -40,7 +39,7 @@ def __getattr__(name: str) -> Any:
 def main(argv: list[str] | None = None) -> None:
     """Run the command. Exit code 2 for what cannot be."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    action = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "ask"
+    action = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "questions"
     if "-h" in arguments or "--help" in arguments:
         print(HELP)
         return
@@ -58,13 +57,12 @@ def _run(action: str, arguments: list[str]) -> None:
     if action == "explain":
         _explain(arguments)
         return
-    if action not in (*ACTIONS, "ask"):
-        near = nearest(action, list(ACTIONS))
-        meant = f" (did you mean {near}?)" if near else ""
+    if action not in (*ACTIONS, "questions"):
+        meant = suggestion(action, ACTIONS)
         raise ConfigurationError(
             f"unknown action {action!r}{meant}: one of {', '.join(ACTIONS)}, or none for questions"
         )
-    parser = Parser(prog=f"accelerate config {action}".removesuffix(" ask"), add_help=False)
+    parser = Parser(prog=f"accelerate config {action}".removesuffix(" questions"), add_help=False)
     parser.add_argument("--config_file", "--config-file", default=None)
     if action == "default":
         parser.add_argument("--mixed_precision", "--mixed-precision", default="no", choices=PRECISIONS)
@@ -76,7 +74,7 @@ def _run(action: str, arguments: list[str]) -> None:
     elif action == "update":
         _update(args.config_file)
     else:
-        path = ask(Path(args.config_file) if args.config_file else launch_file.default_file())
+        path = questions.run(Path(args.config_file) if args.config_file else launch_file.default_file())
         print(f"accelerate configuration saved at {path}")
 
 

@@ -38,8 +38,8 @@ class Question:
         """Whether the machine leaves one answer only."""
         return len(self.options(answers)) == 1
 
-    def ask(self, answers: Answers) -> Any:
-        """Ask on the terminal, and return the answer. A question with one possible answer is not asked."""
+    def prompt(self, answers: Answers) -> Any:
+        """Return the answer given on the terminal. A question with one possible answer is skipped."""
         default = answers.get(self.key, self.default_of(answers) if self.default_of else self.default)
         choices = self.options(answers)
         if self.has_one_answer(answers):
@@ -160,7 +160,7 @@ def _row(
     row = options()[name]
     if not callable(choices):
         choices = tuple(one if isinstance(one, tuple) else (one, str(one)) for one in choices or row.choices)
-    return Question(row.key, row.question, row.default if default is None else default, choices, when, default_of)
+    return Question(row.file_key, row.question, row.default if default is None else default, choices, when, default_of)
 
 
 QUESTIONS: tuple[Question, ...] = (
@@ -208,8 +208,8 @@ QUESTIONS: tuple[Question, ...] = (
 )  # fmt: skip
 
 
-def ask(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
-    """Ask, show a summary, and write the file. `<` or the left arrow goes back a question."""
+def run(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
+    """Put the questions, show a summary, and write the file. `<` or the left arrow goes back a question."""
     answers: Answers = {}
     visited: list[int] = []
     at = 0
@@ -220,7 +220,7 @@ def ask(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
                 answers.pop(question.key, None)
                 at += 1
                 continue
-            answer = question.ask(answers)
+            answer = question.prompt(answers)
             if answer is not menu.BACK:
                 answers[question.key] = answer
                 # A question with one possible answer is skipped; going back must not stop there.

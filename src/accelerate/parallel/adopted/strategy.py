@@ -59,15 +59,15 @@ class Adopted(ShardedStrategy):
 
     def __init__(self, device: torch.device, precision: Precision, models: Sequence[nn.Module]) -> None:
         layout, self._averages = find_layout(models)
-        self.shards = layout.shards
+        self.shards: tuple[Ranks, ...] = layout.shards
         sizes = ParallelismConfig(
             dp_replicate_size=1, dp_shard_size=len(self.shards), tp_size=len(self.shards[0]),
             cp_size=1, sp_size=1, pp_size=1,
         )  # fmt: skip
         sizes.device_mesh = _mesh(self.shards, device)
         super().__init__(device, precision, sizes)
-        self.gradient_group = self.data_group
-        self.name = _name_of(self._averages)
+        self.gradient_group: dist.ProcessGroup | None = self.data_group
+        self.name: str = _name_of(self._averages)
 
     @property
     def data_shard(self) -> tuple[int, int]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from .shard import SequenceLayout
 from .ulysses import copies_of_heads, split_rows, spread_inputs
 
 # torch's function, bound before it is patched.
-plain_attention = F.scaled_dot_product_attention
+plain_attention: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
 
 # Kind of communication -> (messages, bytes).
 Sent = dict[str, tuple[int, int]]
@@ -49,9 +50,10 @@ class ContextAttention:
     """Keys and values are exchanged (cp_size): with `rotate` round a ring, otherwise in one all-gather."""
 
     def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout, rotate: bool) -> None:
-        self.group, self.layout = group, layout
-        self.method = Ring if rotate else Gather
-        self.masks = MaskReader(layout, group)
+        self.group = group
+        self.layout = layout
+        self.method: type[Ring] | type[Gather] = Ring if rotate else Gather
+        self.masks: MaskReader = MaskReader(layout, group)
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
@@ -89,9 +91,10 @@ class SequenceAttention:
     """Heads are split over the ranks (sp_size): each runs torch's attention over the full sequence."""
 
     def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout, random: ShardRandom | None = None) -> None:
-        self.group, self.layout = group, layout
-        self.random = random or ShardRandom(layout.rank, "cpu")
-        self.masks = MaskReader(layout, group)
+        self.group = group
+        self.layout = layout
+        self.random: ShardRandom = random or ShardRandom(layout.rank, "cpu")
+        self.masks: MaskReader = MaskReader(layout, group)
 
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall

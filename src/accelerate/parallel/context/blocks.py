@@ -94,9 +94,9 @@ class Merger:
 
     def __init__(self, query: torch.Tensor, width: int) -> None:
         shape = query.shape[:-1]
-        self.dtype = query.dtype
-        self.out = query.new_zeros((*shape, width), dtype=accumulator(query.dtype))
-        self.lse = query.new_full(shape, float("-inf"), dtype=accumulator(query.dtype))
+        self.dtype: torch.dtype = query.dtype
+        self.out: torch.Tensor = query.new_zeros((*shape, width), dtype=accumulator(query.dtype))
+        self.lse: torch.Tensor = query.new_full(shape, float("-inf"), dtype=accumulator(query.dtype))
 
     def add(self, rows: slice, partial: Partial) -> None:
         """Merge the partial result of some rows."""

@@ -132,8 +132,9 @@ class KeyValueExchange:
     """Sends keys and values to all ranks, and their gradients back."""
 
     def __init__(self, exchange: Exchange, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.exchange, self.own = exchange, (key, value)
-        self.dtype = accumulator(key.dtype)
+        self.exchange = exchange
+        self.own: tuple[torch.Tensor, torch.Tensor] = (key, value)
+        self.dtype: torch.dtype = accumulator(key.dtype)
 
     def arrivals(self) -> Iterator[tuple[Sequence[int], Mapping[int, KeyValue]]]:
         """Yield (ranks whose keys are attended to together, keys and values by rank), for all ranks."""

@@ -61,7 +61,8 @@ class MaskReader:
     """
 
     def __init__(self, layout: SequenceLayout, group: dist.ProcessGroup) -> None:
-        self.layout, self.group = layout, group
+        self.layout = layout
+        self.group = group
         self._cache: dict[tuple[int, int, bool], tuple[torch.Tensor, Visibility]] = {}
 
     def forget(self) -> None:

@@ -35,7 +35,7 @@ class AttentionPatch:
     """Replaces torch's attention while at least one block is open."""
 
     def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
-        self.attend = attend
+        self.attend: Callable[..., torch.Tensor] = attend
         self.places: set[tuple[str, str]] = {(F.__name__, _NAME)}
         # Other functions that are replaced meanwhile: (module, name) -> wrapper.
         self.others: dict[tuple[str, str], Wrapper] = {}

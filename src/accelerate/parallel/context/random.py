@@ -20,8 +20,8 @@ class ShardRandom:
     """
 
     def __init__(self, rank: int, device_type: str) -> None:
-        self.place = rank.to_bytes(8, "little")
-        self.kinds = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
+        self.place: bytes = rank.to_bytes(8, "little")
+        self.kinds: tuple[str, ...] = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
 
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:

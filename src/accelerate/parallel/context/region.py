@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from ...core.errors import ConfigurationError
-from ...logging import get_logger
+from ...logging import MultiProcessAdapter, get_logger
 from ...parallelism_config import ParallelismConfig
 from ..prepared import CommunicationVolume
 from . import transformers_masks, transformers_models, transformers_trainer
@@ -30,7 +30,7 @@ from .shard import SequenceLayout, common_length, split_in_place
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-logger = get_logger(__name__)
+logger: MultiProcessAdapter = get_logger(__name__)
 
 
 @dataclass
@@ -100,15 +100,15 @@ class ContextParallel:
         self.group = group
         self.length = length
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.layout = SequenceLayout(size, ranks, rank, balanced=size == "cp_size")
-        self.random = ShardRandom(rank, device_type)
+        self.layout: SequenceLayout = SequenceLayout(size, ranks, rank, balanced=size == "cp_size")
+        self.random: ShardRandom = ShardRandom(rank, device_type)
         self.attention: ContextAttention | SequenceAttention
         if size == "cp_size":
             self.attention = ContextAttention(group, self.layout, rotate=strategy == "alltoall")
         else:
             self.attention = SequenceAttention(group, self.layout, self.random)
             transformers_trainer.count_whole_batches()
-        self.patch = AttentionPatch(self._attend)
+        self.patch: AttentionPatch = AttentionPatch(self._attend)
         self.patch.others.update(transformers_masks.hooks(lambda: self.region))
         if not self.layout.balanced:
             self.patch.others.update(transformers_trainer.hooks())
@@ -121,7 +121,7 @@ class ContextParallel:
         # For each running forward: the model's id, and what closes its random streams.
         self._running: list[tuple[int, contextlib.ExitStack]] = []
         # Whether the last forward was on split sequences.
-        self.was_split = False
+        self.was_split: bool = False
         self._sent: Sent = {}
         self._has_warned = False
 

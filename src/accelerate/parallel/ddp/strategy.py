@@ -73,7 +73,7 @@ class DataParallel(Strategy):
         options: DistributedDataParallelKwargs | None = None,
     ) -> None:
         super().__init__(device, precision)
-        self.options = options or DistributedDataParallelKwargs()
+        self.options: DistributedDataParallelKwargs = options or DistributedDataParallelKwargs()
 
     @property
     def data_shard(self) -> tuple[int, int]:

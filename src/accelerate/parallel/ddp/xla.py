@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class XlaDataParallel(DataParallel):
         super().__init__(device, precision, options)
         import torch_xla
 
-        self.after_step = (torch_xla.sync,)
+        self.after_step: tuple[Callable[[], None], ...] = (torch_xla.sync,)
 
     @property
     def data_shard(self) -> tuple[int, int]:

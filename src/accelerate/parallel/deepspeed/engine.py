@@ -102,6 +102,8 @@ def multiplied(engine: Any, factor: torch.Tensor) -> Iterator[None]:
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     """The engine's optimizer as the user's loop sees it: the engine has stepped in its backward already."""
 
+    steps_made: int
+
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
 

@@ -23,9 +23,9 @@ class EngineState:
     def __init__(self, engine: Any, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         self.engine = engine
         self.module: nn.Module = engine.module
-        self.parameters = [list(group) for group in groups]
-        self.light = without_storage(self.module.state_dict(keep_vars=True))
-        self.skeleton = skeleton(type(self.module).__qualname__, self.light)
+        self.parameters: list[list[nn.Parameter]] = [list(group) for group in groups]
+        self.light: dict[str, Any] = without_storage(self.module.state_dict(keep_vars=True))
+        self.skeleton: nn.Module = skeleton(type(self.module).__qualname__, self.light)
 
     def groups(self) -> list[dict[str, list[int]]]:
         """{plain name: shape} of the parameters in each group."""

@@ -58,7 +58,7 @@ class UnreducedGradients(GradientReducer):
 
     def __init__(self, group: dist.ProcessGroup | None, parameters: Iterable[nn.Parameter] = ()) -> None:
         self.group = group
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.parameters: list[nn.Parameter] = [parameter for parameter in parameters if parameter.requires_grad]
 
     def communication_volume(self) -> list[CommunicationVolume]:
         """What averaging sends in an optimizer step."""

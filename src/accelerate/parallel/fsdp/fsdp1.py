@@ -43,10 +43,10 @@ from .units import find_modules, owning_units, select_units
 try:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import CustomPolicy
-except ImportError as error:
+except ImportError as _error:
     raise ConfigurationError(
         f"torch {torch.__version__} has no FSDP1 (FullyShardedDataParallel): set fsdp_version=2 (FSDP_VERSION=2)"
-    ) from error
+    ) from _error
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -173,7 +173,7 @@ class FullyShardedDataParallel1(Strategy):
             group.start_alone(kind_of(device).backend)
         super().__init__(device, precision)
         self.sharding: Any = plugin.sharding_strategy if dist.get_world_size() > 1 else ShardingStrategy.NO_SHARD
-        self.shards = _shard_mesh(self.sharding, parallelism, device)
+        self.shards: DeviceMesh = _shard_mesh(self.sharding, parallelism, device)
         self._agreement = UsageAgreement(device)
 
     @property

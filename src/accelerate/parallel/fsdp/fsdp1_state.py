@@ -32,10 +32,10 @@ class PlainModel:
 
     def __init__(self, model: nn.Module) -> None:
         inner = model.module if isinstance(model, FullyShardedDataParallel) else model
-        self.state = without_storage(model.state_dict(keep_vars=True))
-        self.skeleton = skeleton(type(inner).__qualname__, self.state)
+        self.state: dict[str, Any] = without_storage(model.state_dict(keep_vars=True))
+        self.skeleton: nn.Module = skeleton(type(inner).__qualname__, self.state)
         named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
-        self.shapes = {name: list(parameter.shape) for name, parameter in named.items()}
+        self.shapes: dict[str, list[int]] = {name: list(parameter.shape) for name, parameter in named.items()}
         # Weak references: only an optimizer that was made before still needs a flattened parameter.
         self._originals = {name: weakref.ref(parameter) for name, parameter in named.items()}
         # Id of a parameter of the sharded model -> the plain names of its members.

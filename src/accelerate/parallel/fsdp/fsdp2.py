@@ -79,11 +79,11 @@ class FullyShardedDataParallel(ShardedStrategy):
         plugin: FullyShardedDataParallelPlugin,
         parallelism: ParallelismConfig | None = None,
     ) -> None:
-        self.full_outputs = fill_policy(plugin, 2, precision)
+        self.full_outputs: bool = fill_policy(plugin, 2, precision)
         super().__init__(device, precision, parallelism)
         self.plugin = plugin
-        self.shards = mesh.fsdp_mesh(self.layout, self.mesh, device)
-        self.gradient_group = mesh.group_of(self.mesh, "dp_cp")
+        self.shards: DeviceMesh = mesh.fsdp_mesh(self.layout, self.mesh, device)
+        self.gradient_group: dist.ProcessGroup | None = mesh.group_of(self.mesh, "dp_cp")
 
     def as_prepared(self, module: nn.Module) -> Fsdp2Model:
         """A prepared model with the plugin's kind of checkpoint."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .microbatch import MicroBatches
-from .p2p import specs_in
+from .p2p import TensorSpec, specs_in
 
 OutputGradients = list[torch.Tensor | None]
 
@@ -22,7 +22,7 @@ class Stage(nn.Module):
     def __init__(self, number: int, units: Sequence[nn.Module]) -> None:
         super().__init__()
         self.number = number
-        self.units = nn.ModuleList(units)
+        self.units: nn.ModuleList = nn.ModuleList(units)
 
     def forward(self, *received: torch.Tensor, job: Callable[[int, Sequence[torch.Tensor]], Any]) -> Any:
         """Call `job` with the number of this stage and the received tensors."""
@@ -43,7 +43,7 @@ class Boundary:
     digest: str = ""
 
     def __post_init__(self) -> None:
-        self.specs = specs_in(self.output)
+        self.specs: list[TensorSpec] = specs_in(self.output)
 
 
 class BatchKey(NamedTuple):

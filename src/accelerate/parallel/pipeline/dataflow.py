@@ -23,7 +23,7 @@ from ...core import trees
 from .. import materialize
 from .remote_tensor import RemoteTensor
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # The model's output, as a user of tensors.
 END = ""

@@ -36,7 +36,7 @@ class TiedParameters:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.rank = dist.get_rank(group)
+        self.rank: int = dist.get_rank(group)
         self._tied: list[_TiedParameter] = []
         self._summed: list[torch.Tensor | None] = []
 

@@ -16,7 +16,7 @@ from ...core import trees
 from ...core.errors import PrepareError
 from .p2p import TensorSpec, describe, fill, is_spec
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # Options of transformers models that request the outputs of all blocks.
 COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -36,11 +36,14 @@ class MicroBatches:
     def __init__(
         self, args: Args, kwargs: Kwargs, batch_size: int, count: int, undivided: set[str], names: Sequence[str] = ()
     ) -> None:
-        self.args, self.kwargs, self.batch_size, self.undivided = args, kwargs, batch_size, undivided
-        self.names = names[: len(args)]
+        self.args = args
+        self.kwargs = kwargs
+        self.batch_size = batch_size
+        self.undivided = undivided
+        self.names: Sequence[str] = names[: len(args)]
         quotient, rest = divmod(batch_size, count)
-        self.sizes = [quotient + (number < rest) for number in range(count)]
-        self.offsets = [sum(self.sizes[:number]) for number in range(count)]
+        self.sizes: list[int] = [quotient + (number < rest) for number in range(count)]
+        self.offsets: list[int] = [sum(self.sizes[:number]) for number in range(count)]
 
     def digest(self) -> str:
         """Differs between different inputs."""
@@ -74,11 +77,11 @@ class BatchSplitter:
     def __init__(
         self, forward: Callable[..., Any], undivided: Sequence[str], num_microbatches: int, labels: bool = False
     ) -> None:
-        self.undivided = set(undivided)
+        self.undivided: set[str] = set(undivided)
         self.num_microbatches = num_microbatches
         parameters = inspect.signature(forward).parameters.values()
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self.positions = [parameter.name for parameter in parameters if parameter.kind in positional]
+        self.positions: list[str] = [parameter.name for parameter in parameters if parameter.kind in positional]
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         known = {parameter.name for parameter in parameters}
         if labels and "labels" in known:

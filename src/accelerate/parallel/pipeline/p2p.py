@@ -102,8 +102,8 @@ class P2PChannel:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.device = device
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
         # A tensor must stay alive until it was sent.
         self._pending: list[tuple[dist.Work | None, torch.Tensor]] = []
 

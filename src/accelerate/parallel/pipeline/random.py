@@ -23,7 +23,7 @@ class StageRandom:
 
     def __init__(self, device: torch.device, model: int, stage: int, shard: int) -> None:
         self.device = device
-        self.offset = model * _MIX[3] + stage * _MIX[1] + shard * _MIX[2]
+        self.offset: int = model * _MIX[3] + stage * _MIX[1] + shard * _MIX[2]
         self.calls = 0
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch._ops import OpOverload
@@ -83,7 +83,7 @@ class RemoteTensor(torch.Tensor):
         return cls(torch.empty(tuple(shape), dtype=dtype, device="meta"), device, origin)
 
     # Tensor methods go straight to the dispatcher.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -124,9 +124,13 @@ class RemoteTensor(torch.Tensor):
     def _read(self, *_: Any, **__: Any) -> NoReturn:
         self.origin.fail()
 
-    item = tolist = numpy = data_ptr = untyped_storage = storage = __format__ = _read
-    __array__ = __dlpack__ = _read
-    __bool__ = __int__ = __float__ = __index__ = __complex__ = __contains__ = _read
+
+# What reads the data of a tensor, or the storage that it does not have.
+for _name in (
+    "item", "tolist", "numpy", "data_ptr", "untyped_storage", "storage", "__format__", "__array__", "__dlpack__",
+    "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__",
+):  # fmt: skip
+    setattr(RemoteTensor, _name, RemoteTensor._read)
 
 
 def first_remote(leaves: Iterable[object]) -> RemoteTensor | None:

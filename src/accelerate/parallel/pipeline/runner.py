@@ -51,17 +51,22 @@ class Runner:
         splitter: BatchSplitter,
         gather: bool = True,
     ) -> None:
-        self.staged, self.cut, self.stages, self.ranks = staged, cut, stages, list(ranks)
-        self.channel, self.splitter, self.gather = channel, splitter, gather
-        self.last = cut.stages - 1
-        self.source = self.ranks[self.last]
+        self.staged = staged
+        self.cut = cut
+        self.stages = stages
+        self.ranks: list[int] = list(ranks)
+        self.channel = channel
+        self.splitter = splitter
+        self.gather = gather
+        self.last: int = cut.stages - 1
+        self.source: int = self.ranks[self.last]
         self.shapes: dict[BatchKey, BatchShapes] = {}
         # By structure of the inputs: whether the tail may run on each micro-batch.
         self.splits_tail: dict[BatchKey, bool] = {}
         # On the last stage, with a new batch, its output and those of its micro-batches: the rules of its loss.
         self.find_loss_rules: Callable[[Batch, Any, list[Any]], list[str] | None] | None = None
-        self.trained = False
-        self.anchor = torch.zeros((), device=channel.device, requires_grad=True)
+        self.trained: bool = False
+        self.anchor: torch.Tensor = torch.zeros((), device=channel.device, requires_grad=True)
         self.before_backward: list[Callable[[], None]] = []
         self.after_backward: list[Callable[[], None]] = []
         self._backward_is_running = False

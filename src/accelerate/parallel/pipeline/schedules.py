@@ -34,7 +34,7 @@ from .stage import Segment
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _CACHED_SCHEDULES = 4
 # torch keeps so many stages of a rank gathered at a time (2.13, `_add_unshard_reshard`). With no more stages than
@@ -66,13 +66,16 @@ class ScheduleRunner:
     def __init__(
         self, runner: Runner, options: PipelineParallelConfig, precision: Precision, accumulated: AccumulatedGradients
     ) -> None:
-        self.runner, self.options, self.precision, self.accumulated = runner, options, precision, accumulated
+        self.runner = runner
+        self.options = options
+        self.precision = precision
+        self.accumulated = accumulated
         self.rules: tuple[str, ...] = losses.RULES
         self._started = self._has_warned = False
         self._running: ScheduledBatch | None = None
         self._built: dict[BatchKey, tuple[Any, list[PipelineStage]]] = {}
         row = options.schedule_row
-        self.implementation = row.implementation
+        self.implementation: str | None = row.implementation
         if self.implementation is None:
             return
         if is_torch_version("<", row.minimum_torch):

@@ -94,13 +94,13 @@ class StagedModel:
         context: StageContext | None = None,
     ) -> None:
         self.model = model
-        self.units = tuple(units)
+        self.units: tuple[str, ...] = tuple(units)
         self.device = device
         self.segment: Segment | None = None
-        self.bounds = bounds or (0, len(units))
-        self.context = context or StageContext()
+        self.bounds: Sequence[int] = bounds or (0, len(units))
+        self.context: StageContext = context or StageContext()
         # Whether the forward runs to observe the order of its units.
-        self.observing = False
+        self.observing: bool = False
         # From the inputs of a call that does not fit the cut: a sentence that proposes options.
         self.remedy: Callable[[Args, Kwargs], str] | None = None
         self._origins: dict[int, Origin] = {}

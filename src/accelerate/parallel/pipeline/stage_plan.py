@@ -19,7 +19,7 @@ from .dataflow import END, DataFlow, observe
 from .split import StageSplit, Unit, computing_units, cut_model, encoder_of, is_inside, last_units, measure
 from .stage import StagedModel
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

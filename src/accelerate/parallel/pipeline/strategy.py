@@ -67,14 +67,16 @@ class PipelineParallel(ShardedStrategy):
     ) -> None:
         super().__init__(device, precision, parallelism)
         assert self.mesh is not None
-        self.options = parallelism.pp_handler or PipelineParallelConfig()
+        self.options: PipelineParallelConfig = parallelism.pp_handler or PipelineParallelConfig()
         self.plugin = plugin
         if plugin is not None and precision.native_amp:
             plugin.set_mixed_precision(precision.name)
-        self.channel = P2PChannel(self.mesh["pp"].get_group(), device)
-        self.gradient_group = mesh.group_of(self.mesh, "dp") if parallelism.data_parallel_size > 1 else None
+        self.channel: P2PChannel = P2PChannel(self.mesh["pp"].get_group(), device)
+        self.gradient_group: dist.ProcessGroup | None = (
+            mesh.group_of(self.mesh, "dp") if parallelism.data_parallel_size > 1 else None
+        )
         self._same_stages: dist.ProcessGroup | None = None
-        self.ranks = _ranks_of_stages(self.options, self.channel.size)
+        self.ranks: list[int] = _ranks_of_stages(self.options, self.channel.size)
         self._model_numbers = itertools.count()
         # Parameters, as the user had them, that other ranks have now.
         self._foreign = WeakTensorKeyDictionary()

@@ -98,7 +98,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self._is_fake = fake
         self._queue: list[tuple[Allocation, Any, Any]] | None = None
-        self.work = Work()
+        self.work: Work = Work()
         self.blocks: list[Allocation] = []
         self._alive: dict[int, Allocation] = {}
         self._events = 0

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+aten: Any = torch.ops.aten
+collectives: Any = torch.ops._c10d_functional
 _NONE, _MEAN, _SUM = range(3)  # torch's numbers of reductions
 
 

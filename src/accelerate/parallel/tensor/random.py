@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from ...core import devices
 from ...core.errors import PrepareError
 from . import styles as kinds
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Modules = dict[str, nn.Module]
 Styles = dict[str, ParallelStyle]
@@ -62,8 +62,8 @@ class RankStream:
         self._drawn = torch.empty((), device=device_type)
         self._entered: tuple[int, torch.Tensor] | None = None
         reason = "random numbers between split layers: dropout under tp_size breaks graphs"
-        self.enter = torch.compiler.disable(self._enter, reason=reason)
-        self.leave = torch.compiler.disable(self._leave, reason=reason)
+        self.enter: Callable[[], None] = torch.compiler.disable(self._enter, reason=reason)
+        self.leave: Callable[[], None] = torch.compiler.disable(self._leave, reason=reason)
 
     def _enter(self) -> None:
         """Draw this rank's own numbers from here on; inside of a region nothing changes."""

@@ -26,7 +26,7 @@ class Colwise(ColwiseParallel):
 
     def __init__(self, output: Placement | None = None, use_local_output: bool = True) -> None:
         super().__init__(output_layouts=output, use_local_output=use_local_output)
-        self.shared = SharedInput(1)
+        self.shared: SharedInput = SharedInput(1)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # Layers with another forward (quantized, fp8) keep it.
@@ -61,7 +61,8 @@ class Rowwise(RowwiseParallel):
             output_layouts=Shard(SEQUENCE) if along_sequence else Replicate(),
             use_local_output=not along_sequence,
         )
-        self.full_input, self.along_sequence = full_input, along_sequence
+        self.full_input = full_input
+        self.along_sequence = along_sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if type(module) is nn.Embedding:
@@ -153,7 +154,7 @@ class Chained(ParallelStyle):
     """Two styles for one module, applied in order."""
 
     def __init__(self, first: ParallelStyle, second: ParallelStyle) -> None:
-        self.styles = (first, second)
+        self.styles: tuple[ParallelStyle, ParallelStyle] = (first, second)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for style in self.styles:
