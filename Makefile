@@ -35,7 +35,7 @@ INSTALL_STAMP := $(INSTALL_VENV)/.installed
 PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
 .PHONY: help install install-engines engine-programs demo test test-all test-engines test-faults test-clients test-trackers test-install check \
-	check-style check-types check-names format bench bench-clients gpu-check clean
+	check-style check-types check-names format bench bench-plan bench-clients gpu-check clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -91,6 +91,9 @@ format: $(STAMP)  ## apply automatic lint fixes and format the code
 
 bench: $(STAMP) $(PEER_STAMP)  ## compare this package, Hugging Face's accelerate and raw PyTorch
 	$(BIN)/python benchmarks/run.py --peer $(PEER_VENV)/bin/python
+
+bench-plan: $(STAMP)  ## compare the estimates of `accelerate plan` with real runs on the CPU (half an hour on two cores)
+	$(BIN)/python benchmarks/plan.py
 
 bench-clients: $(CLIENTS_STAMP)  ## compare the clients' time and memory on this package and on its peer
 	test -d $(PEER_PACKAGE) || $(CLIENTS_VENV)/bin/python -m pip install --quiet --no-deps --target $(PEER_PACKAGE) "$(PEER)"

@@ -31,6 +31,7 @@ import torch.distributed.fsdp
 import transformers
 import trl
 from diffusers.models.unets import unet_2d  # noqa: F401
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from toys import Sequences, arguments, llama, replace_owner_check, sentence_encoder, word_tokenizer, words
 from transformers.models.bert import modeling_bert  # noqa: F401
@@ -269,9 +270,7 @@ def scoring(folder: str, world: int) -> Outcome:
     model().save_pretrained(folder)
     word_tokenizer().save_pretrained(folder)
     scorer = HFLM(pretrained=folder, device="cpu", batch_size=8, dtype="float32")
-    requests = [
-        lm_eval.api.instance.Instance("loglikelihood", {}, (words(row, 20), " w1 w2"), 0) for row in range(400)
-    ]
+    requests = [Instance("loglikelihood", {}, (words(row, 20), " w1 w2"), 0) for row in range(400)]
     return timed(lambda: [value for value, _ in scorer.loglikelihood(requests, disable_tqdm=True)])
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared fixtures, and the mark of the tests of engines."""
+"""Shared fixtures and hooks."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if TESTS / "engines" in item.path.parents:
             item.add_marker(pytest.mark.engines)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    # What is imported by now lives as long as the process. Each full collection, and each forked worker of a loader,
+    # would visit a million objects.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

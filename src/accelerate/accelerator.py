@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import out_of_memory
 from .accumulation import AccumulatedBatch, Accumulation
 from .checkpointing.loading import LoadReport
 from .checkpointing.preemption import DEFAULT_SIGNALS
 from .checkpointing.weights import save, save_model
 from .collectives import gather_object
 from .config.training import DataLoaderConfiguration, ProfileKwargs, ProjectConfiguration, TorchDynamoPlugin
-from .core import memory
+from .core import env, memory
 from .core.enums import DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .core.lazy import public_names
@@ -35,6 +36,7 @@ from .parallel.placeholders import refuse_placeholder
 from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .placement.dispatch import check_quantized
+from .planned_run import PlannedRun
 from .process_control import ProcessControl
 from .resolve import Plan, Request, Resolved, adopt, resolve
 from .run_checkpoints import RunCheckpoints
@@ -194,6 +196,9 @@ class Accelerator(ProcessControl, RunOptions):
             self._trackers,
         )
         self._first_step = FirstStepCheck(self._objects, self._checkpoints, self.gradient_state)
+        out_of_memory.watch(self._objects, self.precision)
+        plan_file = env.get("ACCELERATE_PLAN_FILE")
+        self._planned = PlannedRun(plan_file, self.state.device) if plan_file else None
         if resume is not None:
             if resume != "auto":
                 raise ConfigurationError(f"resume={resume!r}: it is 'auto', or None to start from scratch")
@@ -378,6 +383,8 @@ class Accelerator(ProcessControl, RunOptions):
         self.precision.attach_master_weights(optimizer)
         prepared._before_step = self._first_step.before_step
         prepared._after_step.extend(self.strategy.after_step)
+        if self._planned is not None:
+            prepared._after_step.append(self._planned.after_step)
         if not is_elementwise(optimizer):
             # It may decide by the loss, as a line search does: all ranks have to make the same decision.
             prepared._global_loss = functools.partial(global_loss, self.strategy)
@@ -560,6 +567,7 @@ class Accelerator(ProcessControl, RunOptions):
         try:
             self.strategy.backward(loss, **kwargs)
         except RuntimeError as error:
+            memory.report_exhausted(error)
             raise_lost(error, "`accelerator.backward`")
             raise
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -184,6 +185,14 @@ class FirstStepCheck:
                 f"the {type(optimizer.optimizer).__name__} steps on parameters that belong to no prepared model"
                 + (": their gradients are not averaged over the processes" if PartialState().use_distributed else "")
                 + ". Was the model replaced after the optimizer was made, or never given to prepare?"
+            )
+        elif not objects.models and any(
+            isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            self._log_once(
+                f"the {type(optimizer.optimizer).__name__} steps on DTensors, and no model was given to prepare. It "
+                "is then unknown which processes have to read the same samples: prepared loaders give each process "
+                "different ones, which is wrong under tensor parallelism. Give the model to prepare as well"
             )
 
     def _check_backward(self, optimizer: AcceleratedOptimizer, sample: torch.Tensor | None) -> None:

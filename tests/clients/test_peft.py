@@ -55,6 +55,10 @@ def run(accelerator, folder):
         optimizer.step()
         optimizer.zero_grad()
     state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        adapter = peft.get_peft_model_state_dict(accelerator.unwrap_model(model), state_dict=state)
+        expected = peft.get_peft_model_state_dict(adapted())
+        assert {name: value.shape for name, value in adapter.items()} == {n: v.shape for n, v in expected.items()}
     accelerator.unwrap_model(model).save_pretrained(
         folder, state_dict=state, is_main_process=accelerator.is_main_process
     )

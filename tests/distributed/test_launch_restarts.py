@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+from machines import free_port
 
 COMMAND = [sys.executable, "-m", "accelerate.commands.main", "launch", "-q", "--cpu", "--num_processes", "2"]
 # The ranks meet through a socket at the main port, so that an attempt that reaches a dead one's peers would show.
@@ -83,6 +84,7 @@ def test_two_machines_restart_together(tmp_path, script):
     assert [output.strip() for output, _ in outputs] == ["rank 0 attempt 2", "rank 1 attempt 2"]
 
 
+@pytest.mark.thorough  # tests/engines/test_mpi.py runs in CI, perhaps at the same time
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 def test_mpirun_starts_ranks_that_cooperate(tmp_path):
     path = tmp_path / "train.py"
@@ -100,13 +102,13 @@ def test_mpirun_starts_ranks_that_cooperate(tmp_path):
             """
         )
     )
-    launch = start(tmp_path, "--engine", "mpi", "--mixed_precision", "bf16", path)
+    launch = start(tmp_path, "--engine", "mpi", "--main_process_port", free_port(), "--mixed_precision", "bf16", path)
     output, errors = launch.communicate(timeout=120)
     assert launch.returncode == 0, errors
     assert sorted(output.splitlines()) == ["0 2 3.0 bf16", "1 2 3.0 bf16"]
     path.write_text(
         "import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': raise SystemExit(3)\ntime.sleep(50)\n"
     )
-    launch = start(tmp_path, "--engine", "mpi", path)
+    launch = start(tmp_path, "--engine", "mpi", "--main_process_port", free_port(), path)
     launch.communicate(timeout=60)
     assert launch.returncode == 3

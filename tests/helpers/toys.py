@@ -217,7 +217,7 @@ def sentence_encoder(folder):
             vocab_size=len(names), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
             hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
-    ).save_pretrained(folder)  # fmt: skip
+    ).save_pretrained(folder, is_main_process=True)  # fmt: skip
     transformer = models.Transformer(str(folder))
     return SentenceTransformer(modules=[transformer, models.Pooling(16)], device="cpu")
 

@@ -82,11 +82,12 @@ def test_modules_are_found_by_their_plain_names(version):
     model = accelerator.prepare(SavesByModuleNames())
     state = accelerator.get_state_dict(model)
     inner = accelerator.unwrap_model(model)
-    wrapped = [name for name, _ in inner.named_modules()]
-    assert "adapter" not in wrapped or "_checkpoint_wrapped_module" in str(wrapped)
+    assert {name for name, _ in inner.named_modules()} == {"", "body", "adapter"}
     saved = inner.save_pretrained("folder", state_dict=state)
     assert saved == (["adapter.weight", "adapter.bias"] if accelerator.is_main_process else [])
-    assert [name for name, _ in inner.named_modules()] == wrapped
+    # The wrapper around the model needs the names as they are.
+    if version == 1:
+        assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_modules())
 
 
 @on_ranks(2)

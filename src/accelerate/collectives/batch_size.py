@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..core.memory import clear_device_cache, should_reduce_batch_size
+from ..core.memory import clear_device_cache, report_exhausted, should_reduce_batch_size
 from ..runtime import group
 from ..runtime.agreement import Round, pauses
 from . import transport
@@ -124,6 +124,7 @@ class _Attempt:
                 return FITS, function(self.batch_size, *args, **kwargs)
         except Exception as error:
             if should_reduce_batch_size(error):
+                report_exhausted(error)
                 return MEMORY, None
             if (turn := self._round()) is not None:
                 if any(record["ended"] == MEMORY for record in turn.values().values()):

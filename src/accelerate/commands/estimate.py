@@ -242,7 +242,12 @@ def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
             for dtype, part in trained
         ]
         headers = ("training", "weights", "16-bit copies", "gradients", "Adam's moments")
-        lines += ["", table(parts, headers), "", "Activations come on top: they depend on the batch."]
+        lines += [
+            "",
+            table(parts, headers),
+            "",
+            "Activations come on top: they depend on the batch. `accelerate plan` traces them.",
+        ]
     else:
         lines.append("")
     if any(not row.training for row in found):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,20 @@ EXHAUSTED = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
+
+
+# Called with an error that means that memory has run out, before it is handled or raised again.
+exhausted_hooks: list[Callable[[BaseException], None]] = []
+
+
+def report_exhausted(error: BaseException) -> None:
+    """Call the hooks, once for each error, if it means that memory has run out."""
+    if not isinstance(error, Exception) or getattr(error, "_accelerate_reported", False):
+        return
+    if should_reduce_batch_size(error):
+        error._accelerate_reported = True  # type: ignore[attr-defined]
+        for hook in list(exhausted_hooks):
+            hook(error)
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:

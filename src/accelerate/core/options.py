@@ -196,6 +196,13 @@ TRAINING = Group(
             "dynamo_use_regional_compilation", "switch", "Compile each repeated block once, not the entire model."
         ),
         Option(
+            "plan_file",
+            "text",
+            "Estimate that `accelerate plan --write` wrote; the run adds what it measures.",
+            key="plan_file",
+            variable="ACCELERATE_PLAN_FILE",
+        ),
+        Option(
             "debug",
             "switch",
             "Compare the operands of each collective between ranks; slower, to find errors.",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.datapipes.datapipe import IterDataPipe, MapDataPipe
 
@@ -16,7 +17,7 @@ from ..core.errors import PrepareError
 from .fetch import Fetch, finished, map_fetch
 from .iterable import IterableDatasetShard, open_stream
 from .order import Order, draw_worker_seed
-from .position import StreamPosition
+from .position import StreamPosition, WorkerRandom
 from .samplers import innermost
 from .shard import plan_of
 from .steps import ReadPlan, ShardSplit, ShardStep, is_generator, mark_last
@@ -134,23 +135,41 @@ class BatchSource:
     # -- in worker processes
 
     def _metered(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
-        engine, meter = self._with_meter(plan, order, start)
+        reader = (plan.cut.index, plan.cut.shards)
+        start = dataclasses.replace(start, random=self._known_random(start.random, reader))
+        kept = self._kept
+        engine, meter = self._with_meter(plan, order, start, in_workers=True)
         with order.undisturbed():
             batches = iter(engine)
-        has_states = isinstance(engine.dataset, MapWorker)
-        return _metered_batches(batches, meter, start, self.workers if has_states else 0)
+        if kept is None or meter is not kept[1]:
+            seed = batches._base_seed
+            meter.random = start.random or WorkerRandom(seed, [{} for _ in range(self.workers)], 0, reader)
+            meter.first = meter.random.turn
+        return _metered_batches(batches, meter, start, self.workers)
 
-    def _with_meter(self, plan: ReadPlan, order: Order, start: StreamPosition) -> tuple[Any, Meter]:
+    def _known_random(self, found: WorkerRandom | None, reader: tuple[int, int]) -> WorkerRandom | None:
+        """The generators with which workers have to start; None where torch's are right, or nothing is known."""
+        if found is None and self._kept is not None and self._kept[1].first:
+            # Persistent workers of a pass that began with another worker than 0 are started again.
+            found, self._kept = self._kept[1].random, None
+        return found if found is not None and len(found.states) == self.workers and found.reader == reader else None
+
+    def _with_meter(
+        self, plan: ReadPlan, order: Order, start: StreamPosition, in_workers: bool = False
+    ) -> tuple[Any, Meter]:
         loader = self.loader
-        if self._kept is not None and start.inner is None:
+        if self._kept is not None and start.inner is None and start.random is None:
             engine, meter = self._kept
         else:
             meter = Meter(loader)
             changes: dict[str, Any] = {"sampler" if loader.batch_sampler is None else "batch_sampler": meter}
-            if loader.num_workers and is_native(loader) and has_state(loader):
-                changes["dataset"] = MapWorker(loader, start.inner)
+            if in_workers:
+                changes["dataset"] = MapWorker(loader, has_state(loader), start)
                 changes["collate_fn"] = as_is
                 changes["worker_init_fn"] = WorkerStart(loader.worker_init_fn)
+            if start.random is not None:
+                # The seed that torch draws for the workers is not used.
+                changes["generator"] = torch.Generator()
             engine = altered(loader, **changes)
             self._kept = (engine, meter) if loader.persistent_workers else None
         meter.arm(plan, order, start.consumed)
@@ -206,7 +225,8 @@ def _fetched(steps: Iterator[ShardStep], fetch: Fetch) -> Iterator[ShardStep]:
 
 def _fetched_with_state(steps: Iterator[ShardStep], fetch: Fetch, dataset: Any) -> Iterator[ShardStep]:
     for step in _fetched(steps, fetch):
-        step.position = _with_state(step.position, [dataset.state_dict()])
+        step.position = place = _as_place(step.position)
+        place.inner = [dataset.state_dict()]
         yield step
 
 
@@ -226,22 +246,31 @@ def _streamed_with_state(
 
 def _metered_batches(batches: Iterator[Any], meter: Meter, start: StreamPosition, workers: int) -> Iterator[ShardStep]:
     """The batches of a loader whose indices come from `meter`, with the steps that it has recorded."""
-    log = meter.log
-    states = list(start.inner or [None] * workers)
-    for batch in batches:
+    log, random = meter.log, meter.random
+    inner = list(start.inner or [None] * workers)
+    # If the pass is not completed, persistent workers have drawn for batches that nobody has received.
+    meter.random = None
+    for batch, worker, state, moved in batches:
         step = log.popleft()
         step.data = batch
-        if workers:
-            step.data, worker, states[worker] = batch[0], batch[1], batch[2]
-            step.position = _with_state(step.position, list(states))
+        if state is not None:
+            inner[worker] = state
+            step.position = place = _as_place(step.position)
+            place.inner = list(inner)
+        if random is not None:
+            states = random.states
+            if moved is not None:
+                states = [*states[:worker], {**states[worker], **moved}, *states[worker + 1 :]]
+            random = random._replace(states=states, turn=(worker + 1) % workers)
+            step.position = place = _as_place(step.position)
+            place.random = random
         del batch
         yield step
+    meter.random = None if random is None else random._replace(turn=0)
 
 
-def _with_state(position: StreamPosition | int, states: list[Any]) -> StreamPosition:
-    place = StreamPosition(position) if isinstance(position, int) else position
-    place.inner = states
-    return place
+def _as_place(position: StreamPosition | int) -> StreamPosition:
+    return StreamPosition(position) if isinstance(position, int) else position
 
 
 def _streamed_batches(batches: Iterator[Any], start: StreamPosition, workers: int) -> Iterator[ShardStep]:

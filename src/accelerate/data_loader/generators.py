@@ -265,6 +265,11 @@ def derived(states: States) -> States:
     return found
 
 
+def checksum(state: Any) -> str:
+    """A checksum of a captured state."""
+    return hashlib.sha256(pickle.dumps(_plain(state))).hexdigest()[:16]
+
+
 def packed(states: States) -> States:
     """`states` with the words of Python's and NumPy's generators as byte tensors, a tenth of the size."""
     found = dict(states)
@@ -284,6 +289,24 @@ def listed(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: listed(part) for name, part in value.items()}
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, torch.Tensor) else value
+
+
+def as_bytes(value: Any) -> Any:
+    """Packed states with their byte tensors as bytes, which processes exchange without shared memory."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {name: as_bytes(one) for name, one in value.items()}
+    return [as_bytes(one) for one in value] if isinstance(value, (tuple, list)) else value
+
+
+def as_tensors(value: Any) -> Any:
+    """The reverse of `as_bytes`. States with tensors stay as they are."""
+    if isinstance(value, bytes):
+        return _bytes(value)
+    if isinstance(value, dict):
+        return {name: as_tensors(one) for name, one in value.items()}
+    return [as_tensors(one) for one in value] if isinstance(value, (tuple, list)) else value
 
 
 def _bytes(content: bytes) -> torch.Tensor:

@@ -28,7 +28,7 @@ from ..core.errors import CheckpointError, PrepareError
 from ..runtime.calls import Call
 from ..runtime.channel import signature
 from .digest import extended
-from .generators import GLOBAL, Generators, States, derived, differing, equal, listed, packed
+from .generators import GLOBAL, Generators, States, checksum, derived, differing, equal, listed, packed
 from .position import StreamPosition
 from .samplers import SeedableRandomSampler
 from .steps import ShardStep
@@ -144,6 +144,8 @@ class Order:
         # While a step is drawn: the process's states of the generators that are restored afterwards.
         self._put_back: States = {}
         self._rejoins: set[str] | None = None
+        # Checksums of the process's states that were those of an isolated stream when its position was saved.
+        self._followed: dict[str, str] = {}
         self._finished = False
 
     # -- states
@@ -166,6 +168,10 @@ class Order:
             # The sampler's next draw begins here, and others may have drawn since its last one.
             present = self.generators.capture()
             later.append((self.drawn, packed({kind: present[kind] for kind in sorted(self._used)})))
+        if self._next is not None and self.isolates:
+            present = self.generators.capture()
+            follow = [kind for kind in GLOBAL if kind in present and equal(present[kind], self._next[kind])]
+            states["followed"] = {kind: checksum(present[kind]) for kind in follow}
         if later:
             states["later"] = [[count, listed(found)] for count, found in later]
         if self.history.overtaken:
@@ -215,6 +221,7 @@ class Order:
             )
         self.states = dict(states)
         self.later = [(count, found) for count, found in self.states.pop("later", [])]
+        self._followed = self.states.pop("followed", {})
         self.history.overtaken = bool(self.states.pop("overtaken", self.history.overtaken))
         self._expected = (place.consumed, place.digest)
         self.resumes = self.begun = True
@@ -317,6 +324,10 @@ class Order:
     def _entered(self, own: States) -> States:
         """Set the states at the first element. Returns the process's states that must be restored."""
         if self.resumes:
+            if self.isolates:
+                # Follow the stream again, if the process has the states of the saved run.
+                same = {kind for kind, found in self._followed.items() if checksum(own[kind]) == found}
+                self._rejoins = same or None
             self._set(self.states)
             return _global(own)
         if not self._follows:
@@ -485,6 +496,8 @@ class Order:
             if self._rejoins is not None:
                 self._put_back = {kind: own for kind, own in self._put_back.items() if kind not in self._rejoins}
                 self._used |= self._rejoins
+                if self.isolates:
+                    self._rejoins = None
             self.generators.restore(self._put_back)
 
     def _place_step(self, step: ShardStep) -> None:

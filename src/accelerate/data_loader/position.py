@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..core.errors import CheckpointError
+from .generators import as_tensors
 
 FORMAT = 2
 
@@ -25,6 +26,32 @@ class SplitProgress(NamedTuple):
     workers: int
 
 
+class WorkerRandom(NamedTuple):
+    """The random generators of the worker processes that read a map-style dataset.
+
+    Fields:
+        seed: from which torch derives the seed of each worker.
+        states: for each worker the states of the generators that have drawn since then.
+        turn: the worker that reads the next batch.
+        reader: the shard that the workers read, and the number of shards.
+    """
+
+    seed: int
+    states: list[dict[str, Any]]
+    turn: int
+    reader: tuple[int, int]
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> WorkerRandom:
+        """What `to_dict` has returned."""
+        index, count = state["reader"]
+        return cls(int(state["seed"]), list(state["states"]), int(state["turn"]), (index, count))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and byte tensors."""
+        return {**self._asdict(), "states": as_tensors(self.states), "reader": list(self.reader)}
+
+
 @dataclass(slots=True)
 class StreamPosition:
     """A position in the order of one epoch.
@@ -37,6 +64,7 @@ class StreamPosition:
         digest: a checksum of what was consumed, where the order cannot be known beforehand.
         split: how much of each shard was read, where each process reads its own shard of the dataset. `consumed`
             beyond that are samples of the remainder, which was then read as one stream.
+        random: the generators of the workers of a map-style dataset.
     """
 
     consumed: int = 0
@@ -45,6 +73,7 @@ class StreamPosition:
     inner: list[Any] | None = None
     digest: int | None = None
     split: SplitProgress | None = None
+    random: WorkerRandom | None = None
 
 
 @dataclass(slots=True)
@@ -90,6 +119,8 @@ class Position:
             found["digest"] = self.place.digest
         if self.place.split is not None:
             found["parts"] = list(self.place.split)
+        if self.place.random is not None:
+            found["worker_random"] = self.place.random.to_dict()
         if self.order is not None:
             found["order"] = self.order
         if self.own:
@@ -107,7 +138,7 @@ class Position:
                 )
             workers = state.get("workers")
             workers = None if workers is None else tuple(workers)
-            split = state.get("parts")
+            split, random = state.get("parts"), state.get("worker_random")
             place = StreamPosition(
                 int(state["consumed"]),
                 workers,
@@ -115,6 +146,7 @@ class Position:
                 state.get("inner"),
                 state.get("digest"),
                 None if split is None else SplitProgress(*split),
+                None if random is None else WorkerRandom.from_dict(random),
             )
             return cls(int(state["epoch"]), state["unit"], state["total"], place, state.get("order"), state.get("own"))
         except (KeyError, TypeError, ValueError) as error:

@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data._utils.worker import _generate_state
 
 from .fetch import Fetch, map_fetch
+from .generators import Generators, States, as_bytes, as_tensors, differing, packed
 from .iterable import IterableDatasetShard, open_stream
 from .order import Order
-from .position import StreamPosition
+from .position import StreamPosition, WorkerRandom
 from .steps import ReadPlan, ShardStep
 
 
@@ -43,6 +48,9 @@ class Meter(Sampler[Any]):
         self.loader = loader
         self.log: deque[ShardStep] = deque()
         self.started = False
+        # The generators of the workers, None while they are unknown, and the worker that read the first batch.
+        self.random: WorkerRandom | None = None
+        self.first = 0
 
     def arm(self, plan: ReadPlan, order: Order, start: int) -> None:
         """Set what the next pass reads."""
@@ -69,25 +77,63 @@ def _recorded(steps: Iterator[ShardStep], log: deque[ShardStep]) -> Iterator[Any
 
 
 class MapWorker(Dataset[Any]):
-    """A map-style dataset with a state. It returns each batch with the worker's number and the state after it."""
+    """A map-style dataset in a worker process.
 
-    def __init__(self, loader: DataLoader[Any], states: list[Any] | None) -> None:
+    It returns each batch with the worker's number, the state of the dataset after it (None for one without), and the
+    states of the global random generators that have changed since the worker's last batch.
+
+    Args:
+        loader: the loader.
+        has_state: whether the dataset has a state.
+        start: the position from which the workers continue.
+    """
+
+    def __init__(self, loader: DataLoader[Any], has_state: bool, start: StreamPosition) -> None:
         self.dataset: Any = loader.dataset
-        self.turn = 0
-        self.states = states
+        self.has_state = has_state
+        self.states = start.inner
+        self.random = start.random
+        self.turn = 0 if start.random is None else start.random.turn
         self.collate = loader.collate_fn
         self.batched = loader.batch_sampler is not None
         self.fetch: Fetch | None = None
+        self._generators = Generators()
+        self._last: States = {}
 
-    def __getitems__(self, indices: Any) -> tuple[Any, int, Any]:
+    def seed_worker(self, worker: int) -> int | None:
+        """Seed this worker's generators as in the pass that is continued. Returns the seed, if there is one."""
+        seed = None
+        if self.random is not None:
+            seed = self.random.seed + worker
+            random.seed(seed)
+            torch.manual_seed(seed)
+            np.random.seed(_generate_state(self.random.seed, worker))
+        self._last = self._generators.capture()
+        return seed
+
+    def restore_worker(self, worker: int) -> None:
+        """Set this worker's generators to the states that they had at the position."""
+        if self.random is not None:
+            self._generators.restore(as_tensors(self.random.states[worker]))
+            self._last = self._generators.capture()
+
+    def __getitems__(self, indices: Any) -> tuple[Any, int, Any, States | None]:
         worker = worker_number()
         if self.fetch is None:
             self.fetch = map_fetch(self.dataset, self.collate, self.batched)
             if self.states is not None and self.states[worker] is not None:
                 self.dataset.load_state_dict(self.states[worker])
-        return self.fetch(indices), worker, self.dataset.state_dict()
+        batch = self.fetch(indices)
+        return batch, worker, self.dataset.state_dict() if self.has_state else None, self._moved()
 
     __getitem__ = __getitems__
+
+    def _moved(self) -> States | None:
+        before, self._last = self._last, self._generators.capture()
+        if self._last is before:
+            return None
+        moved: States = as_bytes(packed({kind: self._last[kind] for kind in differing(before, self._last)}))
+        return moved
 
 
 class StreamWorker(IterableDataset[Any]):
@@ -143,7 +189,8 @@ class WorkerStart:
     """The `worker_init_fn`: it corrects the dataset and the worker's number in `get_worker_info`.
 
     Torch begins every pass with worker 0, but a pass that resumes in the middle of an epoch must begin with another
-    worker. The numbers by which a dataset splits itself are rotated, so that batches come in the epoch's order.
+    worker. The numbers by which a dataset splits itself are rotated, so that batches come in the epoch's order. The
+    random generators of a map-style dataset's worker get the states that they had.
     """
 
     def __init__(self, user_function: Any) -> None:
@@ -153,9 +200,15 @@ class WorkerStart:
         """Set the rotated number and the unwrapped dataset in the worker's info, then call the user's function."""
         info = get_worker_info()
         assert info is not None
-        rotated = (info.id + info.dataset.turn) % info.num_workers  # type: ignore[attr-defined]
+        reader: Any = info.dataset
+        rotated = (info.id + reader.turn) % info.num_workers
         # Torch forbids users to change this object.
-        object.__setattr__(info, "dataset", unwrapped(info.dataset))
+        object.__setattr__(info, "dataset", unwrapped(reader))
         object.__setattr__(info, "id", rotated)
+        draws = isinstance(reader, MapWorker)
+        if draws and (seed := reader.seed_worker(rotated)) is not None:
+            object.__setattr__(info, "seed", seed)
         if self.user_function is not None:
             self.user_function(rotated)
+        if draws:
+            reader.restore_worker(rotated)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import types
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from .unwrap import extract_model_from_parallel
 
 
 def require_state_dict(model: torch.nn.Module) -> None:
-    """Make a prepared model's `save_pretrained` (transformers, peft) refuse to run without `state_dict`.
+    """Make a prepared model's `save_pretrained` (transformers, peft) refuse to run without `state_dict`, and use it.
 
     Its default is the module's own state: one pipeline stage, which looks like a complete file, or shards of tensors.
     A model that transformers has sharded itself, over a mesh of its own, is saved by transformers.
@@ -26,6 +25,7 @@ def require_state_dict(model: torch.nn.Module) -> None:
     if callable(getattr(type(inner), "save_pretrained", None)) and getattr(inner, "_device_mesh", None) is None:
         # A method and not a closure: a copied model gets its own.
         inner.save_pretrained = types.MethodType(save_pretrained, inner)  # type: ignore[assignment]
+        inner.named_modules = types.MethodType(named_modules, inner)  # type: ignore[method-assign]
 
 
 def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,24 +42,17 @@ def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
             "state_dict=accelerator.get_state_dict(model), which every process has to call. transformers.Trainer does "
             "so under FSDP with FULL_STATE_DICT; elsewhere set save_strategy='no' and call accelerator.save_model"
         )
-    with _plain_module_names(self):
-        return original(self, *args, **kwargs)
+    return original(self, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def _plain_module_names(model: Any) -> Iterator[None]:
-    """A block in which `model.named_modules()` has the names of the plain model, as `accelerator.get_state_dict` does.
+def named_modules(
+    self: Any, memo: set[Any] | None = None, prefix: str = "", remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The class's own method, with the names of the plain model, as `accelerator.get_state_dict` has them.
 
-    peft 0.21 finds an adapter's tensors by these names, and the wrappers of FSDP1 and of activation checkpointing add
-    to them: it would save an adapter without tensors.
+    peft 0.21 finds an adapter's tensors by these names, also outside of `save_pretrained`. The wrappers of FSDP1 and
+    of activation checkpointing add to them: the adapter would have no tensors.
     """
-
-    def named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-        for name, module in type(model).named_modules(model, *args, **kwargs):
-            yield canonical_name(name), module
-
-    model.named_modules = named_modules
-    try:
-        yield
-    finally:
-        del model.named_modules
+    for name, module in type(self).named_modules(self, memo, prefix, remove_duplicate):
+        # Torch enters the model from its wrapper with a prefix, and needs the names as they are.
+        yield name if prefix else canonical_name(name), module

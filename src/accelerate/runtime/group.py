@@ -127,7 +127,7 @@ def stop(group: Any = None) -> None:
         return
     # A worker thread of gloo drops its last work while it has the lock of the group's queue, and may need the
     # interpreter lock for that (torch 2.13). The group's destructor takes them in the other order: a deadlock, unless
-    # the threads are idle by then. Nothing tells whether they are.
+    # the threads are idle by then. torch does not report whether they are.
     backends = dist.distributed_c10d._world.pg_backend_config
     closing = backends.values() if group in (None, dist.group.WORLD) else [backends.get(group, "")]
     if any("gloo" in backend for backend in closing):

@@ -14,7 +14,8 @@ from accelerate.utils import ProjectConfiguration
 root = Path(sys.argv[1])
 config = ProjectConfiguration(root, automatic_checkpoint_naming=True, total_limit=3)
 accelerator = Accelerator(cpu=True, project_config=config)
-model = accelerator.prepare(torch.nn.Linear(4, 4))
+# As it is: wrapping it would import torch's compiler in four processes.
+model = accelerator.prepare_model(torch.nn.Linear(4, 4), evaluation_mode=True)
 start = accelerator.resume(signals=())
 first = start is None
 while accelerator.save_iteration < (3 if first else 5):

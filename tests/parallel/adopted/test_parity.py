@@ -2,6 +2,7 @@
 """Models that are sharded before `prepare`, in one loop, against the plain loop in float64, to 1e-8."""
 
 import itertools
+import logging
 
 import pytest
 import torch
@@ -282,6 +283,47 @@ REFUSED = {
     ),
     "fp8": ({"mixed_precision": "fp8"}, by_units, "mixed_precision='fp8' replaces layers"),
 }
+
+
+class Both:
+    """Two optimizers in one."""
+
+    def __init__(self, optimizers):
+        self.step = lambda: [optimizer.step() for optimizer in optimizers]
+        self.zero_grad = lambda: [optimizer.zero_grad() for optimizer in optimizers]
+
+
+@on_ranks(2)
+def test_two_optimizers_before_and_after_their_model():
+    expected, norms = plain_run(Model(), steps=2)
+    for number in range(3):
+        accelerator, model = fresh(), Model()
+        by_layers(model, world())
+        optimizers = [torch.optim.AdamW(g["params"], lr=g["lr"]) for g in make_optimizer(model).param_groups]
+        if number == 0:
+            optimizers = accelerator.prepare(*optimizers)
+        model = accelerator.prepare(model)
+        if number == 1:
+            optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers]
+        elif number == 2:
+            optimizers = [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
+        loader = accelerator.prepare(DataLoader(rows(steps=2), BATCH))
+        torch.testing.assert_close(train(accelerator, model, Both(optimizers), loader), norms, rtol=1e-8, atol=0)
+        check(accelerator, model, expected[-1])
+
+
+@on_ranks(2)
+def test_an_optimizer_without_its_model_is_reported():
+    accelerator, model = fresh(), Model()
+    by_layers(model, world())
+    optimizer = accelerator.prepare(make_optimizer(model))
+    accelerator.backward(model(torch.zeros(1, LENGTH, dtype=torch.long)).square().sum())
+    records, handler = [], logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("accelerate.first_step").addHandler(handler)
+    optimizer.step()
+    found = ["no model was given to prepare" in record.getMessage() for record in records]
+    assert any(found) == accelerator.is_main_process
 
 
 @on_ranks(2)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate plan MODEL`: the layouts in which a training step fits a machine, with memory, time and messages."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from ..core.errors import ConfigurationError
+from .parser import Parser, table
+
+if TYPE_CHECKING:
+    from ..planning.estimate import Estimate
+
+PRECISIONS = ("no", "bf16", "fp16")
+
+
+def plan_command_parser() -> argparse.ArgumentParser:
+    """Return the parser of `accelerate plan`."""
+    made = Parser(
+        prog="accelerate plan",
+        description="Show in which layouts a training step of a model fits a machine. One step of the prepared model "
+        "runs on fake tensors, in each layout: nothing is downloaded but the configuration, and nothing is allocated. "
+        "Figures are intervals.",
+    )
+    made.add_argument(
+        "model",
+        help="Folder with a config.json, id on the Hugging Face Hub, or module:function that returns a module.",
+    )
+    made.add_argument(
+        "--batch", required=True, metavar="SHAPE",
+        help="BatchShape of one optimizer step on all ranks: samples x tokens, as 32x512, or 32x3x224x224:float32.",
+    )  # fmt: skip
+    made.add_argument("--mixed_precision", choices=PRECISIONS, default="no", help="Precision of the run.")
+    made.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, momentum, adagrad or rmsprop.")
+    made.add_argument(
+        "--machine", metavar="TEXT", help="Describe a machine: 8x80GB, 8xH100, 2x8xH100. Default: this one."
+    )
+    made.add_argument(
+        "--ranks", type=int, help="Number of processes on this machine. Default: its accelerators, or 1."
+    )
+    made.add_argument("--tflops", type=float, help="TFLOP/s that matrix products reach on a described device.")
+    made.add_argument("--link", type=float, help="GB/s from a described device to the others of its machine.")
+    made.add_argument("--between", type=float, help="GB/s from a described device to other machines.")
+    made.add_argument("--memory", type=float, help="GB that each rank may use, instead of what the machine has.")
+    made.add_argument("--layouts", nargs="+", help="Only these layouts, by their names in the table.")
+    made.add_argument("--calibrate", nargs="+", metavar="RUN", help="Plan files that runs have added figures to.")
+    made.add_argument("--write", metavar="FILE", help="Write the configuration of the fastest layout that fits.")
+    made.add_argument("--layout", help="With --write: the layout to write, instead of the fastest.")
+    made.add_argument("--json", action="store_true", help="Print JSON instead of the table.")
+    made.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help="Run the model's own Python code. Only code that you have read.",
+    )
+    return made
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the command. Exits with 2 for wrong arguments, and with 1 if nothing fits."""
+    args = plan_command_parser().parse_args(argv)
+    try:
+        sys.exit(_run(args))
+    except ConfigurationError as error:
+        print(f"accelerate plan: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from ..core.errors import nearest
+    from ..core.objects import convert_bytes
+    from ..planning import estimate, layouts, machine, model, report, trace
+    from .estimate import build
+
+    batch = model.parse_batch(args.batch)
+    if args.optimizer not in trace.OPTIMIZERS:
+        raise ConfigurationError(f"--optimizer {args.optimizer!r} is unknown: one of {', '.join(trace.OPTIMIZERS)}")
+    if args.ranks is not None and (args.ranks < 1 or args.machine):
+        raise ConfigurationError(
+            f"--ranks {args.ranks}: give a positive number, and only for this machine (--machine has its own)"
+        )
+    if args.machine:
+        here = machine.describe(args.machine, args.link, args.tflops, args.between)
+    elif args.link or args.tflops or args.between:
+        raise ConfigurationError("--link, --tflops and --between describe a machine: give --machine too")
+    else:
+        here = machine.found(args.ranks)
+    if args.memory:
+        here = replace(here, memory=int(args.memory * machine.GIGA))
+    if args.calibrate:
+        here = report.calibrate(here, args.calibrate)
+    chosen = layouts.candidates(here.ranks, here.machines, here.device)
+    if args.layouts:
+        unknown = [name for name in args.layouts if layouts.find(name, chosen) is None]
+        if unknown:
+            known = [layout.name for layout in chosen]
+            meant = nearest(unknown[0], known)
+            raise ConfigurationError(
+                f"--layouts {unknown[0]}: {here.ranks} ranks have no such layout"
+                + (f" (did you mean {meant}?)" if meant else f"; they have {', '.join(known)}")
+            )
+        chosen = [layout for layout in chosen if layout.name in args.layouts]
+    local = ":" in args.model and not os.path.exists(args.model)
+    module = model.from_function(args.model) if local else build(args.model, trust_remote_code=args.trust_remote_code)
+    training = trace.PlannedTraining(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
+    processes = max(1, min(4, (os.cpu_count() or 1) // 2))
+    rows = estimate.plan(training, here, chosen, processes)
+    fitting = [row for row in rows if row.fits]
+    written = _written(args, rows, fitting)
+    if args.json:
+        print(report.to_json(rows, training, here))
+    else:
+        print(
+            f"{type(module).__name__}, {model.count(module):,} parameters, batch {batch}, {args.mixed_precision} "
+            f"precision, {args.optimizer}\n{here.ranks} x {here.device}, {convert_bytes(here.memory)} each "
+            f"({here.origin})\n"
+        )
+        if fitting:
+            print("fits, fastest first:\n" + table(report.table_rows(fitting), report.headers()) + "\n")
+        if others := [row for row in rows if row.failure is None and not row.fits]:
+            print("does not fit:\n" + table(report.table_rows(others), report.headers()) + "\n")
+        for row in rows:
+            if row.failure is not None:
+                print(f"not estimated: {row.layout.name}: {row.failure}")
+    if not any(row.failure is None for row in rows):
+        raise ConfigurationError(f"no layout has an estimate. {rows[0].layout.name}: {rows[0].failure}")
+    if written is not None:
+        path = report.write(args.write, written, training, here)
+        print(
+            f"{args.write}: {written.layout.name}. A run of `accelerate launch --config_file {args.write}` adds its "
+            f"figures to {path}",
+            file=sys.stderr,
+        )
+    elif missing := report.shortage(rows, here):
+        print(f"accelerate plan: {missing}", file=sys.stderr)
+    return 0 if fitting else 1
+
+
+def _written(args: argparse.Namespace, rows: list[Estimate], fitting: list[Estimate]) -> Estimate | None:
+    if args.write is None:
+        return None
+    if args.layout is None:
+        return fitting[0] if fitting else None
+    found = next((row for row in rows if row.layout.name == args.layout and row.failure is None), None)
+    if found is None:
+        raise ConfigurationError(f"--layout {args.layout}: the plan has no estimate of it")
+    return found

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts the storages, floating point operations, moved bytes and messages of the operations in a block."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+# Kinds of memory, in the order of the table.
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, MESSAGES, ROUNDING = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "communication",
+    "rounding",
+)
+KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, MESSAGES, ROUNDING)
+
+# What a collective is called here -> names of its operations. The bytes are those of its largest tensor.
+_COLLECTIVES = {
+    "all-reduce": ("allreduce_", "all_reduce", "all_reduce_", "allreduce_coalesced_"),
+    "all-gather": ("_allgather_base_", "allgather_", "all_gather_into_tensor", "allgather_into_tensor_coalesced_"),
+    "reduce-scatter": ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor"),
+    "all-to-all": ("alltoall_base_", "alltoall_", "all_to_all_single"),
+    "broadcast": ("broadcast_",),
+    "point-to-point": ("send",),
+}
+_KIND_OF_COLLECTIVE = {name: kind for kind, names in _COLLECTIVES.items() for name in names}
+_MESSAGE_SPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp")
+# torch 2.13 knows no formula for attention's kernels on the CPU; those of the same shapes elsewhere are the same.
+_SAME_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+# Of gloo, for each process group.
+_THREADS = 2
+
+
+@dataclass(eq=False)
+class Allocation:
+    """The life of one storage: from event `born` until before event `freed`, in bytes."""
+
+    size: int
+    born: int
+    kind: str = ACTIVATIONS
+    freed: int | None = None
+
+
+@dataclass
+class Work:
+    """What the operations of a step do.
+
+    Fields:
+        flops: floating point operations of matrix products and attention, by dtype.
+        moved: bytes that all other operations read and write.
+        operations: their number, and that of matrix products.
+        messages: (collective, size of its group) -> (number, bytes).
+    """
+
+    flops: Counter[str] = field(default_factory=Counter)
+    moved: int = 0
+    operations: int = 0
+    messages: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
+
+    def send(self, kind: str, ranks: int, size: int, times: int = 1) -> None:
+        """Count messages."""
+        number, sent = self.messages.get((kind, ranks), (0, 0))
+        self.messages[kind, ranks] = number + times, sent + times * size
+
+
+class Ledger(TorchDispatchMode):
+    """A mode that follows every storage, fake or real, from its first tensor to its end.
+
+    Kinds are given to storages at any time, so that a peak can be divided when the step is over.
+
+    Args:
+        fake: the block is inside a fake mode; operations on real tensors only then stay real.
+    """
+
+    def __init__(self, fake: bool = False) -> None:
+        super().__init__()
+        self._is_fake = fake
+        self._queue: list[tuple[Allocation, Any, Any]] | None = None
+        self.work = Work()
+        self.blocks: list[Allocation] = []
+        self._alive: dict[int, Allocation] = {}
+        self._events = 0
+        self._resize: Any = None
+
+    # -- the mode
+
+    def __enter__(self) -> Ledger:
+        resize = torch.UntypedStorage.resize_
+        self._resize = resize
+        ledger = self
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            done = resize(storage, size)
+            # FSDP frees and allocates the gathered weights of a unit so, without any operation.
+            ledger._resized(storage, int(size))
+            return done
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            # The operations on local tensors come here next.
+            return NotImplemented
+        kwargs = kwargs or {}
+        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        replaced = _REPLACED.get(func._overloadpacket) if any(isinstance(one, FakeTensor) for one in inputs) else None
+        if inputs and self._is_fake and not any(isinstance(one, FakeTensor) for one in inputs):
+            # A tensor that was there before, as the ranks of a device mesh: its values are known.
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        out = replaced(*args, **kwargs) if replaced else func(*args, **kwargs)
+        outputs = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
+        message = func.namespace in _MESSAGE_SPACES
+        for tensor in [*inputs, *outputs]:
+            self._seen(tensor, MESSAGES if message else ACTIVATIONS, force=message)
+        if message:
+            self._count_message(func, args, inputs, outputs)
+        else:
+            self._count_work(func, args, kwargs, out, inputs, outputs)
+        return out
+
+    # -- storages
+
+    def _seen(self, tensor: torch.Tensor, kind: str, force: bool = False) -> None:
+        if tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        block = self._alive.get(storage._cdata)
+        if block is None:
+            block = self._add(storage, kind)
+        elif force and block.kind == ACTIVATIONS:
+            block.kind = kind
+
+    def _add(self, storage: torch.UntypedStorage, kind: str) -> Allocation:
+        self._events += 1
+        block = Allocation(storage.nbytes(), self._events, kind)
+        self.blocks.append(block)
+        key = storage._cdata
+        self._alive[key] = block
+        weakref.finalize(storage, self._freed, key, block).atexit = False
+        return block
+
+    def _freed(self, key: int, block: Allocation) -> None:
+        current = self._alive.pop(key, None)
+        if current is not None:
+            self._events += 1
+            current.freed = self._events
+
+    def _resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        block = self._alive.get(storage._cdata)
+        if block is None or block.size == size:
+            return
+        self._events += 1
+        block.freed = self._events
+        again = Allocation(size, self._events, MESSAGES)
+        if block.kind == ACTIVATIONS:
+            block.kind = MESSAGES
+        self.blocks.append(again)
+        self._alive[storage._cdata] = again
+
+    def label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Give the storages behind tensors a kind; those that no operation has met are counted from now on."""
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)
+            self._seen(local, kind)
+            block = self._alive.get(local.untyped_storage()._cdata)
+            if block is not None:
+                block.kind = kind
+
+    def mark(self) -> int:
+        """The current event, to give to `peak`."""
+        return self._events
+
+    def peak(self, since: int = 0, granularity: int = 1) -> dict[str, int]:
+        """Bytes by kind at the event after `since` at which most are alive, each block rounded up."""
+        changes: list[tuple[int, int, Allocation]] = []
+        for block in self.blocks:
+            size = -(-block.size // granularity) * granularity
+            changes.append((max(block.born, since), size, block))
+            if block.freed is not None:
+                if block.freed <= since:
+                    changes.pop()
+                else:
+                    changes.append((block.freed, -size, block))
+        now = best = 0
+        at = since
+        for event, change, _ in sorted(changes, key=lambda one: one[:2]):
+            now += change
+            if now > best:
+                best, at = now, event
+        found = dict.fromkeys(KINDS, 0)
+        for block in self.blocks:
+            if block.born <= max(at, since) and (block.freed is None or block.freed > at):
+                found[block.kind] += block.size
+                found[ROUNDING] += -block.size % granularity
+        return found
+
+    def keep_messages(self) -> None:
+        """Let messages live as long as they may with gloo (torch 2.13).
+
+        Each of its threads keeps its last message, with the buffer through which gloo gathers and scatters, until it
+        sends another one.
+        """
+        self._queue = []
+
+    @contextlib.contextmanager
+    def fresh_work(self) -> Iterator[Work]:
+        """A block whose work is counted by itself."""
+        before, self.work = self.work, Work()
+        try:
+            yield self.work
+        finally:
+            self.work = before
+
+    # -- work
+
+    def _count_message(self, func: Any, args: Any, inputs: list[Any], outputs: list[Any]) -> None:
+        kind = _KIND_OF_COLLECTIVE.get(func._schema.name.partition("::")[2])
+        if kind is None:
+            return
+        sizes = [tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs]]
+        size = max(sizes, default=0)
+        self.work.send(kind, _group_size(args), size)
+        if self._queue is not None and func.namespace == "c10d" and kind in ("all-gather", "reduce-scatter"):
+            self._events += 1
+            if len(self._queue) == _THREADS:
+                self._queue.pop(0)[0].freed = self._events
+            self.blocks.append(Allocation(size, self._events, MESSAGES))
+            self._queue.append((self.blocks[-1], inputs, outputs))
+
+    def _count_work(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Any], outputs: list[Any]) -> None:
+        packet = func._overloadpacket
+        if packet in _GROUPED:
+            formula: Callable[..., Any] | None = _grouped_flops
+        else:
+            formula = flop_registry.get(packet) or flop_registry.get(_SAME_FLOPS.get(packet))
+        if formula is not None and outputs:
+            self.work.operations += 1
+            self.work.flops[str(outputs[0].dtype).removeprefix("torch.")] += int(formula(*args, **kwargs, out_val=out))
+        elif not (func.is_view or func._schema.name in _FREE):
+            self.work.operations += 1
+            self.work.moved += sum(tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs])
+
+
+_FREE = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::detach"})
+_GROUPED = (torch.ops.aten._grouped_mm,)
+
+
+def _grouped_mm(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """The shape of `aten._grouped_mm`, which torch 2.13 traces for bfloat16 only."""
+    dtype = out_dtype or mat_a.dtype
+    if mat_a.dim() == 2 and mat_b.dim() == 2:
+        return mat_a.new_empty((offs.shape[0], mat_a.shape[0], mat_b.shape[1]), dtype=dtype)
+    shape = (mat_a.shape[0] if mat_a.dim() == 3 and mat_b.dim() == 3 else None, mat_a.shape[-2], mat_b.shape[-1])
+    return mat_a.new_empty([size for size in shape if size is not None], dtype=dtype)
+
+
+def _grouped_flops(mat_a: Any, mat_b: Any, *rest: Any, out_val: Any = None, **more: Any) -> int:
+    """Each row of a group is multiplied with the matrix of its group once."""
+    inner = mat_a.shape[-1]
+    rows = mat_a.shape[0] if mat_a.dim() == 2 else math.prod(mat_a.shape[:-1])
+    if mat_a.dim() == 2 and mat_b.dim() == 2:
+        return int(2 * mat_a.shape[0] * inner * mat_b.shape[1])
+    return int(2 * rows * inner * mat_b.shape[-1])
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm: _grouped_mm}
+
+
+def _group_size(args: Any) -> int:
+    """The number of ranks of the group among the arguments of a collective."""
+    for one in args:
+        if isinstance(one, torch.ScriptObject):
+            try:
+                return int(dist.ProcessGroup.unbox(one).size())
+            except RuntimeError:
+                continue
+        if isinstance(one, str):
+            try:
+                return int(torch._C._distributed_c10d._resolve_process_group(one).size())
+            except RuntimeError:
+                continue
+    return dist.get_world_size()

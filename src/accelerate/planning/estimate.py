@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a traced step to intervals of memory and time, and which layouts fit a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..parallel.report.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, Work
+from .layouts import NOT_ESTIMATED, PlannedLayout
+from .machine import Machine
+from .trace import PlannedTraining, Step, trace_all
+
+# How much slower float32 matrix products are than those whose speed describes an accelerator.
+_SLOWER = {"float32": 2.0, "float64": 32.0}
+# What offloaded shards cross to the host (bytes a second).
+_TO_HOST = 20e9
+# A layout that does not fit is tried with smaller batches, up to so many in a window.
+_MOST_BATCHES = 32
+
+
+class Interval(NamedTuple):
+    """A quantity that lies between `low` and `high`."""
+
+    low: float
+    high: float
+
+    @property
+    def middle(self) -> float:
+        """The estimate."""
+        return (self.low + self.high) / 2
+
+
+_NOTHING = Interval(0, 0)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One layout on one machine.
+
+    Fields:
+        layout: which.
+        memory: bytes of one rank at the peak of a step.
+        kinds: kind of memory -> bytes, of the middle.
+        seconds: of an optimizer step.
+        sent: bytes of the messages of one rank in an optimizer step.
+        fits: whether the upper end of `memory` is less than the machine has.
+        failure: why there is no estimate; None if there is one.
+    """
+
+    layout: PlannedLayout
+    memory: Interval = _NOTHING
+    kinds: dict[str, int] | None = None
+    seconds: Interval = _NOTHING
+    sent: int = 0
+    fits: bool = False
+    failure: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as plain data."""
+        if self.failure is not None:
+            return {"layout": self.layout.name, "not_estimated": self.failure}
+        return {
+            "layout": self.layout.name,
+            "fits": self.fits,
+            "memory_bytes": list(self.memory),
+            "memory_by_kind": self.kinds,
+            "step_seconds": list(self.seconds),
+            "sent_bytes": self.sent,
+        }
+
+
+def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
+    """The row of one traced step."""
+    if step.failure is not None:
+        return Estimate(layout, failure=step.failure)
+    kinds = {kind: round(size * machine.memory_scale) for kind, size in step.memory.items()}
+    extra = 0.0
+    if layout.offload:
+        # Gathered weights and activations stay on the device.
+        extra = (kinds[WEIGHTS] + kinds[GRADIENTS]) / _TO_HOST
+        for kind in (WEIGHTS, GRADIENTS, OPTIMIZER):
+            kinds[kind] = 0
+    total = sum(kinds.values())
+    # Kernels allocate by themselves, and there are gaps between blocks.
+    low, high = memory_interval(layout, total, round(step.spare * machine.memory_scale), machine.memory_spread)
+    first, last = step.work
+    seconds = _seconds(last, machine) + (layout.accumulation - 1) * _seconds(first, machine) + extra
+    seconds *= machine.time_scale
+    times = Interval(seconds * (1 - machine.spread), seconds * (1 + machine.spread))
+    sent = _sent(last) + (layout.accumulation - 1) * _sent(first)
+    return Estimate(layout, Interval(low, high), kinds, times, sent, high <= machine.memory)
+
+
+def memory_interval(layout: PlannedLayout, total: int, spare: int, spread: float) -> Interval:
+    """The interval of an estimate, of which `spare` bytes may be free."""
+    if "tp" in dict(layout.sizes):
+        # How long the tensors of functional collectives live depends on when they are waited for.
+        spread *= 2
+    # Without what a backend may keep, a step needs hardly less than its trace.
+    below = spread / 3 if spare else spread
+    return Interval((total - spare) * (1 - below), total * (1 + spread))
+
+
+def _sent(work: Work) -> int:
+    return sum(size for _, size in work.messages.values())
+
+
+def _seconds(work: Work, machine: Machine) -> float:
+    compute = work.operations * machine.overhead + work.moved / machine.bandwidth
+    for dtype, flops in work.flops.items():
+        compute += flops / machine.flops * (_SLOWER.get(dtype, 1.0) if machine.device != "cpu" else 1.0)
+    messages = 0.0
+    for (kind, _), (number, size) in work.messages.items():
+        latency, speed = machine.links[kind]
+        messages += number * latency + size / speed
+    hidden = min(messages * machine.overlap, compute)
+    return compute + messages - hidden
+
+
+def plan(
+    training: PlannedTraining, machine: Machine, layouts: Iterable[PlannedLayout], processes: int = 1
+) -> list[Estimate]:
+    """All rows: layouts that fit, by time; then layouts that do not, by memory; then layouts without an estimate.
+
+    A layout that does not fit is tried again with half the batch and twice the batches of a window, until it fits or
+    has one sample.
+    """
+    rows, waiting = list[Estimate](), list(layouts)
+    while waiting:
+        again = []
+        for layout, step in trace_all(training, waiting, processes):
+            row = estimate(layout, step, machine)
+            rows.append(row)
+            if _shrinks(row, training, machine):
+                base = layout if layout.accumulation == 1 else _plain(layout, rows)
+                again.append(base.accumulated(layout.accumulation * 2))
+        waiting = again
+    for name, why in NOT_ESTIMATED.items() if machine.ranks > 1 else ():
+        rows.append(Estimate(PlannedLayout(name, machine.ranks), failure=why))
+    return sorted(rows, key=_order)
+
+
+def _shrinks(row: Estimate, training: PlannedTraining, machine: Machine) -> bool:
+    """Whether a layout that does not fit may fit with half of its batch: only activations become smaller."""
+    if row.failure is not None or row.fits or row.layout.accumulation >= _MOST_BATCHES:
+        return False
+    samples = training.batch.samples // (row.layout.data_ranks * row.layout.accumulation)
+    rest = row.memory.high - (row.kinds or {}).get(ACTIVATIONS, 0) * (1 + machine.memory_spread)
+    return samples % 2 == 0 and rest < machine.memory
+
+
+def _plain(layout: PlannedLayout, rows: list[Estimate]) -> PlannedLayout:
+    name = layout.name.rpartition(" x")[0]
+    return next(row.layout for row in rows if row.layout.name == name)
+
+
+def _order(row: Estimate) -> tuple[int, float]:
+    if row.failure is not None:
+        return 2, 0.0
+    return (0, row.seconds.middle) if row.fits else (1, row.memory.middle)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layouts that a model may run in on so many ranks, each as the configuration that `accelerate launch` reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+# Layouts without an estimate, and why.
+NOT_ESTIMATED = {
+    "pp": "a pipeline's stages and schedule depend on real sends between ranks, which fake tensors do not carry out; "
+    "start it with --parallelism_config_pp_size and read accelerator.explain()",
+    "ep": "experts are sharded over ranks while transformers loads a model (its distributed_config), not by a launch",
+}
+# The smallest fraction of a model that SIZE_BASED_WRAP makes a unit, for models that do not name their blocks.
+_UNIT = 1 / 32
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """One way to run a model.
+
+    Fields:
+        name: for the table.
+        ranks: of the run.
+        sizes: dimension of `ParallelismConfig` -> size above 1.
+        sharded: whether FSDP2 shards the model.
+        checkpointing: activations are recomputed in the backward.
+        offload: shards are in host memory between their uses.
+        accumulation: batches of an optimizer step.
+    """
+
+    name: str
+    ranks: int
+    sizes: tuple[tuple[str, int], ...] = ()
+    sharded: bool = False
+    checkpointing: bool = False
+    offload: bool = False
+    accumulation: int = 1
+
+    @property
+    def replicated(self) -> bool:
+        """Whether DistributedDataParallel runs it."""
+        return self.ranks > 1 and not self.sizes and not self.sharded
+
+    @property
+    def sequence_ranks(self) -> int:
+        """The ranks that share each sequence."""
+        return math.prod(size for name, size in self.sizes if name in ("cp", "sp"))
+
+    @property
+    def data_ranks(self) -> int:
+        """The ranks, or groups of ranks, that read different samples."""
+        return self.ranks // math.prod(size for name, size in self.sizes if name in ("tp", "cp", "sp"))
+
+    def accumulated(self, steps: int) -> PlannedLayout:
+        """The same layout with smaller batches."""
+        return replace(self, name=f"{self.name} x{steps}", accumulation=steps)
+
+    def configuration(
+        self, model: nn.Module, precision: str, device: str, machines: int, sequence: int
+    ) -> dict[str, Any]:
+        """The content of the configuration file."""
+        found: dict[str, Any] = {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": _kind(self, device),
+            "mixed_precision": precision,
+            "num_machines": machines,
+            "num_processes": self.ranks,
+            "use_cpu": device == "cpu",
+        }
+        if self.accumulation > 1:
+            found["gradient_accumulation_steps"] = self.accumulation
+        if self.sharded:
+            found["fsdp_config"] = {
+                "fsdp_version": "2",
+                "fsdp_cpu_ram_efficient_loading": False,
+                "fsdp_activation_checkpointing": self.checkpointing,
+                "fsdp_offload_params": self.offload,
+                **_units(model),
+            }
+        if self.sizes:
+            sizes = {f"parallelism_config_{name}_size": size for name, size in self.sizes}
+            if "sp" in dict(self.sizes):
+                sizes["parallelism_config_sp_seq_length"] = sequence
+            found["parallelism_config"] = sizes
+        return found
+
+
+def _kind(layout: PlannedLayout, device: str) -> str:
+    if layout.sharded:
+        return "FSDP"
+    if layout.ranks == 1:
+        return "NO"
+    return "MULTI_CPU" if device == "cpu" else "MULTI_GPU"
+
+
+def _units(model: nn.Module) -> dict[str, Any]:
+    if getattr(model, "_no_split_modules", None):
+        return {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": max(1, int(count * _UNIT))}
+
+
+def candidates(ranks: int, machines: int = 1, device: str = "cpu") -> list[PlannedLayout]:
+    """All layouts of so many ranks, the plain ones first; whether a model allows one shows when it is prepared."""
+    if ranks == 1:
+        return [PlannedLayout("single", 1)]
+    found = [PlannedLayout("ddp", ranks)]
+    for layout in _sharded(ranks, machines):
+        found += [layout, replace(layout, name=f"{layout.name}+ckpt", checkpointing=True)]
+    if device != "cpu":
+        shards = (("dp_shard", ranks),)
+        found.append(PlannedLayout("fsdp+ckpt+offload", ranks, shards, sharded=True, checkpointing=True, offload=True))
+    found.append(PlannedLayout(f"tp{ranks}", ranks, (("tp", ranks),)))
+    return found
+
+
+def _sharded(ranks: int, machines: int) -> Iterator[PlannedLayout]:
+    yield PlannedLayout("fsdp", ranks, (("dp_shard", ranks),), sharded=True)
+    replicas = machines if machines > 1 else 2
+    if ranks % replicas == 0 and ranks // replicas > 1:
+        sizes = (("dp_replicate", replicas), ("dp_shard", ranks // replicas))
+        yield PlannedLayout(f"hsdp{replicas}x{ranks // replicas}", ranks, sizes, sharded=True)
+    for size in (2, 4, 8):
+        rest = ranks // size
+        if ranks % size:
+            continue
+        if rest > 1:
+            yield PlannedLayout(f"tp{size}+fsdp{rest}", ranks, (("dp_shard", rest), ("tp", size)), sharded=True)
+        shards = (("dp_shard", rest),) if rest > 1 else ()
+        for name in ("cp", "sp"):
+            over = f"+fsdp{rest}" if rest > 1 else ""
+            yield PlannedLayout(f"{name}{size}{over}", ranks, (*shards, (name, size)), sharded=True)
+
+
+def find(name: str, layouts: list[PlannedLayout]) -> PlannedLayout | None:
+    """The layout of this name, None if there is none."""
+    return next((layout for layout in layouts if layout.name == name), None)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of a plan without its weights, and batches of the given shape."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+import sys
+import traceback
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import ConfigurationError
+from .layouts import PlannedLayout
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The shape of a batch: samples x the shape of one; `dtype` None is token ids for one dimension, else float32."""
+
+    samples: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample, or the size of its first dimension."""
+        return self.shape[0]
+
+    def __str__(self) -> str:
+        return "x".join(map(str, (self.samples, *self.shape)))
+
+    def of_rank(self, layout: PlannedLayout) -> BatchShape:
+        """What one rank reads at once. ConfigurationError if the layout cannot divide the batch."""
+        share = layout.data_ranks * layout.accumulation
+        if self.samples % share:
+            raise ConfigurationError(
+                f"{self.samples} samples are not divisible by {layout.data_ranks} data-parallel ranks"
+                + (f" x {layout.accumulation} accumulated batches" if layout.accumulation > 1 else "")
+            )
+        # The balanced split of context parallelism cuts each sequence into two pieces a rank.
+        pieces = layout.sequence_ranks * (2 if "cp" in dict(layout.sizes) else 1)
+        if layout.sequence_ranks > 1 and self.length % pieces:
+            raise ConfigurationError(f"sequences of {self.length} tokens are not divisible by {pieces}")
+        return replace(self, samples=self.samples // share)
+
+
+def parse_batch(text: str) -> BatchShape:
+    """Read `8x512`, or `8x3x224x224:float32`. ConfigurationError for anything else."""
+    found = re.fullmatch(r"(\d+(?:x\d+)+)(?::(\w+))?", text.strip())
+    numbers = [int(one) for one in found[1].split("x")] if found else []
+    dtype = getattr(torch, found[2], None) if found and found[2] else None
+    if not numbers or min(numbers) < 1 or (found and found[2] and not isinstance(dtype, torch.dtype)):
+        raise ConfigurationError(
+            f"--batch {text!r} is not a batch: give samples x tokens (32x512), or samples x the shape of one with its "
+            "dtype (32x3x224x224:float32)"
+        )
+    return BatchShape(numbers[0], tuple(numbers[1:]), dtype)
+
+
+def from_function(text: str) -> nn.Module:
+    """The model that `module:function` returns, on the meta device. ConfigurationError if it returns none."""
+    module_name, _, name = text.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise ConfigurationError(f"{text}: the module {module_name} cannot be imported: {_where(error)}") from error
+    finally:
+        sys.path.pop(0)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigurationError(f"{text}: the module {module_name} ({module.__file__}) has no function {name!r}")
+    try:
+        with torch.device("meta"):
+            model = function()
+    except Exception as error:
+        raise ConfigurationError(f"{text}() fails on the meta device: {_where(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"{text}() returns a {type(model).__name__}: it must return a torch.nn.Module")
+    return model
+
+
+def _where(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({last.filename}:{last.lineno})"
+
+
+def fake_batch(model: nn.Module, batch: BatchShape) -> dict[str, Any]:
+    """The arguments of the model's forward: its first parameter, and labels if it takes them."""
+    inner: Any = getattr(model, "module", model)
+    parameters = list(inspect.signature(inner.forward).parameters)
+    name = getattr(inner, "main_input_name", None) or parameters[0]
+    shape = (batch.samples, *batch.shape)
+    dtype = batch.dtype or (torch.int64 if len(shape) == 2 else torch.float32)
+    found = {name: torch.zeros(shape, dtype=dtype)}
+    if "labels" in parameters:
+        per_sample = any(word in type(inner).__name__ for word in ("SequenceClassification", "ImageClassification"))
+        found["labels"] = torch.zeros(shape[:1] if per_sample else shape, dtype=torch.int64)
+    return found
+
+
+def count(model: nn.Module) -> int:
+    """The number of parameters."""
+    return sum(math.prod(parameter.shape) for parameter in model.parameters())

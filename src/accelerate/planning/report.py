@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a plan, its JSON, and the files that a run of one of its layouts takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..config import launch_file
+from ..core import json_text
+from ..core.errors import ConfigurationError
+from ..core.files import atomic_write
+from ..parallel.report.explain import size_of
+from ..parallel.report.ledger import KINDS
+from .estimate import Estimate, Interval
+from .machine import Machine
+from .trace import PlannedTraining
+
+_HEADERS = ("layout", "memory per rank", *KINDS, "sent", "step")
+# Half-widths with one measured run, and the least with several.
+_ONE_RUN, _LEAST = (0.05, 0.2), (0.02, 0.05)
+
+
+def table_rows(rows: Sequence[Estimate]) -> list[tuple[str, ...]]:
+    """The cells of the layouts with an estimate."""
+    return [
+        (
+            row.layout.name,
+            _interval(row.memory, size_of),
+            *(size_of((row.kinds or {})[kind]) for kind in KINDS),
+            size_of(row.sent),
+            _interval(row.seconds, _time),
+        )
+        for row in rows
+        if row.failure is None
+    ]
+
+
+def headers() -> tuple[str, ...]:
+    """The titles of the cells."""
+    return _HEADERS
+
+
+def _interval(found: Interval, text: Any) -> str:
+    return f"{text(found.low)} - {text(found.high)}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def shortage(rows: Sequence[Estimate], machine: Machine) -> str | None:
+    """How much is missing in the layout that comes nearest; None if one fits or none has an estimate."""
+    estimated = [row for row in rows if row.failure is None]
+    if not estimated or any(row.fits for row in estimated):
+        return None
+    nearest = min(estimated, key=lambda row: row.memory.high)
+    kinds = nearest.kinds or {}
+    most = max(kinds, key=lambda kind: kinds[kind])
+    return (
+        f"nothing fits into {size_of(machine.memory)} per rank: the nearest, {nearest.layout.name}, needs up to "
+        f"{size_of(nearest.memory.high)}, {size_of(nearest.memory.high - machine.memory)} more. Its largest share are "
+        f"{most}, {size_of(kinds[most])}. More ranks or a smaller --batch reduce it"
+    )
+
+
+def to_json(rows: Sequence[Estimate], training: PlannedTraining, machine: Machine) -> str:
+    """The plan as JSON."""
+    found = {
+        "model": type(training.model).__name__,
+        "batch": str(training.batch),
+        "precision": training.precision,
+        "optimizer": training.optimizer,
+        "machine": machine.to_json(),
+        "layouts": [row.to_json() for row in rows],
+    }
+    return json.dumps(found, indent=2)
+
+
+def write(path: str | Path, row: Estimate, training: PlannedTraining, machine: Machine) -> Path:
+    """Write the configuration file of a layout, and its estimate next to it; returns the path of the latter."""
+    path = Path(path).expanduser()
+    planned = path.with_suffix(".plan.json").absolute()
+    configuration = training.configuration(row.layout) | {"plan_file": str(planned)}
+    launch_file.write(path, configuration)
+    with atomic_write(planned, "w") as file:
+        json.dump({**row.to_json(), "device": machine.device, "ranks": machine.ranks}, file, indent=2)
+    return planned
+
+
+def calibrate(machine: Machine, paths: Sequence[str | Path]) -> Machine:
+    """The machine with the figures of measured runs, which their `plan_file` has since they ran.
+
+    Memory is calibrated by runs on accelerators only: on the CPU a run measures its process, not its tensors.
+    """
+    memory, times = [], []
+    for path in paths:
+        found = _measured(Path(path).expanduser())
+        if (found["device"], found["ranks"]) != (machine.device, machine.ranks):
+            raise ConfigurationError(
+                f"--calibrate {path}: it ran on {found['ranks']} x {found['device']}, and this plan is for "
+                f"{machine.ranks} x {machine.device}"
+            )
+        measured = found["measured"]
+        times.append(measured["step_seconds"] / (sum(found["step_seconds"]) / 2))
+        if measured["memory_of"] == "tensors":
+            memory.append(measured["memory_bytes"] / (sum(found["memory_bytes"]) / 2))
+    time_scale, spread = _fit(times, 1)
+    machine = replace(
+        machine, time_scale=time_scale, spread=spread, origin=f"{machine.origin}; calibrated by {len(times)}"
+    )
+    if memory:
+        memory_scale, memory_spread = _fit(memory, 0)
+        machine = replace(machine, memory_scale=memory_scale, memory_spread=memory_spread)
+    return machine
+
+
+def _measured(path: Path) -> dict[str, Any]:
+    if path.suffix in (".yaml", ".yml"):
+        path = path.with_suffix(".plan.json")
+    try:
+        found = json_text.read(path, limit=1 << 20, numbers=True)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--calibrate {path}: it cannot be read: {error}") from None
+    if not isinstance(found, dict) or "step_seconds" not in found or "device" not in found:
+        raise ConfigurationError(f"--calibrate {path}: it is no plan that `accelerate plan --write` wrote")
+    if "measured" not in found:
+        raise ConfigurationError(
+            f"--calibrate {path}: no run has measured this plan yet. Start one with `accelerate launch "
+            "--config_file`, for at least 6 optimizer steps"
+        )
+    return found
+
+
+def _fit(ratios: Sequence[float], which: int) -> tuple[float, float]:
+    """(measured over estimated, half-width of the interval around it)."""
+    middle = sorted(ratios)[len(ratios) // 2]
+    if len(ratios) == 1:
+        return middle, _ONE_RUN[which]
+    return middle, max(_LEAST[which], 1.5 * max(abs(ratio / middle - 1) for ratio in ratios))

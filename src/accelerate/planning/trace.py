@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step of the prepared model on fake tensors, as one rank of a process group that sends nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from ..accelerator import Accelerator
+from ..config import launch_file
+from ..config.launch_settings import resolve_settings
+from ..core import env
+from ..core.errors import AccelerateError
+from ..launchers.variables import variables
+from ..parallel.context.random import ShardRandom
+from ..parallel.report.fake_step import fake_copy, loss_of
+from ..parallel.report.ledger import GRADIENTS, KINDS, MESSAGES, OPTIMIZER, WEIGHTS, Ledger, Work
+from .layouts import PlannedLayout
+from .model import BatchShape, fake_batch
+
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adam": (torch.optim.Adam, {}),
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+}
+_NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+# Of DDP, for models that are larger: the first bucket is smaller, to start earlier.
+_BUCKET = 25 << 20
+# A process that traces one layout must end in this time (seconds).
+_LIMIT = 1800.0
+
+
+@dataclass
+class Step:
+    """What a step of one layout needs on one rank.
+
+    Fields:
+        memory: bytes by kind at the peak.
+        work: of the batches before the last one of an accumulation window, and of the last one with the optimizer's
+            step.
+        spare: bytes of `memory` that a backend may have freed at the peak.
+        failure: why the layout has no estimate; None if it has one.
+    """
+
+    memory: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    work: tuple[Work, Work] = field(default_factory=lambda: (Work(), Work()))
+    spare: int = 0
+    failure: str | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class PlannedTraining:
+    """What is trained, on any layout.
+
+    Fields:
+        model: on the meta device.
+        batch: of an optimizer step, on all ranks together.
+        precision: as `mixed_precision`.
+        optimizer: a name of `OPTIMIZERS`.
+        device: the device type of the run.
+        machines: over which the ranks are divided.
+    """
+
+    model: nn.Module
+    batch: BatchShape
+    precision: str = "no"
+    optimizer: str = "adamw"
+    device: str = "cpu"
+    machines: int = 1
+
+    def configuration(self, layout: PlannedLayout) -> dict[str, Any]:
+        """The configuration file of a layout."""
+        return layout.configuration(self.model, self.precision, self.device, self.machines, self.batch.length)
+
+
+def trace_all(
+    training: PlannedTraining, layouts: Iterable[PlannedLayout], processes: int = 1
+) -> Iterator[tuple[PlannedLayout, Step]]:
+    """Trace each layout in a separate process, `processes` at a time; in the order of `layouts`."""
+    # A forked process has the model and the imported packages already; CUDA does not survive a fork.
+    forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
+    method = "fork" if forks else "spawn"
+    context: Any = multiprocessing.get_context(method)
+    waiting, running = list(layouts), list[tuple[PlannedLayout, Any, Connection]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                layout = waiting.pop(0)
+                receiver, sender = context.Pipe(duplex=False)
+                child = context.Process(target=_in_child, args=(training, layout, sender), daemon=True)
+                child.start()
+                sender.close()
+                running.append((layout, child, receiver))
+            layout, child, receiver = running.pop(0)
+            yield layout, _received(child, receiver)
+    finally:
+        for _, child, _ in running:
+            child.kill()
+
+
+def _received(child: Any, receiver: Connection) -> Step:
+    try:
+        if not receiver.poll(_LIMIT):
+            child.kill()
+            return Step(failure=f"its trace did not end in {_LIMIT:g} s")
+        step: Step = receiver.recv()
+    except EOFError:
+        child.join()
+        return Step(failure=f"the process of its trace ended with code {child.exitcode}")
+    child.join()
+    return step
+
+
+def _in_child(training: PlannedTraining, layout: PlannedLayout, sender: Connection) -> None:
+    # Warnings of libraries about fake tensors do not concern a plan.
+    warnings.simplefilter("ignore")
+    try:
+        step = trace_step(training, layout)
+    except AccelerateError as error:
+        step = Step(failure=str(error))
+    except Exception as error:
+        step = Step(failure=_explained(error, training.model))
+    sender.send(step)
+    sender.close()
+
+
+def trace_step(training: PlannedTraining, layout: PlannedLayout) -> Step:
+    """Prepare the model and run optimizer steps of it, as the first rank; all but the first are measured.
+
+    It changes the environment and the state of this process: call it in a separate process.
+    """
+    batch = training.batch.of_rank(layout)
+    # More batches than two in a window have the memory of two.
+    micro = min(layout.accumulation, 2)
+    env.publish({**launch_variables(training.configuration(layout)), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": micro})
+    if not layout.replicated and layout.ranks > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=layout.ranks, store=FakeStore())
+    # The step of a replica is that of a single process, with the messages that DDP adds.
+    accelerator = Accelerator(cpu=True, device_placement=False)
+    ledger, works = Ledger(fake=True), list[Work]()
+    # Random states have no values here.
+    ShardRandom.seeded = lambda self: contextlib.nullcontext()  # type: ignore[method-assign]
+    with FakeTensorMode(allow_non_fake_inputs=True), ledger:
+        model = fake_copy(training.model).train()
+        kind, options = OPTIMIZERS[training.optimizer]
+        # torch's default is one operation for all parameters on an accelerator, with its temporary tensors.
+        optimizer = kind(model.parameters(), lr=1e-3, foreach=training.device != "cpu", **options)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        ledger.label([*model.parameters(), *model.buffers()], WEIGHTS)
+        if layout.replicated:
+            buckets = _buckets(model)
+        peaks = []
+        for window in range(3 if training.device == "cpu" and layout.ranks > 1 else 2):
+            if window == 2:
+                ledger.keep_messages()
+            start, works = ledger.mark(), []
+            for _ in range(micro):
+                with ledger.fresh_work() as work:
+                    _batch(accelerator, model, optimizer, fake_batch(model, batch), ledger)
+                    works.append(work)
+            peaks.append(ledger.peak(start, granularity=512 if training.device != "cpu" else 64))
+    memory = peaks[-1]
+    spare = max(0, sum(memory.values()) - sum(peaks[1].values()))
+    if layout.replicated:
+        memory[MESSAGES] += buckets
+        works[-1].send("all-reduce", layout.ranks, min(_BUCKET, buckets), max(1, round(buckets / _BUCKET)))
+    return Step(memory, (works[0], works[-1]), spare)
+
+
+def launch_variables(configuration: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables that `accelerate launch` gives the processes of a configuration."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = launch_file.write(Path(folder) / "plan.yaml", dict(configuration))
+        return variables(resolve_settings({}, launch_file.read(path)))
+
+
+def _batch(accelerator: Accelerator, model: nn.Module, optimizer: Any, batch: dict[str, Any], ledger: Ledger) -> None:
+    tensors = [one for one in batch.values() if isinstance(one, torch.Tensor) and one.dim() > 1]
+    split = accelerator.maybe_context_parallel(tensors, [1] * len(tensors), set(tensors))
+    with accelerator.accumulate(model), split:
+        loss = loss_of(model(**batch))
+        accelerator.backward(loss)
+        del loss
+        parameters = list(model.parameters())
+        ledger.label([p.grad for p in parameters if p.grad is not None], GRADIENTS)
+        optimizer.step()
+        ledger.label(
+            [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)], OPTIMIZER
+        )
+        optimizer.zero_grad()
+
+
+def _buckets(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def _explained(error: BaseException, model: nn.Module) -> str:
+    """Where in the model a trace has ended, and why."""
+    where = "the model"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module, file = frame.f_locals.get("self"), frame.f_code.co_filename
+        if isinstance(module, nn.Module) and "/torch/" not in file and "/accelerate/" not in file:
+            where = f"{type(module).__name__} ({file}:{line})"
+    if isinstance(error, _NEEDS_DATA):
+        return f"{where} needs real data: {error}. Compute it without .item(), .tolist() or boolean indexing"
+    text = " ".join(str(error).split())
+    return f"{where}: {type(error).__name__}: {text[:300]}"

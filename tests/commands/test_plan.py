@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate plan`: its table and JSON, the files of a run, and what it says of wrong input."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from accelerate.commands import plan
+from accelerate.config import launch_file
+
+NET = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, branches=False):
+        super().__init__()
+        self.branches = branches
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+
+    def forward(self, x):
+        if self.branches and x.sum().item() > 0:
+            x = x + 1
+        return self.layers(x)
+
+def make(): return Net()
+def branches(): return Net(True)
+def broken(): raise RuntimeError("no such thing")
+def number(): return 3
+"""
+
+SCRIPT = """
+import torch
+from accelerate import Accelerator
+from plan_net import make
+
+accelerator = Accelerator()
+model, optimizer = accelerator.prepare(*(lambda m: (m, torch.optim.AdamW(m.parameters())))(make()))
+for _ in range(8):
+    accelerator.backward(model(torch.ones(2, 64)).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.end_training()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "plan_net.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "plan_net", raising=False)
+    return tmp_path
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        plan.main([str(one) for one in arguments])
+    return ended.value.code
+
+
+def test_a_written_plan_launches_and_calibrates(folder, capsys, monkeypatch):
+    """The machine is a stand-in of two CPU ranks, so that only the launch is real."""
+    from accelerate.planning import machine
+
+    links = dict.fromkeys(machine._COLLECTIVES, (1e-5, 1e9))
+    here = machine.Machine(2, 1 << 30, "cpu", flops=1e10, bandwidth=1e10, overhead=1e-5, links=links)
+    monkeypatch.setattr(machine, "found", lambda ranks: here)
+    wanted = ("plan_net:make", "--batch", "4x64:float32", "--ranks", 2, "--layouts", "ddp", "fsdp")
+    assert run(*wanted, "--json", "--write", "plan.yaml", "--layout", "ddp") == 0
+    found = json.loads(capsys.readouterr().out)
+    parameters = 4 * (64 * 64 + 64)
+    (ddp,) = (one for one in found["layouts"] if one["layout"] == "ddp")
+    assert ddp["fits"] and ddp["memory_by_kind"]["weights"] == 4 * parameters and ddp["sent_bytes"] == 4 * parameters
+    assert {one["layout"] for one in found["layouts"] if "not_estimated" in one} == {"pp", "ep"}
+    assert launch_file.read("plan.yaml").values["num_processes"].value == 2
+
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "accelerate.commands.main", "launch", "--config_file", "plan.yaml", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.stdout + done.stderr).count("plan ddp: memory") == 1
+    measured = json.loads((folder / "plan.plan.json").read_text())["measured"]
+    assert measured["memory_of"] == "process" and measured["step_seconds"] > 0
+
+    assert run(*wanted, "--json", "--calibrate", "plan.yaml") == 0
+    (ddp,) = (one for one in json.loads(capsys.readouterr().out)["layouts"] if one["layout"] == "ddp")
+    low, high = ddp["step_seconds"]
+    assert (low + high) / 2 == pytest.approx(measured["step_seconds"])
+    assert (high - low) / (high + low) == pytest.approx(0.2)
+
+
+def test_nothing_fits(capsys):
+    small = ("--machine", "2x1GB", "--memory", 0.0001, "--layouts", "ddp", "fsdp")
+    assert run("plan_net:make", "--batch", "8x64:float32", *small) == 1
+    printed = capsys.readouterr()
+    assert "does not fit:" in printed.out
+    assert "nothing fits into 97.66 KiB per rank: the nearest, fsdp" in printed.err and "more" in printed.err
+
+
+WRONG = {
+    "plan_net:branches --batch 8x64:float32 --machine 1x1GB": r"Net \(.*py:11\) needs real data",
+    "plan_net:broken --batch 8x64 --machine 1x1GB": r"fails on the meta device: RuntimeError: no such thing \(.*:17\)",
+    "plan_net:number --batch 8x64 --machine 1x1GB": "must return a torch.nn.Module",
+    "plan_net:nothing --batch 8x64 --machine 1x1GB": "has no function 'nothing'",
+    "no_such_module:make --batch 8x64 --machine 1x1GB": "module no_such_module cannot be imported",
+    "plan_net:make --batch 0x64 --machine 1x1GB": "is not a batch",
+    "plan_net:make --batch 7x64:float32 --machine 2x1GB --layouts ddp": "7 samples are not divisible by 2",
+    "plan_net:make --batch 8x64 --machine lots": "--machine 'lots' is not understood",
+    "plan_net:make --batch 8x64 --machine 8xz900": "the device 'z900' is unknown",
+    "plan_net:make --batch 8x64 --machine 8x1GB --layouts fdsp": "did you mean fsdp",
+    "plan_net:make --batch 8x64 --machine 8x1GB --calibrate none.json": "--calibrate none.json: it cannot be read",
+    "plan_net:make --batch 8x64 --link 3": "give --machine too",
+    "plan_net:make --batch 8x64 --machine 1x1GB --optimizer lion": "--optimizer 'lion' is unknown",
+    "./none --batch 8x64 --machine 1x1GB": "there is no such file or folder",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG.items())
+def test_wrong_input_is_one_error(line, message, capsys):
+    assert run(*line.split()) == 2
+    error = capsys.readouterr().err
+    assert error.count("accelerate plan: error:") == 1 and re.search(message, error)

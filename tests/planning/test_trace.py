@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traced steps against real ones: the peak that torch's own allocator counts, on one rank and on several."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.parallel.report.fake_step import loss_of
+from accelerate.parallel.report.ledger import KINDS
+from accelerate.planning import layouts, trace
+from accelerate.planning.estimate import memory_interval
+from accelerate.planning.machine import CPU_MEMORY_SPREAD
+from accelerate.planning.model import BatchShape, fake_batch, parse_batch
+
+BATCH = parse_batch("8x64:float32")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(64, 1024), nn.Linear(1024, 64)
+
+    def forward(self, x):
+        return x + self.down_proj(nn.functional.gelu(self.up_proj(x)))
+
+
+class Net(nn.Module):
+    _no_split_modules = ("Block",)
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*[Block() for _ in range(4)])
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def training() -> trace.PlannedTraining:
+    with torch.device("meta"):
+        return trace.PlannedTraining(Net(), BATCH)
+
+
+def traced(name: str, ranks: int) -> trace.Step:
+    layout = layouts.find(name, layouts.candidates(ranks))
+    ((_, step),) = trace.trace_all(training(), [layout])
+    assert step.failure is None
+    return step
+
+
+def measured(variables: dict, batch: BatchShape) -> int:
+    """The peak of the second step by the events of torch's allocator."""
+    from accelerate.core import env
+
+    env.publish(variables)
+    accelerator = Accelerator(cpu=True)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(2):
+            gc.collect()
+            torch.empty(7)  # marks the beginning of the step
+            loss = loss_of(model(**fake_batch(model, batch)))
+            accelerator.backward(loss)
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+    events = [one for one in profile.profiler.kineto_results.events() if one.name() == "[memory]"]
+    sizes = [one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())]
+    start = max(at for at, size in enumerate(sizes) if size == 64 or size == 28)
+    totals = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+    return max(totals[min(start, len(totals) // 2) :])
+
+
+@pytest.mark.parametrize(("name", "nproc"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("fsdp+ckpt", 2), ("tp2", 2)])
+def test_peak_is_what_the_allocator_counts(name, nproc, ranks):
+    layout = layouts.find(name, layouts.candidates(nproc))
+    plan = training()
+    variables = trace.launch_variables(plan.configuration(layout))
+    found = ranks(nproc).run(measured, variables, BATCH.of_rank(layout))[0]
+    step = traced(name, nproc)
+    low, high = memory_interval(layout, step.total, step.spare, CPU_MEMORY_SPREAD)
+    assert low <= found <= high
+    assert (high - low) / (high + low) <= 0.1
+
+
+def test_kinds_and_messages_of_replicas():
+    """Weights, gradients and Adam's moments are known exactly; DDP sends each gradient once."""
+    parameters = sum(p.numel() for p in Net().parameters())
+    single, replica = traced("single", 1), traced("ddp", 2)
+    assert tuple(single.memory) == KINDS
+    assert single.memory["weights"] == 4 * parameters
+    # Two moments, and a counter of each of the 16 tensors.
+    assert single.memory["optimizer"] == 8 * parameters + 4 * 16
+    assert single.memory["communication"] == 0
+    assert replica.memory["communication"] == 4 * parameters
+    assert replica.work[1].messages == {("all-reduce", 2): (1, 4 * parameters)}
+    # Two products a block: forward, the weights' gradients, and those of the inputs except the first one.
+    product = 2 * 8 * 64 * 1024 if BATCH.shape == (64,) else 0
+    assert single.work[1].flops == {"float32": product * (8 * 3 - 1)}
+
+
+def test_shards_send_and_keep_a_share():
+    parameters = sum(p.numel() for p in Net().parameters())
+    step = traced("fsdp", 2)
+    assert step.memory["weights"] == 2 * parameters
+    assert step.memory["optimizer"] == 4 * parameters + 4 * 16
+    scattered = step.work[1].messages["reduce-scatter", 2]
+    assert scattered == (4, 4 * parameters)
+
+
+class NeedsData(Net):
+    def forward(self, x):
+        if x.sum().item() > 0:
+            x = x + 1
+        return super().forward(x)
+
+
+def test_a_model_that_needs_data_is_named_with_its_line():
+    with torch.device("meta"):
+        model = NeedsData()
+    layout = layouts.candidates(1)[0]
+    ((_, step),) = trace.trace_all(trace.PlannedTraining(model, BATCH), [layout])
+    line = NeedsData.forward.__code__.co_firstlineno + 1
+    assert f"NeedsData ({__file__}:{line}) needs real data" in step.failure
+
+
+def test_accumulation_keeps_the_gradients_of_a_window():
+    parameters = sum(p.numel() for p in Net().parameters())
+    layout = layouts.candidates(1)[0].accumulated(4)
+    ((_, step),) = trace.trace_all(training(), [layout])
+    # At the peak, in a backward of the window, all gradients are there already.
+    assert step.memory["gradients"] + step.memory["activations"] >= 4 * parameters
+    assert layout.name == "single x4" and BATCH.of_rank(layout).samples == 2

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is printed when memory runs out: once, with a change that fits, and the error unchanged."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from accelerate import Accelerator, out_of_memory
+from accelerate.utils import find_executable_batch_size
+
+ERROR = "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+
+
+class Full(nn.Module):
+    """Two layers with a wide activation; with `most`, memory runs out in the forward of more samples."""
+
+    def __init__(self, most=None):
+        super().__init__()
+        self.most = most
+        self.up, self.down = nn.Linear(8, 4096), nn.Linear(4096, 1)
+
+    def forward(self, x):
+        hidden = self.up(x).relu()
+        if self.most is not None and len(x) > self.most and not isinstance(x, FakeTensor):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.down(hidden)
+
+
+@pytest.fixture
+def limit(monkeypatch):
+    def limit(size):
+        monkeypatch.setattr(out_of_memory, "memory_limit", lambda kept: size)
+
+    return limit
+
+
+def prepared(most=None):
+    accelerator = Accelerator(cpu=True)
+    model = Full(most)
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_backward(limit, capsys):
+    """Two layers keep about 2 x 4096 floats of each of 64 samples: with half of them the step fits."""
+    accelerator, model, _ = prepared()
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    limit(2 * weights + int(64 * 4096 * 4 * 2.2))
+    batch = {"x": torch.ones(64, 8)}
+    output = model(**batch)
+
+    def fail(gradient):
+        raise RuntimeError(ERROR)
+
+    output.register_hook(fail)
+    with pytest.raises(RuntimeError) as raised:
+        accelerator.backward(output.mean())
+    assert str(raised.value) == ERROR
+    printed = capsys.readouterr().err
+    assert printed.count("out of memory:") == 1
+    assert "smallest change that fits: batches of 32 instead of 64, with gradient_accumulation_steps x2" in printed
+
+
+def test_find_executable_batch_size(limit, capsys):
+    limit(600_000)
+    sizes = []
+
+    @find_executable_batch_size(starting_batch_size=64, reduce_batch_size_fn=lambda: sizes[-1] // 2)
+    def train(size):
+        sizes.append(size)
+        accelerator, model, _ = prepared(most=16)
+        accelerator.backward(model(torch.ones(size, 8)).mean())
+        return size
+
+    assert train() == 16
+    assert sizes == [64, 32, 16]
+    assert "batches of" in capsys.readouterr().err
+
+
+def test_other_errors_are_not_explained(capsys):
+    accelerator, model, _ = prepared()
+    output = model(torch.ones(2, 8))
+
+    def fail(gradient):
+        raise RuntimeError("something else")
+
+    output.register_hook(fail)
+    with pytest.raises(RuntimeError, match="something else"):
+        accelerator.backward(output.mean())
+    assert capsys.readouterr().err == ""
