@@ -85,7 +85,7 @@ def require_plain_tensor(tensor: torch.Tensor, path: str) -> None:
         raise CheckpointError(f"{path}: the tensor is {what} and cannot be saved")
 
 
-def encode(value: Any, sink: TensorSink, path: str) -> Any:
+def encode(value: object, sink: TensorSink, path: str) -> Any:
     """`value` as data for `json.dumps`; its tensors go to `sink` under their paths.
 
     Raises CheckpointError that names the path inside the object for a type that has no encoding, and for a container
@@ -106,7 +106,7 @@ class _Encoder:
         self.inside: set[int] = set()
         self.deepest = ""
 
-    def encode(self, value: Any, path: str) -> Any:
+    def encode(self, value: object, path: str) -> Any:
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
@@ -128,7 +128,7 @@ class _Encoder:
                 f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be saved: {error}. {_REMEDY}"
             ) from None
 
-    def _container(self, value: Any, path: str) -> Any:
+    def _container(self, value: object, path: str) -> Any:
         if id(value) in self.inside:
             raise CheckpointError(f"{path}: the object contains itself and cannot be saved. {_REMEDY}")
         self.inside.add(id(value))
@@ -277,7 +277,7 @@ class _Encoder:
         }
 
 
-def decode(data: Any, tensors: Mapping[str, torch.Tensor], where: str, unshare: bool = False) -> Any:
+def decode(data: object, tensors: Mapping[str, torch.Tensor], where: str, unshare: bool = False) -> Any:
     """What `encode` was given. `where` names the file in errors.
 
     Two references to one tensor give the same tensor; with `unshare`, each gives a separate copy.
@@ -298,7 +298,7 @@ class _Decoder:
         self.small: dict[int, torch.Tensor] = {}
         self.wrapped: dict[tuple[str, int, bool], torch.Tensor] = {}
 
-    def decode(self, data: Any) -> Any:
+    def decode(self, data: object) -> Any:
         if isinstance(data, list):
             return [self.decode(item) for item in data]
         if not isinstance(data, dict):
@@ -317,7 +317,7 @@ class _Decoder:
                 f"{self.where}: an entry of type {tag!r} cannot be read: {_reason(error)}"
             ) from error
 
-    def _typed(self, tag: Any, data: dict[str, Any]) -> Any:
+    def _typed(self, tag: object, data: dict[str, Any]) -> Any:
         if tag in ("parameter", "leaf", "buffer"):
             return self._wrapped(tag, data)
         if tag in ("tensor", "complex_tensor"):
@@ -447,7 +447,7 @@ class _Decoder:
         return found
 
 
-def _rows(values: Any) -> list[Any]:
+def _rows(values: object) -> list[Any]:
     if not isinstance(values, list):
         raise ValueError(f"a list is expected, not {str(values)[:80]}")
     return values
@@ -478,7 +478,7 @@ def _lookup(name: str) -> Any:
     return found
 
 
-def _known_type(name: Any, base: type, where: str) -> Any:
+def _known_type(name: object, base: type, where: str) -> Any:
     """A type by its module and name, taken only from modules that the program has imported itself.
 
     `base` is Enum, tuple (for namedtuples) or object (for dataclasses).

@@ -73,7 +73,7 @@ def _plain(text: str) -> np.dtype[Any]:
     return found
 
 
-def extents(shape: Any) -> tuple[int, ...]:
+def extents(shape: object) -> tuple[int, ...]:
     """A shape read from a file. Raises ValueError unless it is a list of sizes."""
     if not isinstance(shape, list) or any(type(extent) is not int or extent < 0 for extent in shape):
         raise ValueError(f"{str(shape)[:80]} is not a shape")

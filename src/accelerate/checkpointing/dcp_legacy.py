@@ -106,7 +106,7 @@ class PlainReader(FileSystemReader):
         super().__init__(str(path))
         self._folder = Path(path)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Read the index of the checkpoint without executing pickled code."""
         path = self._folder / ".metadata"
         try:

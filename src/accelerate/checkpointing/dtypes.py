@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 NAMES: dict[torch.dtype, str] = {
@@ -34,7 +32,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def torch_dtype(name: Any) -> torch.dtype:
+def torch_dtype(name: object) -> torch.dtype:
     """Any dtype of torch by its name. Raises ValueError where there is none."""
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
@@ -42,7 +40,7 @@ def torch_dtype(name: Any) -> torch.dtype:
     return found
 
 
-def tensor_dtype(name: Any) -> torch.dtype:
+def tensor_dtype(name: object) -> torch.dtype:
     """The dtype of a tensor in a document. Torch ends the process for tensors of some dtypes that it cannot read."""
     found = torch_dtype(name)
     if found not in NAMES:

@@ -55,7 +55,7 @@ class GlobalGenerators:
         return notes
 
 
-def accelerators(state: Mapping[str, Any]) -> list[str]:
+def accelerators(state: Mapping[str, object]) -> list[str]:
     """The device types whose generators are in a state."""
     return [name for name in state if name not in _HOST]
 

@@ -104,7 +104,7 @@ class StateKind:
             raise ValueError(f"{self.name} is not a list")
         return found
 
-    def compat_files(self, states: Sequence[Any], run: RunState, rank: int, is_first: bool) -> dict[str, object]:
+    def compat_files(self, states: Sequence[object], run: RunState, rank: int, is_first: bool) -> dict[str, object]:
         """{file name: value} of what this rank writes in the API's format. `is_first`: for what is written once."""
         if self.compat is None or not is_first:
             return {}

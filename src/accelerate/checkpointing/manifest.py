@@ -141,7 +141,7 @@ def _check_body(body: dict[str, Any]) -> None:
                     raise ValueError("the shapes of an optimizer are not lists of sizes")
 
 
-def check_progress(progress: Mapping[str, Any]) -> None:
+def check_progress(progress: Mapping[str, object]) -> None:
     """Raise ValueError unless the entries of the run's position are non-negative integers."""
     for name in _NUMBERS:
         value = progress.get(name, 0)
@@ -152,7 +152,7 @@ def check_progress(progress: Mapping[str, Any]) -> None:
         raise ValueError("progress.trackers is not an object")
 
 
-def _list(value: Any, name: str) -> list[Any]:
+def _list(value: object, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{name} is not a list")
     return value

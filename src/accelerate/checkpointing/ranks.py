@@ -38,7 +38,12 @@ class SaveRanks:
         self._agreement = Agreement(process, name)
 
     def exchange(
-        self, step: str, error: BaseException | None, value: Any = None, timeout: float | None = None, absent: str = ""
+        self,
+        step: str,
+        error: BaseException | None,
+        value: object = None,
+        timeout: float | None = None,
+        absent: str = "",
     ) -> list[Any]:
         """The values of all ranks. Raises the errors of all ranks, if any; the cause is this rank's own error."""
         row = {"error": None if error is None else _error_text(error), "value": value}

@@ -65,7 +65,7 @@ class ResumeController:
         self._report = None if load is None else load()
         return self._report
 
-    def resume_if_pending(self, loader: Any = None) -> None:
+    def resume_if_pending(self, loader: object = None) -> None:
         """Do now what waits for the first use."""
         if self._is_pending:
             self.resume()
@@ -122,7 +122,7 @@ class ResumeController:
         """Whether signals stop the run."""
         return self._watch is not None
 
-    def _stop_if_requested(self, loader: Any) -> None:
+    def _stop_if_requested(self, loader: object) -> None:
         watch = self._watch
         if watch is None:
             return

@@ -64,7 +64,7 @@ def _with_master_weights(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         accelerator = given["accelerator"]
         precision = getattr(accelerator, "precision", None)

@@ -155,7 +155,7 @@ class CheckpointReader:
         state = read_optimizer(shards, item.inner, models, item.group_shapes())
         return lambda: state
 
-    def _read_unsharded(self, kind: StateKind, index: int, item: Any) -> Callable[[], object]:
+    def _read_unsharded(self, kind: StateKind, index: int, item: object) -> Callable[[], object]:
         raise NotImplementedError
 
     def states(self, notes: list[str]) -> tuple[dict[str, list[object]], dict[str, Any]]:
@@ -302,7 +302,7 @@ class NativeReader(CheckpointReader):
 class CompatReader(CheckpointReader):
     """A folder in the API's own format, written by another library (without checksums) or by layout='compat'."""
 
-    def _read_unsharded(self, kind: StateKind, index: int, item: Any) -> Callable[[], object]:
+    def _read_unsharded(self, kind: StateKind, index: int, item: object) -> Callable[[], object]:
         state = kind.compat and compat.load_pickled(self.folder / kind.compat(index), self.allow_pickle)
         return lambda: state
 

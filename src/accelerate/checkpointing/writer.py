@@ -127,7 +127,7 @@ class Writer:
         self._buffer = None
 
 
-def _clone(value: Any) -> Any:
+def _clone(value: object) -> Any:
     from torch.utils._pytree import tree_map
 
     return tree_map(lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf, value)

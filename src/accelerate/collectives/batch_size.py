@@ -64,7 +64,7 @@ def find_executable_batch_size(
     smaller = reduce_batch_size_fn or (lambda: int(batch_size * 0.9))
 
     @functools.wraps(function)
-    def search(*args: Any, **kwargs: Any) -> Any:
+    def search(*args: object, **kwargs: object) -> Any:
         nonlocal batch_size
         _check_arguments(function, args)
         clear_device_cache(garbage_collection=True)
@@ -78,7 +78,7 @@ def find_executable_batch_size(
     return search
 
 
-def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _check_arguments(function: Callable[..., Any], args: tuple[object, ...]) -> None:
     """Raise TypeError where the caller has most likely passed a batch size too: one argument too many."""
     parameters = list(inspect.signature(function).parameters.values())
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
@@ -108,7 +108,7 @@ class _Attempt:
             self._started = Round("batch_size")
         return self._started
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    def run(self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Whether the batch size fits on every rank, and the result on this one."""
         ended, result = self._call(function, args, kwargs)
         if ended != FITS:
@@ -118,7 +118,7 @@ class _Attempt:
             ended = self._agree(turn, ended)
         return ended == FITS, result
 
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:
+    def _call(self, function: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:
         try:
             with _aborted_on_restart(self._round()):
                 return FITS, function(self.batch_size, *args, **kwargs)

@@ -25,12 +25,12 @@ _split_copy: Any = torch.split_with_sizes_copy
 Specs = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
-def collect(data: Any, operation: str) -> list[torch.Tensor]:
+def collect(data: object, operation: str) -> list[torch.Tensor]:
     """The tensors of nested `data` in order, `checked`. Raises TypeError for what is neither tensor nor container."""
     return checked(tensors_in(data, operation), operation)
 
 
-def tensors_in(data: Any, operation: str, outline: list[Any] | None = None) -> list[torch.Tensor]:
+def tensors_in(data: object, operation: str, outline: list[Any] | None = None) -> list[torch.Tensor]:
     """The tensors of nested `data` in order, none of a subclass. `outline` is filled with the keys of its mappings.
 
     Raises TypeError, naming `operation`, for a value that is neither tensor nor container, and for a tensor of a kind
@@ -88,12 +88,12 @@ def plain(leaf: torch.Tensor, operation: str) -> torch.Tensor:
     return leaf if type(leaf) in PLAIN else leaf.as_subclass(torch.Tensor)
 
 
-def signature_of(operation: str, leaves: Sequence[torch.Tensor], outline: Sequence[Any], *facts: Any) -> bytes:
+def signature_of(operation: str, leaves: Sequence[torch.Tensor], outline: Sequence[object], *facts: object) -> bytes:
     """What must be the same on every rank in a call on `leaves`: operation, keys, dtypes, shapes, and `facts`."""
     return signature(operation, keys_of(outline), specs_of(leaves), facts)
 
 
-def keys_in(data: Any) -> list[Any]:
+def keys_in(data: object) -> list[Any]:
     """The keys of the mappings in nested `data`, whatever else is in it."""
     if isinstance(data, Mapping):
         return [tuple(data), *(keys for value in data.values() for keys in keys_in(value))]
@@ -107,7 +107,7 @@ def keys_of(outline: Sequence[Any]) -> tuple[Any, ...]:
     return tuple([tuple([_printed(key) for key in keys]) for keys in outline])
 
 
-def _printed(key: Any) -> Any:
+def _printed(key: object) -> Any:
     return key if type(key) in _PRINTED else type(key).__qualname__
 
 
@@ -197,7 +197,7 @@ def unpack_stacked(rows: torch.Tensor, specs: Specs) -> list[torch.Tensor]:
     return [piece.view(spec[1]).view_as(like) for piece, spec, like in zip(pieces, specs, likes, strict=True)]
 
 
-def replace(data: Any, values: Sequence[torch.Tensor]) -> Any:
+def replace(data: object, values: Sequence[torch.Tensor]) -> Any:
     """`data` with the tensors that `collect` found replaced, in order, by `values`."""
     return _replace(data, iter(values))
 

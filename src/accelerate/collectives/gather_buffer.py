@@ -56,7 +56,7 @@ class GatherBuffer:
         self.targets = targets
         self.likes: list[torch.Tensor] = flat.stacked_likes(specs, channel.world)
 
-    def gather(self, leaves: list[torch.Tensor], group: dist.ProcessGroup, data: Any) -> Sequence[torch.Tensor]:
+    def gather(self, leaves: list[torch.Tensor], group: dist.ProcessGroup, data: object) -> Sequence[torch.Tensor]:
         """The `leaves` (of `data`) of all ranks, each joined along dimension 0, in fresh memory."""
         if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
             leaves = [leaf.detach() for leaf in leaves]
@@ -73,12 +73,12 @@ def _typed(content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return content.view(dtype) if content.shape[1] else torch.zeros(content.shape, dtype=dtype, device="cpu")
 
 
-def _key(leaves: Sequence[torch.Tensor], outline: Sequence[Any]) -> Any:
+def _key(leaves: Sequence[torch.Tensor], outline: Sequence[object]) -> Any:
     """What a buffer depends on."""
     return tuple(outline), tuple([(leaf.shape, leaf.dtype, leaf.device, leaf.layout) for leaf in leaves])
 
 
-def known(leaves: Sequence[torch.Tensor], outline: Sequence[Any], channel: Channel) -> GatherBuffer | None:
+def known(leaves: Sequence[torch.Tensor], outline: Sequence[object], channel: Channel) -> GatherBuffer | None:
     """The buffer of an equal message before: its leaves need no further check. None where there is none."""
     try:
         found: GatherBuffer | None = channel.memory.get(_key(leaves, outline))
@@ -88,7 +88,7 @@ def known(leaves: Sequence[torch.Tensor], outline: Sequence[Any], channel: Chann
     return found
 
 
-def created(leaves: Sequence[torch.Tensor], outline: Sequence[Any], channel: Channel) -> GatherBuffer | None:
+def created(leaves: Sequence[torch.Tensor], outline: Sequence[object], channel: Channel) -> GatherBuffer | None:
     """A new buffer for plain leaves; None where the message is large, or its tensors are not all on the CPU."""
     specs = flat.specs_of(leaves)
     if sum(flat.sizes_of(specs)) > channel.capacity - _ALIGNED or not all(leaf.is_cpu for leaf in leaves):

@@ -18,7 +18,7 @@ from . import flat, objects, transport, verify
 OPERATION = "gather_for_metrics"
 
 
-def gather_counted(data: Any, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> Any:
+def gather_counted(data: object, counts: Sequence[int], group: dist.ProcessGroup | None = None) -> Any:
     """Gather the first `counts[r]` rows of each rank `r`, joined along dimension 0 in rank order, in one message.
 
     Args:

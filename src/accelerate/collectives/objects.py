@@ -21,7 +21,7 @@ PREFIX = 8
 CAPACITY = FIRST - PREFIX
 
 
-def gather_object(object: Any) -> Any:
+def gather_object(object: object) -> Any:
     """Gather the elements of every rank's iterable, in rank order. Objects are pickled: do not use untrusted data.
 
     Args:
@@ -51,7 +51,7 @@ def gather_object(object: Any) -> Any:
 
 
 def gather_each(
-    value: Any, group: dist.ProcessGroup | None = None, operation: str = "gather_object", options: str = ""
+    value: object, group: dist.ProcessGroup | None = None, operation: str = "gather_object", options: str = ""
 ) -> list[Any]:
     """Every rank's object, in rank order, on every rank of `group`. Raises TypeError for what cannot be pickled."""
     group = transport.group_of(group)
@@ -107,7 +107,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def broadcast_each(
-    value: Any, source: int = 0, group: dist.ProcessGroup | None = None, operation: str = "broadcast_object_list"
+    value: object, source: int = 0, group: dist.ProcessGroup | None = None, operation: str = "broadcast_object_list"
 ) -> Any:
     """The object of rank `source` of `group`, on every rank; the source gets its own object back."""
     group = transport.group_of(group)
@@ -133,7 +133,7 @@ def broadcast_each(
     return value if sends else pickle.loads(view)
 
 
-def _pickled(value: Any) -> tuple[io.BytesIO, int]:
+def _pickled(value: object) -> tuple[io.BytesIO, int]:
     """The pickle of `value` and its length; where it cannot be pickled, why (as text) and a negative length.
 
     The failure is sent like a value: the other ranks are in the message already and must hear of it.

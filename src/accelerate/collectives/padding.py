@@ -21,7 +21,7 @@ class CannotPadNestedTensorWarning(UserWarning):
     """A nested (ragged) tensor cannot be padded and is not changed."""
 
 
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
     """Pad nested tensors along a dimension to the largest size of any rank, so that they can be gathered.
 
     A tensor without that dimension is not changed, nor is a ragged one (`torch.nested`), for which there is a warning.
@@ -49,7 +49,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 
 def pad_nested(
-    data: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False, group: dist.ProcessGroup | None = None
+    data: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False, group: dist.ProcessGroup | None = None
 ) -> Any:
     """`pad_across_processes` among the ranks of `group`."""
     sizes: list[int] = []
@@ -93,7 +93,7 @@ def padded(leaf: torch.Tensor, dim: int, size: int, pad_index: float = 0, pad_fi
     return torch.cat([filling, leaf] if pad_first else [leaf, filling], dim=dim)
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: int = 0) -> Any:
     """Pad nested tensors with zeros along a dimension, so that a batch divides by the number of processes.
 
     Args:

@@ -26,7 +26,7 @@ REDUCTIONS = {
 }
 
 
-def gather(tensor: Any) -> Any:
+def gather(tensor: object) -> Any:
     """Gather nested tensors from all ranks, joined along dimension 0 in rank order.
 
     All ranks must pass the same structure, shapes and dtypes. `ACCELERATE_DEBUG_MODE=1` verifies it. For different
@@ -48,7 +48,7 @@ def gather(tensor: Any) -> Any:
     return gather_nested(tensor) if PartialState().use_distributed else tensor
 
 
-def gather_nested(data: Any, group: dist.ProcessGroup | None = None) -> Any:
+def gather_nested(data: object, group: dist.ProcessGroup | None = None) -> Any:
     """`gather` among the ranks of `group`."""
     if PartialState().debug:
         verify.agree("gather", data, group)
@@ -97,7 +97,7 @@ def _gather_one(leaf: torch.Tensor, target: torch.device | None, group: dist.Pro
     return out
 
 
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Reduce nested tensors elementwise over all ranks. The arguments are not changed.
 
     Args:
@@ -125,7 +125,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def reduce_nested(
-    data: Any, reduction: str = "mean", scale: float = 1.0, group: dist.ProcessGroup | None = None
+    data: object, reduction: str = "mean", scale: float = 1.0, group: dist.ProcessGroup | None = None
 ) -> Any:
     """`reduce` among the ranks of `group`."""
     group = transport.group_of(group)
@@ -146,7 +146,7 @@ def reduce_nested(
     return flat.replace(data, reduced)
 
 
-def _leaves(call: Call, group: dist.ProcessGroup, *facts: Any) -> tuple[list[torch.Tensor], bytes]:
+def _leaves(call: Call, group: dist.ProcessGroup, *facts: object) -> tuple[list[torch.Tensor], bytes]:
     """The tensors of a call, and what must be the same on every rank; without tensors the ranks compare it now."""
     if PartialState().debug:
         verify.agree(call.operation, call.data, group, options=call.options)
@@ -185,7 +185,7 @@ def _reduce_one_dtype(
     return [value.to(leaf.device) for value, leaf in zip(values, leaves, strict=True)]
 
 
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: object, from_process: int = 0) -> Any:
     """Overwrite nested tensors in place with those of one rank.
 
     All ranks must pass the same structure, shapes and dtypes.
@@ -208,7 +208,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     return broadcast_nested(tensor, from_process)
 
 
-def broadcast_nested(data: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_nested(data: object, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """`broadcast` among the ranks of `group`, from its rank `source`."""
     group = transport.group_of(group)
     call = Call("broadcast", data, f"from_process={source}")

@@ -127,7 +127,7 @@ def broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
         dist.broadcast(row, group=group, group_src=source)
 
 
-def all_reduce(flat: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> None:
+def all_reduce(flat: torch.Tensor, operation: object, group: dist.ProcessGroup) -> None:
     """Reduce `flat` in place over the ranks."""
     if flat.numel():
         dist.all_reduce(flat, op=operation, group=group)
@@ -180,7 +180,9 @@ def checked_broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup, 
         broadcast(row, source, group)
 
 
-def checked_all_reduce(flat: torch.Tensor, operation: Any, group: dist.ProcessGroup, sign: bytes, call: Call) -> None:
+def checked_all_reduce(
+    flat: torch.Tensor, operation: object, group: dist.ProcessGroup, sign: bytes, call: Call
+) -> None:
     """Reduce a flat contiguous tensor in place."""
     channel = channel_for(group, flat.device)
     if channel is not None:

@@ -28,7 +28,7 @@ PASSED = "ok"
 
 def agree(
     operation: str,
-    data: Any,
+    data: object,
     group: dist.ProcessGroup | None = None,
     options: str = "",
     free_dim: int | EllipsisType | None = None,

@@ -95,7 +95,7 @@ class AccumulatedGradients:
         present = {place.name: getattr(place.owner, place.attribute) for place in self._places()}
         return {name: _saved(gradient) for name, gradient in present.items() if gradient is not None}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Replace all gradients by those of `state_dict`; every rank calls it.
 
         Raises:

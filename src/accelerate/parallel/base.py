@@ -150,7 +150,7 @@ class Strategy:
 
     # -- the step
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """Backward of a loss, with all messages that gradients need."""
         self.precision.backward(loss, **kwargs)
 
@@ -159,7 +159,7 @@ class Strategy:
         loss: torch.Tensor,
         factor: Callable[[], torch.Tensor] | None = None,
         models: Iterable[torch.nn.Module] = (),
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Backward of a loss that is weighted by its items, not divided by the steps of its window.
 

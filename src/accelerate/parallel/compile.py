@@ -78,21 +78,21 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     return outer
 
 
-def _bound_to(outer: nn.Module, value: Any, former: nn.Module) -> Any:
+def _bound_to(outer: nn.Module, value: object, former: nn.Module) -> Any:
     """An attribute of `former` for its copy: a replaced `forward` is bound to the copy."""
     if isinstance(value, MethodType) and value.__self__ is former:
         return MethodType(value.__func__, outer)
     return value
 
 
-def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: object) -> nn.Module:
     """`module` itself, its regions compiled in place: names, hooks and parameters stay as `fully_shard` needs them."""
     for region in _regions(module):
         region.compile(**compile_kwargs)
     return module
 
 
-def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: object) -> None:
     """Compile the regions of `module` in place: DeepSpeed's hooks are on the modules themselves, which must stay."""
     compile_regions_fsdp2(module, **compile_kwargs)
 

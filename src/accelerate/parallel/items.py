@@ -106,7 +106,7 @@ class ItemWindow:
         return torch.tensor(float(num_items), device=device, dtype=dtype)
 
 
-def global_loss(strategy: Strategy, loss: Any) -> Any:
+def global_loss(strategy: Strategy, loss: object) -> Any:
     """The mean of each rank's loss over the ranks that read different data; None stays None."""
     if loss is None or strategy.data_shard[1] == 1:
         return loss

@@ -38,7 +38,7 @@ def step_locally(optimizer: torch.optim.Optimizer) -> None:
     reference, shards = weakref.ref(optimizer), _LocalShards()
 
     @functools.wraps(function if hasattr(former, "__func__") else former)
-    def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
+    def step(_: object, closure: Callable[[], Any] | None = None) -> Any:
         known: Any = reference()
         if closure is not None:
             return function(known, closure)
@@ -133,7 +133,7 @@ class _LocalShard:
                 present[name] = self._local(known[name])
         self.outer = list(known.values())
 
-    def _local(self, value: Any) -> Any:
+    def _local(self, value: object) -> Any:
         """The local tensor, in the parameter's layout; numbers and plain tensors as they are."""
         if not isinstance(value, DTensor):
             return value
@@ -142,7 +142,7 @@ class _LocalShard:
             value = value.redistribute(placements=placements)
         return value._local_tensor
 
-    def _as_dtensor(self, value: Any) -> Any:
+    def _as_dtensor(self, value: object) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != self.leaf.shape:
             return value
         return as_dtensor(value, self.parameter)

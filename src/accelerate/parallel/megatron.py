@@ -26,7 +26,7 @@ class AbstractTrainStep:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> NoReturn:
+    def get_batch_func(self, accelerator: object, megatron_dataset_flag: bool) -> NoReturn:
         """Return the function that takes a batch from an iterator; for a subclass to define."""
         raise NotImplementedError(f"{type(self).__name__} does not define get_batch_func")
 
@@ -34,7 +34,7 @@ class AbstractTrainStep:
         """Return the function of one forward step; for a subclass to define."""
         raise NotImplementedError(f"{type(self).__name__} does not define get_forward_step_func")
 
-    def get_loss_func(self, accelerator: Any) -> NoReturn:
+    def get_loss_func(self, accelerator: object) -> NoReturn:
         """Return the loss function; for a subclass to define."""
         raise NotImplementedError(f"{type(self).__name__} does not define get_loss_func")
 
@@ -42,7 +42,7 @@ class AbstractTrainStep:
 class _ModelTrainStep(AbstractTrainStep):
     """A step of one of Megatron-LM's own models, which this library does not run."""
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
+    def __init__(self, accelerator: object, args: object) -> None:
         raise ConfigurationError(
             f"{type(self).__name__} drives a model class of Megatron-LM. Models keep their own classes here: pass the "
             "model to accelerator.prepare with MegatronLMPlugin or ParallelismConfig, which split it, and call it in "

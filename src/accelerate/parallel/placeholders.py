@@ -27,7 +27,7 @@ class DummyOptim(Placeholder):
         "in a run with a deepspeed_plugin, or make a torch optimizer"
     )
 
-    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+    def __init__(self, params: Iterable[object], lr: float = 0.001, weight_decay: float = 0, **kwargs: object) -> None:
         self.params = params
         self.lr = lr
         self.weight_decay = weight_decay
@@ -44,11 +44,11 @@ class DummyScheduler(Placeholder):
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: object,
         total_num_steps: int | None = None,
         warmup_num_steps: int = 0,
         lr_scheduler_callable: Callable[[Any], Any] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         self.optimizer = optimizer
         self.total_num_steps = total_num_steps
@@ -66,7 +66,7 @@ class MegatronLMDummyDataLoader(Placeholder):
 
     remedy = "it names the files of Megatron-LM's own dataset, which this library does not read. Give a DataLoader"
 
-    def __init__(self, **dataset_kwargs: Any) -> None:
+    def __init__(self, **dataset_kwargs: object) -> None:
         self.dataset_args = dataset_kwargs
 
 
@@ -91,7 +91,7 @@ class MegatronLMDummyScheduler(DummyScheduler):
         super().__init__(optimizer, total_num_steps, warmup_num_steps, **kwargs)
 
 
-def refuse_placeholder(obj: Any) -> None:
+def refuse_placeholder(obj: object) -> None:
     """Raise PrepareError for an object that would take no effect in this run."""
     if isinstance(obj, Placeholder):
         raise PrepareError(f"{type(obj).__name__} trains nothing in this run: {obj.remedy}")

@@ -76,7 +76,7 @@ def lay_out_state(state: dict[str, Any], former: torch.Tensor, present: torch.Te
     if not isinstance(present, DTensor):
         return state
 
-    def move(value: Any) -> Any:
+    def move(value: object) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != former.shape or isinstance(value, DTensor):
             return value
         shard = local_shard(value, present).to(present.to_local().device).clone()

@@ -120,7 +120,7 @@ class ShardedModel(PreparedModel):
         """The full state as that of a single process: on rank 0, empty on the other ranks."""
         return fsdp_state.full_optimizer_state(self.inner, optimizer)
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
         """Load the optimizer state of a single process, which only rank 0 needs to have; every rank calls it."""
         fsdp_state.load_full_optimizer_state(self.inner, optimizer, state)
 
@@ -224,7 +224,7 @@ class ShardedStrategy(Strategy):
             )
         return super().join(joinables, loaders, even_batches)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward, in which split attention may be recomputed, and the reductions that are left."""
         with contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing():
             super().backward(loss, **kwargs)

@@ -12,11 +12,11 @@ from torch import nn
 from .materialize import canonical_name
 
 
-def without_storage(state: Mapping[str, Any]) -> dict[str, Any]:
+def without_storage(state: Mapping[str, object]) -> dict[str, Any]:
     """A state under plain names whose tensors have shapes only; tied ones are one tensor still."""
     metas: dict[int, Any] = {}
 
-    def on_meta(value: Any) -> Any:
+    def on_meta(value: object) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         # ZeRO-3 replaces a parameter by an empty tensor with its shape as an attribute.
@@ -26,13 +26,13 @@ def without_storage(state: Mapping[str, Any]) -> dict[str, Any]:
     return {canonical_name(name): on_meta(value) for name, value in state.items()}
 
 
-def skeleton(name: str, state: Mapping[str, Any]) -> nn.Module:
+def skeleton(name: str, state: Mapping[str, object]) -> nn.Module:
     """A module of a class called `name` whose `state_dict()` is `state`."""
     kind: type[nn.Module] = type(name, (nn.Module,), {"state_dict": lambda self, *args, **kwargs: dict(state)})
     return kind()
 
 
-def complete(state: Mapping[str, Any], light: Mapping[str, Any]) -> dict[str, Any]:
+def complete(state: Mapping[str, object], light: Mapping[str, object]) -> dict[str, Any]:
     """A state that has tied tensors under one name, with all the names of `light`; foreign names are left out."""
     present = {id(light[name]): value for name, value in state.items() if name in light}
     known = {name: id(meta) for name, meta in light.items() if id(meta) in present}

@@ -87,7 +87,7 @@ class ScaledPrecision(MixedPrecision):
             )
         return super().wrap_forward(model)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward of the scaled loss."""
         self.scaler.scale(loss).backward(**kwargs)  # type: ignore[union-attr]
 
@@ -96,7 +96,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
     """`model_forward` with every half-precision tensor of its (nested) output converted to fp32."""
 
     @functools.wraps(model_forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> Any:
         return convert_to_fp32(model_forward(*args, **kwargs))
 
     return forward

@@ -65,6 +65,6 @@ class Precision:
         """
         return contextlib.nullcontext()
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward of a loss."""
         loss.backward(**kwargs)

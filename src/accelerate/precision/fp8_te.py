@@ -115,7 +115,7 @@ def _autocast(engine: Any) -> Callable[[bool, Any], Any]:
 
 @_needs_engine
 def contextual_fp8_autocast(
-    model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
+    model_forward: Callable[..., Any], fp8_recipe: object, use_during_eval: bool = False
 ) -> Callable[..., Any]:
     """`model_forward` as a function of (model, ...) that runs under the engine's fp8 autocast.
 
@@ -126,7 +126,7 @@ def contextual_fp8_autocast(
     bound = function is not model_forward
 
     @functools.wraps(function)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
         with context(use_during_eval or self.training, fp8_recipe):
             return function(self, *args, **kwargs) if bound else function(*args, **kwargs)
 

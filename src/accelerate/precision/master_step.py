@@ -162,11 +162,11 @@ def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None
     # A replacement of the method by a scheduler that was made before.
     given = optimizer.__dict__.get("step")
 
-    def step(closure: Any = None) -> Any:
+    def step(closure: object = None) -> Any:
         own: Any = reference()
         own._opt_called = True
 
-        def call(closure: Any) -> Any:
+        def call(closure: object) -> Any:
             arguments = () if closure is None else (closure,)
             return kind.step(own, *arguments) if given is None else given(*arguments)
 

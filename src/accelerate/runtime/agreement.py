@@ -110,7 +110,7 @@ class Round:
         """The key of a rank's value, or of something else, in this round or one before."""
         return f"accelerate/{self._name}/{self.number - back}/{what}"
 
-    def exchange(self, subject: str, value: Any, timeout: float) -> Outcome:
+    def exchange(self, subject: str, value: object, timeout: float) -> Outcome:
         """Wait up to `timeout` seconds for the values (plain JSON data) of all ranks.
 
         Raises StoreLostError where the store is gone.
@@ -128,7 +128,7 @@ class Round:
         found = self.decide(subject, value, timeout, judge)
         return Outcome(**{**found, "values": dict(found.get("values", []))})
 
-    def decide(self, subject: str, value: Any, timeout: float, judge: Callable[[float], Any]) -> Any:
+    def decide(self, subject: str, value: object, timeout: float, judge: Callable[[float], Any]) -> Any:
         """Put this rank's value and return the outcome of the round.
 
         `judge` takes the seconds waited so far and returns an outcome (plain JSON data), or None as long as there is
@@ -153,14 +153,14 @@ class Round:
             raise StoreLostError(str(error)) from error
         raise AssertionError("unreachable")
 
-    def put(self, value: Any) -> None:
+    def put(self, value: object) -> None:
         """Give this rank's value."""
         self.store.set(self.key(self.rank), json.dumps(value))
         if self.number > 1:
             # Whoever has given a value in the round before this one has left the one before that.
             self.store.delete_key(self.key(self.rank, back=2))
 
-    def fix(self, outcome: Any) -> Any:
+    def fix(self, outcome: object) -> Any:
         """Write an outcome. Returns the one that is valid: this one, or one that another rank has written before."""
         fixed = json.loads(self.store.compare_set(self.key("outcome"), "", json.dumps(outcome)))
         if self.number and self.rank == self.ranks[0] and self.is_complete():
@@ -210,7 +210,7 @@ class Agreement:
     def _round(self) -> Round:
         return Round(self.name, range(self.world), self.rank, self._connection)
 
-    def exchange(self, subject: str, value: Any, timeout: float, absent: str = "") -> list[Any]:
+    def exchange(self, subject: str, value: object, timeout: float, absent: str = "") -> list[Any]:
         """Every rank's `value` (plain JSON data), in rank order, once all have come.
 
         Args:

@@ -84,7 +84,7 @@ def _named(data: Any, path: str) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def _outline(data: Any) -> str:
+def _outline(data: object) -> str:
     if trees.is_tensor(data):
         return "tensor"
     children = _children(data)

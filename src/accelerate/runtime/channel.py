@@ -43,7 +43,7 @@ _options = AllToAllOptions()
 
 
 @functools.lru_cache(maxsize=512)
-def signature(*facts: Any) -> bytes:
+def signature(*facts: object) -> bytes:
     """What must be the same on every rank, in 8 bytes. `facts` are hashable, with the same repr in every process."""
     return hashlib.blake2b(repr(facts).encode(), digest_size=SIGNATURE).digest()
 
@@ -89,7 +89,7 @@ class Channel:
             if found != own:
                 self._complain(group, call)
 
-    def swap_bytes(self, group: dist.ProcessGroup, sign: bytes, content: Any, length: int, call: Call) -> None:
+    def swap_bytes(self, group: dist.ProcessGroup, sign: bytes, content: object, length: int, call: Call) -> None:
         """`swap` of any object with a buffer of bytes. `length` is written into the header."""
         header = sign + length.to_bytes(HEADER - SIGNATURE, "little", signed=True)
         self.swap(group, header, *self._message(header, content), call)
@@ -118,7 +118,7 @@ class Channel:
         found[self.rank] = 0
         return found
 
-    def remember(self, key: Any, value: Any, kept: int = 16) -> Any:
+    def remember(self, key: object, value: object, kept: int = 16) -> Any:
         """Keep what a message needs for the next one like it; the oldest is forgotten."""
         while len(self.memory) >= kept:
             del self.memory[next(iter(self.memory))]

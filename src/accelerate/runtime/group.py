@@ -322,7 +322,7 @@ def _close(failed: bool) -> bool:
     return not closer.is_alive()
 
 
-def _never_free(group: Any) -> None:
+def _never_free(group: object) -> None:
     if group is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 

@@ -48,7 +48,7 @@ class _Reading:
     left: str | None = None
 
 
-def publish(kind: str, value: Any) -> None:
+def publish(kind: str, value: object) -> None:
     """Leave this rank's mark of a kind. Nothing happens where there is no group, or its store is gone."""
     try:
         _store().set(f"accelerate/{kind}/{dist.get_rank()}", json.dumps(value))
@@ -79,7 +79,7 @@ def read(kind: str, ranks: Iterable[int]) -> dict[int, Any] | None:
     return found
 
 
-def begin_pass(loader: Any) -> None:
+def begin_pass(loader: object) -> None:
     """A pass over a prepared loader begins. Its `batches_read` counts."""
     _Reading.open.append(loader)
 

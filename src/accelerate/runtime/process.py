@@ -16,7 +16,7 @@ def only_if(condition: Callable[[], bool], function: Callable[..., Any]) -> Call
     """`function` on the processes where `condition()` holds at the call; the others do nothing and get None."""
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> Any:
         return function(*args, **kwargs) if condition() else None
 
     return wrapper
@@ -51,7 +51,7 @@ def part_of(length: int, index: int, count: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def split(inputs: Any, index: int, count: int, pad: bool, device: torch.device) -> Iterator[Any]:
+def split(inputs: object, index: int, count: int, pad: bool, device: torch.device) -> Iterator[Any]:
     """This process's consecutive part of a list, tuple, tensor, dataset or dict of equally long such.
 
     With `pad` each part is as long as the longest, filled with the last element of the inputs.

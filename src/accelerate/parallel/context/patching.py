@@ -63,7 +63,7 @@ class AttentionPatch:
             module, name, value = self._replaced.pop()
             setattr(module, name, value)
 
-    def _replace(self, source: str, name: str, value: Any) -> None:
+    def _replace(self, source: str, name: str, value: object) -> None:
         module = sys.modules[source]
         self._replaced.append((module, name, getattr(module, name)))
         setattr(module, name, value)

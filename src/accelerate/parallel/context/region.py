@@ -159,7 +159,7 @@ class ContextParallel:
         """The ranks that had other tokens of the same samples in the last forward; None if no sequence was split."""
         return self.group if self.was_split else None
 
-    def split_loader(self, loader: Any) -> Any:
+    def split_loader(self, loader: object) -> Any:
         """A loader whose batches have this rank's tokens; the same one where blocks split sequences (cp_size)."""
         return loader if self.layout.balanced else SequenceLoader(loader, self)
 
@@ -250,7 +250,7 @@ class ContextParallel:
             self._loader_batches[part] = self._batch
         return {**found, **parts}
 
-    def of_inputs(self, given: Mapping[str, Any], training: bool) -> SequenceRegion | None:
+    def of_inputs(self, given: Mapping[str, object], training: bool) -> SequenceRegion | None:
         """The split batch that a forward's inputs belong to. A loop may have taken several batches from its loader.
 
         In training, inputs that are copies of a batch's are recognized by their length. In evaluation they may be full
@@ -289,12 +289,12 @@ class ContextParallel:
         model.register_forward_hook(self._leave, always_call=False)
         model.register_forward_hook(self._sync_rng_state, always_call=True)
 
-    def _sync_rng_state(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _sync_rng_state(self, model: nn.Module, args: object, output: object) -> None:
         # A hook before `_enter` may have failed.
         if self._running and self._running[-1][0] == id(model):
             self._running.pop()[1].close()
 
-    def _enter(self, model: nn.Module, args: Any) -> None:
+    def _enter(self, model: nn.Module, args: object) -> None:
         region = self.region
         streams = contextlib.ExitStack()
         self._running.append((id(model), streams))
@@ -303,7 +303,7 @@ class ContextParallel:
         if region is not None:
             region.passes[id(model)] = region.calls
 
-    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, model: nn.Module, args: object, output: object) -> None:
         region = self.region
         if region is not None and region.sent:
             # Before the backward, which may recompute the forward.
@@ -390,7 +390,7 @@ class _Inputs:
         kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
         self.rest = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         if not self.parallel.splitting:
             return None
         try:
@@ -444,11 +444,11 @@ def _outermost(model: nn.Module) -> list[nn.Module]:
     return [found for child in model.children() for found in _outermost(child)]
 
 
-def _is_sequence(value: Any, length: int) -> bool:
+def _is_sequence(value: object, length: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length
 
 
-def _sequences(batch: Mapping[str, Any]) -> tuple[int, torch.device, int]:
+def _sequences(batch: Mapping[str, object]) -> tuple[int, torch.device, int]:
     """(length, device, batch size) of a batch's token ids (or embeddings)."""
     for name in ("input_ids", "inputs_embeds"):
         value = batch.get(name)

@@ -61,7 +61,7 @@ def _full_sequence_masks(former: Any, region: _Current) -> Any:
     table.update(former)
     sdpa_mask = former["sdpa"]
 
-    def full_mask(**arguments: Any) -> torch.Tensor | None:
+    def full_mask(**arguments: object) -> torch.Tensor | None:
         current = region()
         if current is None or not arguments["q_length"] == arguments["kv_length"] == current.rows:
             mask: torch.Tensor | None = sdpa_mask(**arguments)
@@ -109,7 +109,7 @@ def _full_mask(sdpa_mask: Any, arguments: dict[str, Any], region: SequenceRegion
     return torch.cat(found, dim=2).expand(arguments["batch_size"], -1, -1, -1)
 
 
-def _check_indices(function: Any, padding: torch.Tensor | None, region: SequenceRegion) -> None:
+def _check_indices(function: object, padding: torch.Tensor | None, region: SequenceRegion) -> None:
     """Raises ConfigurationError for a mask that looks up a tensor which has this rank's rows only."""
     where = f"under {region.layout.size}={region.layout.ranks}"
     if padding is not None and not bool(padding.all()):
@@ -126,7 +126,7 @@ def _check_indices(function: Any, padding: torch.Tensor | None, region: Sequence
             )
 
 
-def _tensors(function: Any) -> Iterator[torch.Tensor]:
+def _tensors(function: object) -> Iterator[torch.Tensor]:
     """The tensors in the closures of a function."""
     for cell in getattr(function, "__closure__", None) or ():
         content = cell.cell_contents

@@ -161,7 +161,7 @@ def gather_padding(mask: torch.Tensor, labels: list[Any], region: SequenceRegion
     region.padding_counts = bool((codes & 2).any())
 
 
-def _has_labels(labels: Any, mask: torch.Tensor) -> bool:
+def _has_labels(labels: object, mask: torch.Tensor) -> bool:
     """Whether a row of padding has a label; True where that is not known."""
     if not isinstance(labels, torch.Tensor) or labels.shape != mask.shape:
         return True

@@ -39,7 +39,7 @@ def count_whole_batches() -> None:
     if None in former or getattr(former[0], "__module__", "") == __name__:
         return
 
-    def get_sp_size(self: Any) -> Any:
+    def get_sp_size(self: object) -> Any:
         return 1 if _splits_heads(self) else former[0](self)  # type: ignore[misc]
 
     def get_cp_size(self: Any) -> Any:
@@ -48,7 +48,7 @@ def count_whole_batches() -> None:
     trainer.get_sp_size, trainer.get_cp_size = get_sp_size, get_cp_size  # type: ignore[union-attr]
 
 
-def _splits_heads(trainer: Any) -> bool:
+def _splits_heads(trainer: object) -> bool:
     strategy = getattr(getattr(trainer, "accelerator", None), "strategy", None)
     sequence = getattr(strategy, "sequence", None)
     return sequence is not None and sequence.layout.size == "sp_size"

@@ -123,7 +123,7 @@ class Fsdp1Model(PreparedModel):
         """The full state as that of a single process: on rank 0, empty on the other ranks."""
         return fsdp1_state.full_optimizer_state(self.inner, optimizer, self.plain)
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
         """Load the optimizer state of a single process, which only rank 0 needs to have; every rank calls it."""
         fsdp1_state.load_full_optimizer_state(self.inner, optimizer, self.plain, state)
 
@@ -214,7 +214,7 @@ class FullyShardedDataParallel1(Strategy):
     def _usages(self) -> list[ParameterUsage]:
         return [p.usage for p in self.prepared if isinstance(p, Fsdp1Model) and p.usage is not None]
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward, and what FSDP1 does not reduce; gradients that no rank has used then become None."""
         super().backward(loss, **kwargs)
         for prepared in self.prepared:

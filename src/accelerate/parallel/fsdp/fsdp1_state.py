@@ -259,7 +259,7 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, pla
 
 
 def load_full_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, plain: PlainModel, state: Mapping[str, Any]
+    model: nn.Module, optimizer: torch.optim.Optimizer, plain: PlainModel, state: Mapping[str, object]
 ) -> None:
     """Load the state of a plain run's optimizer, which only rank 0 needs to have. Every rank calls it."""
     fsdp_state.load_full_optimizer_state(model, optimizer, state, plain.groups(optimizer))

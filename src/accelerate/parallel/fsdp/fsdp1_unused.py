@@ -181,14 +181,14 @@ def keep_unused(optimizer: torch.optim.Optimizer, models: Sequence[ParameterUsag
     """Make an optimizer leave the unused slices of flattened parameters unchanged."""
     saved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def before(own: torch.optim.Optimizer, *_: Any) -> None:
+    def before(own: torch.optim.Optimizer, *_: object) -> None:
         stepped = {id(p): p for group in own.param_groups for p in group["params"]}
         saved.clear()
         for unit in (unit for model in models for unit in model.units):
             if unit.skipped and id(unit.flat) in stepped:
                 saved.extend((piece, piece.clone()) for piece in unit.slices(own.state.get(unit.flat, {})))
 
-    def after(*_: Any) -> None:
+    def after(*_: object) -> None:
         for piece, value in saved:
             piece.copy_(value)
         saved.clear()

@@ -304,7 +304,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     switch_parameters(optimizer, mapping)
 
 
-def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+def fsdp2_canonicalize_names(named_params: Mapping[str, object]) -> dict[str, Any]:
     """The same mapping under the names that the plain model has."""
     return {materialize.canonical_name(name): value for name, value in named_params.items()}
 

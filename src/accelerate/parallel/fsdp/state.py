@@ -182,7 +182,7 @@ def check_groups(groups: Sequence[Sequence[object]], saved: Sequence[Mapping[str
         raise CheckpointError(f"the optimizer's groups have {here} parameters, those of the state {there}")
 
 
-def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
     groups = [group["params"] for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group]
     rest, entries = broadcast_state(state, groups, parameters[0].device if parameters else None)
@@ -219,11 +219,11 @@ def unwrapped(value: torch.Tensor) -> torch.Tensor:
     return materialize.as_dtensor(inner, value)
 
 
-def detached(state: Mapping[str, Any]) -> dict[str, Any]:
+def detached(state: Mapping[str, object]) -> dict[str, Any]:
     """A state that shares no memory with the model; names of one tied tensor share theirs with each other."""
     copies: dict[int, torch.Tensor] = {}
 
-    def own(value: Any) -> Any:
+    def own(value: object) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in copies:

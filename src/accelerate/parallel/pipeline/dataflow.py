@@ -67,8 +67,8 @@ class DataFlow:
 def observe(
     model: nn.Module,
     units: Sequence[str],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     fake_only: bool = False,
     forward: Callable[..., Any] | None = None,
 ) -> DataFlow:
@@ -172,7 +172,7 @@ class _Tracer:
         random = {called[place] for place in self.random}
         return DataFlow(called, used, random, [self.units[number] for number in self.calls], self.reads, self.written)
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run(self, forward: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
         handles = []
         for number, name in enumerate(self.units):
             module = self.model.get_submodule(name)
@@ -185,7 +185,7 @@ class _Tracer:
             for handle in handles:
                 handle.remove()
 
-    def origins_of(self, value: Any) -> frozenset[int | str]:
+    def origins_of(self, value: object) -> frozenset[int | str]:
         """From what tensors were computed."""
         found: frozenset[int | str] = frozenset()
         for tensor in trees.leaves(value):
@@ -195,7 +195,7 @@ class _Tracer:
                 found |= {self.names[key]}
         return found
 
-    def use(self, value: Any, by: str | None = None) -> frozenset[int | str]:
+    def use(self, value: object, by: str | None = None) -> frozenset[int | str]:
         """Record that tensors are used now, by a unit, the output (END) or an operation outside; their origins."""
         found = self.origins_of(value)
         for origin in found:
@@ -205,13 +205,13 @@ class _Tracer:
                 self.reads.setdefault(origin, set()).add(by)
         return found
 
-    def made(self, value: Any, origins: frozenset[int | str], keep: bool) -> None:
+    def made(self, value: object, origins: frozenset[int | str], keep: bool) -> None:
         """Record that tensors were computed from these origins; `keep`: in addition to those they had."""
         for tensor in trees.leaves(value):
             key = self._key(tensor)
             self.origins[key] = origins | (self.origins.get(key, frozenset()) if keep else frozenset())
 
-    def use_inside(self, value: Any) -> None:
+    def use_inside(self, value: object) -> None:
         """Record what an operation inside of a unit uses of parameters and buffers that the unit does not own."""
         assert self.inside is not None
         for origin in self.origins_of(value):
@@ -233,7 +233,7 @@ class _Tracer:
         return int(storage._cdata)
 
     def _enter(self, number: int) -> Any:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(_: nn.Module, args: object, kwargs: object) -> None:
             if self.inside is None:
                 self.use((args, kwargs), self.units[number])
                 self.inside = number
@@ -242,7 +242,7 @@ class _Tracer:
         return hook
 
     def _leave(self, number: int) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
+        def hook(_: nn.Module, __: object, output: object) -> None:
             if self.inside != number:
                 return
             self.inside = None

@@ -146,7 +146,7 @@ def restrict_outputs(model: nn.Module) -> None:
         config.use_cache = False
 
 
-def structure_key(value: Any, shapes: bool = True) -> Hashable:
+def structure_key(value: object, shapes: bool = True) -> Hashable:
     """Equal for inputs of equal structure, shapes (without `shapes`: numbers of dimensions) and dtypes."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape) if shapes else value.dim(), value.dtype
@@ -183,7 +183,7 @@ class JoinedOutput:
     unequal: list[bool]
 
 
-def join(outputs: Sequence[Any], sizes: Sequence[int]) -> JoinedOutput:
+def join(outputs: Sequence[object], sizes: Sequence[int]) -> JoinedOutput:
     """Join a block's outputs for all micro-batches."""
     columns = list(zip(*(list(trees.leaves(output)) for output in outputs), strict=True))
     batched = [is_batched(column, sizes) for column in columns]
@@ -215,7 +215,7 @@ def not_batched(tensor: torch.Tensor, sizes: Sequence[int]) -> PrepareError:
     )
 
 
-def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any | None:
+def merge(outputs: Sequence[object], sizes: Sequence[int]) -> Any | None:
     """Outputs of micro-batches as one output of the batch, detached; None where a tensor is not batched."""
     columns = list(zip(*(list(trees.leaves(output)) for output in outputs), strict=True))
     if not all(is_batched(column, sizes) for column in columns):
@@ -224,7 +224,7 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any | None:
     return fill(described, [torch.cat([tensor.detach() for tensor in column]) for column in columns])
 
 
-def outputs_match(one: Any, other: Any) -> bool:
+def outputs_match(one: object, other: object) -> bool:
     """Whether two outputs agree in structure, and in values up to rounding."""
     mine, theirs = list(trees.leaves(one)), list(trees.leaves(other))
     if [(t.shape, t.dtype) for t in mine] != [(t.shape, t.dtype) for t in theirs]:
@@ -251,7 +251,7 @@ def resize(unit_outputs: Mapping[int, list[Any]], size: int, batch_size: int) ->
     return {unit: [trees.map_leaves(resized, call, is_spec) for call in calls] for unit, calls in unit_outputs.items()}
 
 
-def loss_of(output: Any) -> torch.Tensor | None:
+def loss_of(output: object) -> torch.Tensor | None:
     """The loss in a model's output: `output.loss`, else the first floating point scalar; None without one."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(named, torch.Tensor):
@@ -259,6 +259,6 @@ def loss_of(output: Any) -> torch.Tensor | None:
     return next((tensor for tensor in trees.leaves(output) if tensor.dim() == 0 and tensor.is_floating_point()), None)
 
 
-def holds_nan(output: Any) -> bool:
+def holds_nan(output: object) -> bool:
     """Whether a tensor of `output` contains NaN."""
     return any(bool(torch.isnan(tensor).any()) for tensor in trees.leaves(output) if tensor.dtype.is_floating_point)

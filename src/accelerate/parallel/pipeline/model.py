@@ -155,7 +155,7 @@ class PipelinedModel(ShardedModel):
         """Return the optimizer's full state, collected on rank 0."""
         return state.full_optimizer_state(self.inner, optimizer, self._names_of(optimizer), self.stages.channel)
 
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_: Mapping[str, object]) -> None:
         """Load an optimizer's full state."""
         state.load_full_optimizer_state(self.inner, optimizer, dict(state_), self._names_of(optimizer), self.device)
 

@@ -48,7 +48,7 @@ def specs_in(description: object) -> list[TensorSpec]:
     return list(trees.leaves(description, is_spec))
 
 
-def describe(value: Any, where: str) -> Any:
+def describe(value: object, where: str) -> Any:
     """Nested data with a TensorSpec in place of each tensor.
 
     Raises:
@@ -87,7 +87,7 @@ def _check_plain(value: object, where: str) -> None:
         )
 
 
-def fill(description: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def fill(description: object, tensors: Sequence[torch.Tensor]) -> Any:
     """What was described, with these tensors."""
     return trees.replace_leaves(description, tensors, is_spec)
 

@@ -87,7 +87,7 @@ class RemoteTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         remote = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, RemoteTensor)]
@@ -112,16 +112,16 @@ class RemoteTensor(torch.Tensor):
 
         return tree_map_only(torch.Tensor, wrap, found)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return f"RemoteTensor({tuple(self.shape)}, {self.dtype}: {self.origin.what}, which {self.origin.home} has)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return RemoteTensor.of, (tuple(self.shape), self.dtype, self.device, self.origin)
 
-    def _read(self, *_: Any, **__: Any) -> NoReturn:
+    def _read(self, *_: object, **__: object) -> NoReturn:
         self.origin.fail()
 
 

@@ -73,7 +73,7 @@ class Runner:
 
     # -- forward
 
-    def new_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    def new_batch(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> Batch:
         """The batch of a call. All ranks of the pipeline have the same inputs, so they agree on what is known."""
         training, grad = self.staged.model.training, torch.is_grad_enabled()
         inputs = self.splitter.split(args, kwargs, first=training and not self.trained)
@@ -93,7 +93,7 @@ class Runner:
         batch.backward = self._backward
         return self.distribute_output(batch, on_all_ranks)
 
-    def _attempt(self, number: int, batch: Batch, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _attempt(self, number: int, batch: Batch, function: Callable[..., Any], *arguments: object) -> Any:
         """With a new batch, keep a stage's error: the others wait for a message, which then reports the error."""
         if not batch.is_new:
             return function(batch, *arguments)
@@ -230,7 +230,7 @@ class Runner:
         segment: Segment,
         incoming: Boundary | None,
         inputs: Sequence[torch.Tensor],
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         def job(_: int, received: Sequence[torch.Tensor]) -> Any:
@@ -372,7 +372,7 @@ class Runner:
             described = trees.replace_leaves(described, flagged, is_spec)
         return described, batch.loss_rules, batch.tail_matches
 
-    def returned(self, output: Any) -> Any:
+    def returned(self, output: object) -> Any:
         """What the call of the model returns of its output: all, or the loss alone."""
         if self.gather:
             return output

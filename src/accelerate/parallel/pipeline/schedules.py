@@ -149,7 +149,7 @@ class ScheduleRunner:
                 "tried): use schedule='gpipe', which takes any loss"
             )
 
-    def _find_rules(self, batch: Batch, output: Any, outputs: list[Any]) -> list[str] | None:
+    def _find_rules(self, batch: Batch, output: object, outputs: list[Any]) -> list[str] | None:
         """The rules that hold for a new batch, on the last stage; None where the model returns no loss to train."""
         full, trained = loss_of(output), loss_of(batch.output)
         if full is None or trained is None or not trained.requires_grad:

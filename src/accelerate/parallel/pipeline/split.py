@@ -7,7 +7,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -252,7 +251,7 @@ def balance(costs: Sequence[float], stages: int) -> list[int]:
     return cuts[::-1]
 
 
-def measure(model: nn.Module, units: Sequence[Unit], inputs: Mapping[str, Any], rounds: int = 3) -> list[float]:
+def measure(model: nn.Module, units: Sequence[Unit], inputs: Mapping[str, object], rounds: int = 3) -> list[float]:
     """Seconds that each unit's forward takes, the least of several rounds, on the model's device."""
     modules = [model.get_submodule(unit.name) for unit in units]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -263,14 +262,14 @@ def measure(model: nn.Module, units: Sequence[Unit], inputs: Mapping[str, Any], 
     now = [0.0] * len(modules)
 
     def start(place: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+        def hook(*_: object) -> None:
             wait()
             now[place] -= time.perf_counter()
 
         return hook
 
     def stop(place: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+        def hook(*_: object) -> None:
             wait()
             now[place] += time.perf_counter()
 

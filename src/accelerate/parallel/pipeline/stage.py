@@ -40,7 +40,7 @@ class OrderError(PrepareError):
 class SegmentEnd(BaseException):
     """The last unit of a segment has computed: leaves the forward with its output. Caught in `StagedModel`."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: object) -> None:
         self.output = output
 
 
@@ -277,7 +277,7 @@ def _intercepting(kind: type[nn.Module]) -> type[nn.Module]:
         return _INTERCEPTING[kind]
 
     class Intercepted(kind):  # type: ignore[misc, valid-type]
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        def __call__(self, *args: object, **kwargs: object) -> Any:
             return self.__dict__["_pipeline_call"](super().__call__, args, kwargs)
 
     Intercepted.__name__, Intercepted.__qualname__ = kind.__name__, kind.__qualname__
@@ -297,7 +297,11 @@ def _call_plain(inner: Forward, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _call_with_loss(
-    forward: Forward, loss_fn: Callable[[Any, Any], torch.Tensor], *args: Any, labels: Any = None, **kwargs: Any
+    forward: Forward,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    *args: object,
+    labels: object = None,
+    **kwargs: object,
 ) -> Any:
     output = forward(*args, **kwargs)
     return output if labels is None else (loss_fn(output, labels), output)

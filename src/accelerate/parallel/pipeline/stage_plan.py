@@ -254,7 +254,7 @@ def call_remedy(
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], str]:
     """A staged model's `remedy`. `units` are those of the model before it was cut."""
 
-    def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def find(args: tuple[object, ...], kwargs: dict[str, Any]) -> str:
         try:
             with staged.observed() as forward:
                 names = [unit.name for unit in units]

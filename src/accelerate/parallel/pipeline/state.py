@@ -159,7 +159,10 @@ def load_full_optimizer_state(
 
 
 def _load(
-    optimizer: torch.optim.Optimizer, model: nn.Module, entries: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    entries: Mapping[str, object],
+    saved: Sequence[Mapping[str, object]],
 ) -> None:
     """Load this rank's entries by `optimizer.load_state_dict`, which knows how its state is kept."""
     names = _own_names(model)

@@ -106,7 +106,7 @@ def drop_foreign(
 def drop_aliases(model: nn.Module, former: Mapping[int, str], origin: FindOrigin, device: torch.device) -> None:
     """Replace parameters of other stages, by id, in plain attributes, lists and dicts of modules (an LSTM's list)."""
 
-    def remote(value: Any) -> Any:
+    def remote(value: object) -> Any:
         if not isinstance(value, torch.Tensor) or id(value) not in former:
             return value
         return RemoteTensor.of(value.shape, value.dtype, device, origin(former[id(value)]))

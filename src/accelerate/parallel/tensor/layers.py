@@ -39,12 +39,12 @@ class SumForward(torch.autograd.Function):
     """All-reduce in the forward; the gradient, equal on all ranks, is passed on."""
 
     @staticmethod
-    def forward(ctx: Any, partial: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: object, partial: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return the sum of `partial` over the ranks."""
         return _all_reduce(partial, mesh, in_place=False)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: object, *gradients: torch.Tensor) -> Any:
         """Return the gradient unchanged."""
         return gradients[0], None
 
@@ -209,7 +209,7 @@ class RowEmbedding(nn.Embedding):
         return total
 
 
-def become(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> nn.Module:
+def become(module: nn.Module, kind: type[nn.Module], **attributes: object) -> nn.Module:
     """Change the class of a module. With a forward for each module, torch.compile would compile equal blocks again."""
     module.__class__ = kind
     for name, value in attributes.items():

@@ -55,7 +55,7 @@ def _remove_when_unneeded() -> None:
             del table[operation]
 
 
-def _handles(logits: Any, dimension: int) -> bool:
+def _handles(logits: object, dimension: int) -> bool:
     """Whether a tensor is sharded over its classes, and over nothing else."""
     if not isinstance(logits, DTensor) or logits.device_mesh.ndim != 1:
         return False

@@ -144,13 +144,13 @@ def _add(region: RandomRegion, stream: RankStream, drawing: Sequence[nn.Module])
     if not drawing:
         return
 
-    def enter(*_: Any) -> None:
+    def enter(*_: object) -> None:
         for module in drawing:
             if module.training:
                 stream.enter()
                 return
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         for module in drawing:
             if module.training:
                 stream.leave()

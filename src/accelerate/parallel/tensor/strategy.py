@@ -182,5 +182,5 @@ def _retie(places: ParameterPlaces) -> None:
             module._parameters[name] = first
 
 
-def _layout(parameter: Any) -> Any:
+def _layout(parameter: object) -> Any:
     return parameter.placements if isinstance(parameter, DTensor) else None

@@ -103,7 +103,7 @@ class SequenceNorm(SequenceParallel):
         return SequenceParallel._prepare_input_fn(sharding, module, inputs, mesh)
 
     @staticmethod
-    def _gather_output(use_local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+    def _gather_output(use_local: bool, module: nn.Module, outputs: object, mesh: DeviceMesh) -> Any:
         return _gathered(outputs)
 
 
@@ -143,7 +143,7 @@ class SequenceExit(ParallelStyle):
     """Gathers the residual stream after this module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(inner: nn.Module, args: Any, output: Any) -> Any:
+        def gather(inner: nn.Module, args: object, output: object) -> Any:
             return _mapped(output, _gathered)
 
         module.register_forward_hook(gather)
@@ -169,22 +169,22 @@ def _shard(stream: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return replicated.redistribute(placements=(Shard(SEQUENCE),))
 
 
-def _gathered(value: Any) -> Any:
+def _gathered(value: object) -> Any:
     if not isinstance(value, DTensor):
         return value
     return value.redistribute(placements=(Replicate(),)).to_local()
 
 
-def _mapped(output: Any, change: Callable[[Any], Any]) -> Any:
+def _mapped(output: object, change: Callable[[Any], Any]) -> Any:
     if isinstance(output, tuple):
         return tuple(change(value) for value in output)
     return change(output)
 
 
-def plain_losses(output: Any) -> Any:
+def plain_losses(output: object) -> Any:
     """A model's output with scalar DTensors (the loss that it computed itself) as plain tensors."""
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> Any:
         if isinstance(value, DTensor) and value.ndim == 0:
             # A copy: a model under FSDP must not return a view.
             return value.redistribute(placements=(Replicate(),) * value.device_mesh.ndim).to_local().clone()
