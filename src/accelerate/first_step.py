@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .core.modules import is_dtensor
 from .core.trees import leaves
 from .data_loader.diagnose import uneven_epoch, uneven_window
 from .logging import MultiProcessAdapter, get_logger
@@ -186,9 +186,7 @@ class FirstStepCheck:
                 + (": their gradients are not averaged over the processes" if PartialState().use_distributed else "")
                 + ". Was the model replaced after the optimizer was made, or never given to prepare?"
             )
-        elif not objects.models and any(
-            isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]
-        ):
+        elif not objects.models and any(map(is_dtensor, _parameters(optimizer))):
             self._log_once(
                 f"the {type(optimizer.optimizer).__name__} steps on DTensors, and no model was given to prepare. It "
                 "is then unknown which processes have to read the same samples: prepared loaders give each process "
@@ -284,7 +282,7 @@ class _FirstBatchHook:
             if check is not None and check.active:
                 check._see_first_batch((args, kwargs))
 
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[()]]:
+    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
         return _Nothing, ()
 
 

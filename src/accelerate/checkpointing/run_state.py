@@ -23,7 +23,7 @@ class HasState(Protocol):
     def state_dict(self) -> Any:
         """Return the state."""
 
-    def load_state_dict(self, state_dict: object, /) -> Any:
+    def load_state_dict(self, state_dict: Any, /) -> Any:
         """Load a state."""
 
 

@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
 def _run(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from ..core.errors import nearest
+    from ..core.errors import suggestion
     from ..core.objects import convert_bytes
     from ..planning import estimate, layouts, machine, model, report, trace
     from .estimate import build
@@ -98,10 +98,9 @@ def _run(args: argparse.Namespace) -> int:
         unknown = [name for name in args.layouts if layouts.find(name, chosen) is None]
         if unknown:
             known = [layout.name for layout in chosen]
-            meant = nearest(unknown[0], known)
             raise ConfigurationError(
                 f"--layouts {unknown[0]}: {here.ranks} ranks have no such layout"
-                + (f" (did you mean {meant}?)" if meant else f"; they have {', '.join(known)}")
+                + (suggestion(unknown[0], known) or f"; they have {', '.join(known)}")
             )
         chosen = [layout for layout in chosen if layout.name in args.layouts]
     local = ":" in args.model and not os.path.exists(args.model)

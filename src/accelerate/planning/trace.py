@@ -167,7 +167,7 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout) -> Step:
     accelerator = Accelerator(cpu=True, device_placement=False)
     ledger, works = Ledger(fake=True), list[Work]()
     # Random states have no values here.
-    ShardRandom.seeded = lambda self: contextlib.nullcontext()  # type: ignore[method-assign]
+    ShardRandom.seeded = lambda self: contextlib.nullcontext()  # type: ignore
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model = fake_copy(training.model).train()
         kind, options = OPTIMIZERS[training.optimizer]

@@ -347,7 +347,8 @@ def _parameter_groups(model: nn.Module, optimizer: Any) -> list[list[nn.Paramete
         return [[parameter for parameter in model.parameters() if parameter.requires_grad]]
     if isinstance(optimizer, DummyOptim):
         # Often a generator, which can be read only once.
-        optimizer.params = listed = list(optimizer.params)
+        listed: list[Any] = list(optimizer.params)
+        optimizer.params = listed
         return [list(group["params"]) for group in listed] if listed and isinstance(listed[0], dict) else [listed]
     return [list(group["params"]) for group in optimizer.param_groups]
 

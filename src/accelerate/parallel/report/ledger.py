@@ -117,7 +117,7 @@ class Ledger(TorchDispatchMode):
             ledger._resized(storage, int(size))
             return done
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore
         super().__enter__()
         return self
 
@@ -305,7 +305,7 @@ def _group_size(args: Any) -> int:
                 continue
         if isinstance(one, str):
             try:
-                return int(torch._C._distributed_c10d._resolve_process_group(one).size())
+                return int(torch._C._distributed_c10d._resolve_process_group(one).size())  # type: ignore[arg-type]
             except RuntimeError:
                 continue
     return dist.get_world_size()
