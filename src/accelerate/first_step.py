@@ -321,7 +321,7 @@ def _trains(optimizer: Any, objects: RunObjects) -> bool | None:
 
 
 def _has_gradient(parameter: torch.Tensor) -> bool:
-    return parameter.grad is not None and parameter.grad.layout is torch.strided
+    return parameter.grad is not None and parameter.grad.layout is torch.strided and not parameter.grad.is_meta
 
 
 def _is_cleared(parameter: torch.Tensor) -> bool:
@@ -329,7 +329,8 @@ def _is_cleared(parameter: torch.Tensor) -> bool:
         return True
     # Of a DTensor, this rank's shard: `any` of the DTensor would communicate.
     gradient = getattr(parameter.grad, "_local_tensor", parameter.grad)
-    return not bool(gradient.any())
+    # A fake tensor, as of a traced step, has no values.
+    return type(gradient) is not torch.Tensor or not bool(gradient.any())
 
 
 def _has_wrapper() -> bool:

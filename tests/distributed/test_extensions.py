@@ -64,7 +64,7 @@ accelerator.state._reset_state(True)
 try:
     Accelerator(strategy="slow_avrage")
 except ConfigurationError as error:
-    assert "'slow_average'" in str(error), error
+    assert "did you mean slow_average?" in str(error), error
 else:
     raise AssertionError("an unknown strategy was accepted")
 print("equal")
