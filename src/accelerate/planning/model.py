@@ -44,6 +44,8 @@ class BatchShape:
                 f"{self.samples} samples are not divisible by {layout.data_ranks} data-parallel ranks"
                 + (f" x {layout.accumulation} accumulated batches" if layout.accumulation > 1 else "")
             )
+        if layout.sequence_ranks > 1 and self.dtype is not None and self.dtype.is_floating_point:
+            raise ConfigurationError(f"a batch of {self} has no sequences of tokens to split")
         # The balanced split of context parallelism cuts each sequence into two pieces a rank.
         pieces = layout.sequence_ranks * (2 if "cp" in dict(layout.sizes) else 1)
         if layout.sequence_ranks > 1 and self.length % pieces:

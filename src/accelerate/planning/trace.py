@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import tempfile
 import traceback
@@ -138,8 +139,9 @@ def _received(child: Any, receiver: Connection) -> Step:
 
 
 def _in_child(training: PlannedTraining, layout: PlannedLayout, sender: Connection) -> None:
-    # Warnings of libraries about fake tensors do not concern a plan.
+    # Warnings of libraries about fake tensors do not concern a plan; torch logs an error that is caught here.
     warnings.simplefilter("ignore")
+    logging.getLogger("torch._subclasses.fake_tensor").disabled = True
     try:
         step = trace_step(training, layout)
     except AccelerateError as error:
