@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files in which each rank records a run: their names, fields and readers. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.errors import ConfigurationError
+
+# The folder of the records in the folder of a run.
+FOLDER = "telemetry"
+FORMAT = "accelerate-telemetry"
+VERSION = 1
+# Bytes before the first record of a file of steps: a JSON object, padded with spaces, that ends with a newline.
+HEADER_SIZE = 4096
+
+# One record of a file of steps. A record covers one optimizer step, or, in the older part of a long run, several
+# neighbouring ones. Durations are seconds for each of these steps (their mean), samples and tokens those of this rank
+# in all of them, and the other values those of the last of them. A value that is not known is NaN.
+STEP = np.dtype(
+    [
+        ("time", "<f8"),  # seconds since 1970 at the end of the step
+        ("step", "<u4"),  # optimizer steps that the run has made, this one included
+        ("steps", "<u4"),  # steps that this record covers; 0: not written yet
+        ("epoch", "<u4"),  # complete passes over the first prepared loader
+        ("flags", "<u4"),  # bits of FLAG_*
+        ("seconds", "<f4"),  # from the end of the last step to the end of this one
+        ("data", "<f4"),  # waiting for the loader
+        ("transfer", "<f4"),  # from the host to the device
+        ("forward", "<f4"),
+        ("backward", "<f4"),
+        ("communication", "<f4"),  # in collectives that the backward does not hide
+        ("optimizer", "<f4"),
+        ("checkpoint", "<f4"),
+        ("longest", "<f4"),  # seconds of the longest step that this record covers
+        ("samples", "<f4"),
+        ("tokens", "<f4"),
+        ("loss", "<f4"),
+        ("gradient_norm", "<f4"),
+        ("learning_rate", "<f4"),
+        ("device_memory", "<f4"),  # bytes allocated, at most since the last step
+        ("host_memory", "<f4"),  # bytes resident
+    ]
+)
+FLAG_SKIPPED = 1  # the optimizer skipped the step: fp16 gradients overflowed
+FLAG_FIRST = 2  # the first step of a process: its durations include warm-up
+# The durations of a step that add up to at most `seconds`, in the order in which charts stack them.
+PHASES = ("data", "transfer", "forward", "backward", "communication", "optimizer", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header of a file of steps says of the process that began it."""
+
+    rank: int
+    world_size: int
+    host: str
+    device: str
+    started: float
+    """Seconds since 1970."""
+    details: Mapping[str, Any]
+    """All fields, also those of newer versions."""
+
+
+def steps_file(folder: Path, rank: int) -> Path:
+    """The file of steps of a rank; `folder` is that of the run."""
+    return folder / FOLDER / f"rank_{rank:05d}.steps"
+
+
+def events_file(folder: Path, rank: int) -> Path:
+    """The file of events of a rank: a JSON object a line, each with `time` (seconds since 1970) and `event` (text)."""
+    return folder / FOLDER / f"rank_{rank:05d}.events.jsonl"
+
+
+def header_bytes(rank: int, world_size: int, **details: Any) -> bytes:
+    """The header of a file of steps. `details` has at least host, device and started."""
+    fields = [[name, STEP[name].str] for name in STEP.names or ()]
+    found = {"format": FORMAT, "version": VERSION, "fields": fields, "rank": rank, "world_size": world_size, **details}
+    text = json.dumps(found).encode()
+    if len(text) >= HEADER_SIZE:
+        raise ConfigurationError(f"the header of a telemetry file has {len(text)} bytes, of at most {HEADER_SIZE - 1}")
+    return text.ljust(HEADER_SIZE - 1) + b"\n"
+
+
+def read_header(path: Path) -> tuple[Header, np.dtype[Any]]:
+    """Read the header of a file of steps.
+
+    Returns:
+        The header, and the type of the file's records. A file of a newer version has more fields than `STEP`.
+
+    Raises:
+        ConfigurationError: the file is not one of telemetry, or its header is incomplete.
+    """
+    with open(path, "rb") as file:
+        text = file.read(HEADER_SIZE)
+    try:
+        found = json.loads(text)
+        if found["format"] != FORMAT:
+            raise KeyError("format")
+        record = np.dtype([(str(name), str(kind)) for name, kind in found["fields"]])
+        missing = [name for name in ("time", "step", "steps", "seconds") if name not in (record.names or ())]
+        if missing or len(text) != HEADER_SIZE:
+            raise KeyError(*missing)
+        header = Header(
+            int(found["rank"]),
+            int(found["world_size"]),
+            str(found.get("host", "")),
+            str(found.get("device", "")),
+            float(found.get("started", math.nan)),
+            found,
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{path} is not a telemetry file of accelerate, or its first block is damaged"
+        ) from error
+    return header, record
+
+
+def read_steps(path: Path, start: int = 0) -> np.ndarray[Any, np.dtype[Any]]:
+    """The records of a file of steps, in the order of time, without those that are not written yet.
+
+    Args:
+        path: the file. A record that a killed process left incomplete is left out.
+        start: the number of records to pass over, for a reader that follows a growing file.
+
+    Returns:
+        A read-only array; it is mapped from the file and costs no memory until it is read. Steps are not ascending
+        if the run resumed from a checkpoint: of two records for one step, the later one is valid.
+
+    Raises:
+        ConfigurationError: the file is not one of telemetry.
+    """
+    _, record = read_header(path)
+    count = (path.stat().st_size - HEADER_SIZE) // record.itemsize - start
+    if count <= 0:
+        return np.empty(0, record)
+    found = np.memmap(path, record, "r", HEADER_SIZE + start * record.itemsize, (count,))
+    # Files may grow in blocks of zeros. The written records come first.
+    written = int(np.searchsorted(found["steps"] == 0, True))
+    return found[:written]
