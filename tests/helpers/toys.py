@@ -179,9 +179,9 @@ def distance(first, second):
 
 
 def unsharded_state(trainer):
-    """The weights of a trainer's model, of any layout, on each rank."""
+    """The weights of a trainer's model, of any layout, compiled or not, on each rank."""
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    return {name: value.detach().cpu().clone() for name, value in copy.copy(state).items()}
+    return {name.removeprefix("_orig_mod."): value.detach().cpu().clone() for name, value in copy.copy(state).items()}
 
 
 def words(start, count):
