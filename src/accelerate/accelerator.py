@@ -46,7 +46,7 @@ from .run_options import RunOptions
 from .runtime.communication import raise_lost
 from .scheduler import AcceleratedScheduler
 from .state import AcceleratorState, GradientState, PartialState
-from .telemetry.meter import METHODS, Meter, MeteredOptimizer
+from .telemetry.meter import METHODS, MeteredOptimizer, StepMeter
 from .telemetry.profile import profile
 from .telemetry.start import start_meter
 from .tracking.group import TrackerGroup
@@ -213,7 +213,7 @@ class Accelerator(ProcessControl, RunOptions):
                 raise ConfigurationError(f"resume={resume!r}: it is 'auto', or None to start from scratch")
             self._checkpoints.resume_at_first_use()
 
-    def _install(self, meter: Meter) -> None:
+    def _install(self, meter: StepMeter) -> None:
         """Have a meter measure this run: methods of this object call it."""
         self._checkpoints.meter = meter
         owner = weakref.ref(self)

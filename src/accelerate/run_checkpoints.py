@@ -37,7 +37,7 @@ from .parallel.unwrap import extract_model_from_parallel
 from .precision.base import Precision
 from .run_objects import RunObjects
 from .state import AcceleratorState, PartialState
-from .telemetry.meter import Meter
+from .telemetry.meter import StepMeter
 from .tracking.group import TrackerGroup
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class RunCheckpoints:
         self._damaged: list[DamagedCheckpoint] = []  # skipped by a load: their numbers are the next ones
         self._started_in = _current_folder()
         self._shards: ShardedState | None = None
-        self.meter: Meter | None = None
+        self.meter: StepMeter | None = None
         self._steps_before = 0  # optimizer steps of the run before the checkpoint that was loaded
 
     # -- save and load

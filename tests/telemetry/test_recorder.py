@@ -17,10 +17,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.telemetry import writer
 from accelerate.telemetry.records import FLAG_FIRST, HEADER_SIZE, PHASES, STEP, events_file, read_steps, steps_file
 from accelerate.telemetry.status import read_status, status_file
-from accelerate.telemetry.writer import Writer, merged
+from accelerate.telemetry.writer import TelemetryWriter, merged
 from accelerate.utils import ProjectConfiguration
 
 
@@ -96,7 +97,7 @@ def test_each_step_has_a_record(tmp_path, accumulation):
 def test_nothing_is_recorded_unless_requested(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     accelerator, _, _ = train(None)
-    assert "backward" not in vars(accelerator) and accelerator._optimizers[0].__class__.__name__ == "AcceleratedOptimizer"
+    assert "backward" not in vars(accelerator) and type(accelerator._optimizers[0]) is AcceleratedOptimizer
     assert list(tmp_path.iterdir()) == []
 
 
@@ -206,7 +207,7 @@ def test_a_killed_process_loses_a_moment(tmp_path):
     for path in (steps_file(tmp_path, 0), events_file(tmp_path, 0)):
         with open(path, "ab") as file:
             file.write(b'{"time": 1, "ev')
-    again = Writer(tmp_path, 0, world_size=1)
+    again = TelemetryWriter(tmp_path, 0, world_size=1)
     again.append((time.time(), 1, 1, 0, 0, *[0.0] * 14, None))
     again.close()
     assert len(read_steps(steps_file(tmp_path, 0))) == len(rows) + 1
@@ -238,7 +239,7 @@ def test_a_full_disk_stops_the_recording_only(ranks, tmp_path):
 
 def test_a_long_run_stays_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "MOST_RECORDS", 64)
-    made = Writer(tmp_path, 0, world_size=1)
+    made = TelemetryWriter(tmp_path, 0, world_size=1)
     path = steps_file(tmp_path, 0)
     for step in range(1, 1001):
         made.append((float(step), step, 1, 0, 0, *[1.0] * 8, float(step), *[1.0] * 2, float(step), 1.0, 0.1, None))

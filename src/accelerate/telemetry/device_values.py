@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a step that are on a device: they are copied to the host without waiting for the device, and read later."""
+"""Values of a step that are on a device: copied to the host without waiting for the device, and read later."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process measures of its steps: `Meter` publishes the newest state, `StepRecorder` records each step too.
+"""What a process measures of its steps: `StepMeter` publishes the newest state, `StepRecorder` records each step too.
 
-Both are chosen when the `Accelerator` is made. They replace methods of the objects of a run (`wrap` functions, a subclass of
-the prepared optimizer, an iterator in the prepared loader), so that a run without them has nothing in its steps.
+Both are chosen when the `Accelerator` is made. They replace methods of the accelerator, the class of prepared
+optimizers and the iterator of a prepared loader, so that a run without them has nothing in its steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..state import GradientState
 from .device_values import device_values, scalar
 from .records import FLAG_FIRST, FLAG_SKIPPED
 from .status import EVALUATING, SAVING, STARTING, TRAINING, StatusFile
-from .writer import Writer
+from .writer import TelemetryWriter
 
 _NAN = math.nan
 # Seconds between two losses that are published.
@@ -39,7 +39,7 @@ METHODS = (
 class MeteredOptimizer(AcceleratedOptimizer):
     """A prepared optimizer that tells the meter of its run when it has stepped. A copy of it is a plain one."""
 
-    _meter: Meter
+    _meter: StepMeter
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """See `AcceleratedOptimizer.step`."""
@@ -60,7 +60,7 @@ class MeteredOptimizer(AcceleratedOptimizer):
         super().__setstate__(state)
 
 
-class Meter:
+class StepMeter:
     """Publishes the newest state of this rank to its launcher.
 
     Args:
@@ -214,7 +214,7 @@ class Meter:
         """The run has ended."""
 
 
-class StepRecorder(Meter):
+class StepRecorder(StepMeter):
     """Records each optimizer step, and publishes the newest state.
 
     Durations are measured on the host: on a device whose work is queued they show where the host waits. The forward
@@ -222,7 +222,9 @@ class StepRecorder(Meter):
     backward follows its batches is an evaluation, which is in no record.
     """
 
-    def __init__(self, writer: Writer, status: StatusFile | None, device: torch.device, share: float = 1.0) -> None:
+    def __init__(
+        self, writer: TelemetryWriter, status: StatusFile | None, device: torch.device, share: float = 1.0
+    ) -> None:
         self._writer = writer
         self._flags = FLAG_FIRST
         self._backwards = 0
@@ -247,7 +249,7 @@ class StepRecorder(Meter):
         loader.meter = self
 
     def wrap(self, name: str, call: Callable[..., Any], owner: Callable[[], Any]) -> Callable[..., Any] | None:
-        """See `Meter.wrap`."""
+        """See `StepMeter.wrap`."""
         around = {"backward": self._around_backward, "clip_grad_norm_": self._around_clip}
         return around.get(name, self._around_collective)(call, owner)
 
@@ -309,7 +311,7 @@ class StepRecorder(Meter):
             self._last = self._mark = begin
         began, trained, evaluates, delivered = time(), False, False, 0
         self._loader, self._batches, self._epoch = weakref.ref(loader), length_of(loader), loader.iteration
-        index, share = plan.cut.index, self._share
+        index = plan.cut.index
         complete = False
         try:
             requested = begin

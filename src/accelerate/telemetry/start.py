@@ -17,9 +17,9 @@ from ..core.files import user_path
 from ..core.option import parse_bool
 from ..runtime.agreement import Agreement
 from ..state import PartialState
-from .meter import Meter, StepRecorder, memory_reader
+from .meter import StepMeter, StepRecorder, memory_reader
 from .status import open_status
-from .writer import Writer
+from .writer import TelemetryWriter
 
 # Seconds in which every rank must have made its Accelerator.
 _ARRIVAL = 120.0
@@ -27,7 +27,7 @@ _ARRIVAL = 120.0
 
 def start_meter(
     telemetry: bool | str | os.PathLike[str] | None, project: ProjectConfiguration, shards: int
-) -> Meter | None:
+) -> StepMeter | None:
     """The meter of a run; None where nothing is recorded and no launcher shows its state.
 
     Args:
@@ -41,7 +41,7 @@ def start_meter(
     folder = run_folder(telemetry, project)
     share = shards / state.num_processes
     if folder is None:
-        return None if status is None else Meter(status, state.device, share)
+        return None if status is None else StepMeter(status, state.device, share)
     details: dict[str, Any] = {
         "world_size": state.num_processes,
         "data_shards": shards,
@@ -49,7 +49,7 @@ def start_meter(
         "device": str(state.device),
         "started": time.time(),
     }
-    writer = Writer.shared(folder, rank, device_memory=memory_reader(state.device), **details)
+    writer = TelemetryWriter.shared(folder, rank, device_memory=memory_reader(state.device), **details)
     return StepRecorder(writer, status, state.device, share)
 
 

@@ -42,13 +42,13 @@ _MOST_WAITING = 1 << 16
 _ROW = struct.Struct("<d4I16f")
 assert _ROW.size == STEP.itemsize
 
-# A record without the two fields of memory, which the thread adds. Its last element is None, or a function that returns
-# tokens, loss and norm, which are still on the device: None where they are not here yet, unless its argument is True.
+# A record without the two fields of memory, which the thread adds. Its last element is None, or a function that
+# returns tokens, loss and norm, which are on a device: None where they are not here yet, unless its argument is True.
 Record = tuple[Any, ...]
 _TOKENS = list(STEP.names or ()).index("tokens")
 
 
-class Writer:
+class TelemetryWriter:
     """The two files of one rank. An error of the disk stops the recording, with one warning.
 
     Args:
@@ -58,7 +58,7 @@ class Writer:
         device_memory: returns the bytes allocated on the device; None for the CPU.
     """
 
-    _open: ClassVar[dict[Path, Writer]] = {}
+    _open: ClassVar[dict[Path, TelemetryWriter]] = {}
 
     def __init__(
         self, folder: Path, rank: int, device_memory: Callable[[], float] | None = None, **details: Any
@@ -83,7 +83,7 @@ class Writer:
         self._start()
 
     @classmethod
-    def shared(cls, folder: Path, rank: int, **options: Any) -> Writer:
+    def shared(cls, folder: Path, rank: int, **options: Any) -> TelemetryWriter:
         """The writer of this process for a folder: objects that record into one folder share it."""
         key = steps_file(folder.absolute(), rank)
         found = cls._open.get(key)
