@@ -60,6 +60,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     batch_weight: float
     before_pass: tuple[Callable[[Any], None], ...]
     between_batches: tuple[Callable[[Any], None], ...]
+    meter: Any
     _is_accelerate_prepared = True
 
     def __init__(
