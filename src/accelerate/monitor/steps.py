@@ -11,7 +11,7 @@ from typing import IO, Any
 import numpy as np
 
 from ..core.errors import ConfigurationError
-from ..telemetry.records import FLAG_SKIPPED, HEADER_SIZE, STEP, Header, read_header
+from ..telemetry.records import FLAG_SKIPPED, HEADER_SIZE, STEP, StepsHeader, read_header
 
 # The values of a record, in the order of the columns of all arrays here.
 COLUMNS = tuple(name for name in STEP.names or () if STEP[name] == np.dtype("<f4"))
@@ -98,7 +98,7 @@ class RankSteps:
 
     def _open_file(self) -> None:
         header, record = read_header(self.path)
-        self.header: Header = header
+        self.header: StepsHeader = header
         self.record = record
         self.columns = _Columns(record)
         self.count = 0
@@ -144,7 +144,8 @@ class RankSteps:
                 self._append(file, records[:good])
                 if good < wanted:
                     if good < len(records) and records["steps"][good]:
-                        self.note = f"{self.path.name} is damaged at record {self.count}: it is shown up to step {self.last_step}"
+                        where = f"{self.path.name} is damaged at record {self.count}"
+                        self.note = f"{where}: it is shown up to step {self.last_step}"
                     break
             if self.count > before:
                 self._mark = self._identify(file)
