@@ -24,6 +24,7 @@ WITHOUT_TORCH = [
     "accelerate.utils",
     "accelerate.commands.main",
     "accelerate.commands.launch",
+    "accelerate.commands.monitor",
     "accelerate.core.availability",
     "accelerate.core.constants",
     "accelerate.core.enums",
@@ -34,6 +35,8 @@ WITHOUT_TORCH = [
     "accelerate.core.options",
     "accelerate.config.precision",
     "accelerate.config.training",
+    "accelerate.monitor.server",
+    "accelerate.monitor.terminal",
     "accelerate.runtime.topology",
 ]
 

@@ -58,6 +58,13 @@ class Parser(argparse.ArgumentParser):
             self.error(self._unknown(extra[0]))
         return found
 
+    def _parse_optional(self, arg_string: str) -> Any:
+        # `--flag` of an option that may have a value is read as `--flag=VALUE` with its default.
+        action = self._option_string_actions.get(arg_string)
+        if action is not None and action.const is not None and action.nargs is None:
+            arg_string = f"{arg_string}={action.const}"
+        return super()._parse_optional(arg_string)
+
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"unexpected argument {word!r}"
@@ -118,7 +125,7 @@ def _add(section: Any, option: Option) -> None:
     if option.kind == "switch":
         arguments.update(nargs=0, const=True)
     else:
-        arguments.update(type=_reader(option), metavar=_metavar(option))
+        arguments.update(type=_reader(option), metavar=_metavar(option), const=option.bare or None)
     section.add_argument(*option.spellings, **arguments)
 
 
