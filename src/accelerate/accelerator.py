@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from .optimizer import AcceleratedOptimizer
 from .parallel.base import Bundle
 from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow, global_loss
+from .parallel.optimizer_offload import offload_state
 from .parallel.optimizer_scope import is_elementwise
 from .parallel.placeholders import refuse_placeholder
 from .parallel.unwrap import extract_model_from_parallel
@@ -45,7 +47,9 @@ from .run_options import RunOptions
 from .runtime.communication import raise_lost
 from .scheduler import AcceleratedScheduler
 from .state import AcceleratorState, GradientState, PartialState
+from .telemetry.meter import METHODS, MeteredOptimizer, StepMeter
 from .telemetry.profile import profile
+from .telemetry.start import start_meter
 from .tracking.group import TrackerGroup
 
 if TYPE_CHECKING:
@@ -108,6 +112,8 @@ class Accelerator(ProcessControl, RunOptions):
             that is prepared for training, after the layout (before it, if the object has `before_layout = True`).
             By default ACCELERATE_TRANSFORMS, names separated by commas.
         resume: "auto" resumes from the project's newest checkpoint at the first pass over a loader; see `resume`.
+        telemetry: record each step of each process: True, or the folder of the run. True takes the `logging_dir` or
+            `project_dir` of the project, else `runs/<script>-<time>`. By default ACCELERATE_TELEMETRY, else False.
 
     Raises:
         ConfigurationError: arguments contradict each other, or a value is not valid.
@@ -146,6 +152,7 @@ class Accelerator(ProcessControl, RunOptions):
         strategy: str | Callable[[torch.device, Precision], Strategy] | None = None,
         transforms: Sequence[str | Any] | None = None,
         resume: str | None = None,
+        telemetry: bool | str | os.PathLike[str] | None = None,
     ) -> None:
         resolved = resolve(
             Request(
@@ -199,10 +206,24 @@ class Accelerator(ProcessControl, RunOptions):
         out_of_memory.watch(self._objects, self.precision)
         plan_file = env.get("ACCELERATE_PLAN_FILE")
         self._planned = PlannedRun(plan_file, self.state.device) if plan_file else None
+        self._meter = start_meter(telemetry, project, self.strategy.data_shard[1])
+        if self._meter is not None:
+            self._install(self._meter)
         if resume is not None:
             if resume != "auto":
                 raise ConfigurationError(f"resume={resume!r}: it is 'auto', or None to start from scratch")
             self._checkpoints.resume_at_first_use()
+
+    def _install(self, meter: StepMeter) -> None:
+        """Have a meter measure this run: methods of this object call it."""
+        self._checkpoints.meter = meter
+        owner = weakref.ref(self)
+        for name in METHODS:
+            call = getattr(type(self), name)
+            replaced = meter.wrap(name, call, owner)
+            if replaced is not None:
+                replaced.__name__, replaced.__doc__ = name, call.__doc__
+                self.__dict__[name] = replaced
 
     # -- prepare
 
@@ -376,11 +397,17 @@ class Accelerator(ProcessControl, RunOptions):
         if isinstance(optimizer, AcceleratedOptimizer):
             if optimizer not in self._objects.optimizers:
                 self._objects.optimizers.append(optimizer)
+                if self._meter is not None:
+                    self._meter.add_optimizer(optimizer)
             return optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        prepared = AcceleratedOptimizer(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
+        kind = AcceleratedOptimizer if self._meter is None else MeteredOptimizer
+        prepared = kind(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
         self.precision.attach_master_weights(optimizer)
+        offload = self.plan.handlers.offload
+        if offload is not None and self.device.type != "cpu":
+            offload_state(optimizer, offload.chunk_size)
         prepared._before_step = self._first_step.before_step
         prepared._after_step.extend(self.strategy.after_step)
         if self._planned is not None:
@@ -388,6 +415,8 @@ class Accelerator(ProcessControl, RunOptions):
         if not is_elementwise(optimizer):
             # It may decide by the loss, as a line search does: all ranks have to make the same decision.
             prepared._global_loss = functools.partial(global_loss, self.strategy)
+        if self._meter is not None:
+            self._meter.add_optimizer(prepared)
         self._objects.optimizers.append(prepared)
         self._checkpoints.watch_steps()
         return prepared
@@ -465,6 +494,8 @@ class Accelerator(ProcessControl, RunOptions):
         )
         self._objects.dataloaders.append(prepared)
         self._checkpoints.controller.add_loader(prepared)
+        if self._meter is not None:
+            self._meter.add_loader(prepared)
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -825,6 +856,8 @@ class Accelerator(ProcessControl, RunOptions):
         self.strategy.release()
         self._objects.clear()
         self._checkpoints.controller.clear()
+        if self._meter is not None:
+            self._meter.reset()
         self.step = 0
         return released
 

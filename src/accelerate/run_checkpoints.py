@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -36,6 +37,7 @@ from .parallel.unwrap import extract_model_from_parallel
 from .precision.base import Precision
 from .run_objects import RunObjects
 from .state import AcceleratorState, PartialState
+from .telemetry.meter import StepMeter
 from .tracking.group import TrackerGroup
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ class RunCheckpoints:
         self._damaged: list[DamagedCheckpoint] = []  # skipped by a load: their numbers are the next ones
         self._started_in = _current_folder()
         self._shards: ShardedState | None = None
+        self.meter: StepMeter | None = None
         self._steps_before = 0  # optimizer steps of the run before the checkpoint that was loaded
 
     # -- save and load
@@ -112,6 +115,9 @@ class RunCheckpoints:
             locks=self._locks,
             damaged=self._damaged if rotation is not None else (),
         )
+        begin = time.perf_counter()
+        if self.meter is not None:
+            self.meter.begin_save()
         writer = None if blocking else self._background_writer()
         if writer is None and self._writer is not None:
             self._writer.wait()
@@ -122,6 +128,8 @@ class RunCheckpoints:
         project.iteration += 1
         done = "saved" if writer is None else "saving in the background:"
         logger.info(f"{done} {saved}: epoch {run.progress['epoch']}, step {run.progress['step']}")
+        if self.meter is not None:
+            self.meter.saved(str(saved), run.progress["step"], time.perf_counter() - begin)
         return str(saved)
 
     def load(
@@ -131,6 +139,7 @@ class RunCheckpoints:
         **options: Any,
     ) -> LoadReport:
         """See `Accelerator.load_state`."""
+        begin = time.perf_counter()
         if self._writer is not None:
             self._writer.wait()
         options = {**_load_options(load_kwargs), **options}
@@ -144,12 +153,13 @@ class RunCheckpoints:
                 if not folder.is_dir() and not can_restore(folder):
                     raise CheckpointError(f"load_state: there is no folder {folder}")
                 report = load_run(run, folder, process=PartialState(), **options)
-        self._apply(report, "loaded")
+        self._apply(report, "loaded", begin)
         if input_dir is None:
             self._record_damaged(report)
         return report
 
     def _load_newest_if_any(self) -> LoadReport | None:
+        begin = time.perf_counter()
         if self._writer is not None:
             self._writer.wait()
         directory = self._checkpoints_dir("resume()")
@@ -157,12 +167,12 @@ class RunCheckpoints:
         with self._run_state() as run:
             report = resume_run(run, directory, process=PartialState())
         if report is not None:
-            self._apply(report, "resumed")
+            self._apply(report, "resumed", begin)
             self._record_damaged(report)
             self.trackers.resumed_keys = report.trackers
         return report
 
-    def _apply(self, report: LoadReport, done: str) -> None:
+    def _apply(self, report: LoadReport, done: str, begin: float) -> None:
         """Continue where the loaded run was."""
         skipped = f", {len(report.skipped)} damaged skipped" if report.skipped else ""
         logger.info(f"{done} {report.folder}: epoch {report.epoch}, step {report.step}{skipped}")
@@ -172,6 +182,8 @@ class RunCheckpoints:
         self._steps_before = report.step
         for optimizer in self.objects.optimizers:
             optimizer.steps_made = 0
+        if self.meter is not None:
+            self.meter.resumed(str(report.folder), report.step, time.perf_counter() - begin)
         self.controller.set_main_loader(report.progress.get("training_loader"))
         if "iteration" in report.progress and self.project.automatic_checkpoint_naming:
             self.project.iteration = int(report.progress["iteration"]) + 1
@@ -235,6 +247,8 @@ class RunCheckpoints:
         self._locks.release()
         self._shards = None
         self.controller.close()
+        if self.meter is not None:
+            self.meter.close()
         self.trackers.finish()
         self.state.destroy_process_group()
 

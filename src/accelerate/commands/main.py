@@ -16,6 +16,7 @@ COMMANDS = {
     "estimate-memory": ("estimate", "show what a model takes to load and to train, from its configuration"),
     "launch": ("launch", "start a script: one process, several, or several machines"),
     "merge-weights": ("merge", "put the shards of a model together"),
+    "monitor": ("monitor", "watch recorded runs: a page on localhost, or the terminal"),
     "plan": ("plan", "show in which layouts a training step of a model fits a machine, and how fast it is"),
     "test": ("test", "prove that this installation trains on this machine"),
     "to-fsdp2": ("to_fsdp2", "convert a configuration file from FSDP1 to FSDP2"),

@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..config.launch_settings import GIVEN
@@ -38,9 +39,13 @@ def _value_name(action: argparse.Action) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser with our help and errors: what is wrong, the nearest flag, exit code 2."""
+    """argparse's parser with our help and errors: what is wrong, the nearest flag, exit code 2.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    `foreign` has options of another program, without their dashes and with underscores, and what replaces each here.
+    """
+
+    def __init__(self, *args: Any, foreign: Mapping[str, str] = types.MappingProxyType({}), **kwargs: Any) -> None:
+        self.foreign = foreign
         kwargs.setdefault("formatter_class", Formatter)
         # A script's own arguments come after it; argparse would hold them against our flags' abbreviations.
         kwargs.setdefault("allow_abbrev", False)
@@ -53,10 +58,19 @@ class Parser(argparse.ArgumentParser):
             self.error(self._unknown(extra[0]))
         return found
 
+    def _parse_optional(self, arg_string: str) -> Any:
+        # `--flag` of an option that may have a value is read as `--flag=VALUE` with its default.
+        action = self._option_string_actions.get(arg_string)
+        if action is not None and action.const is not None and action.nargs is None:
+            arg_string = f"{arg_string}={action.const}"
+        return super()._parse_optional(arg_string)
+
     def _unknown(self, word: str) -> str:
         if not word.startswith("-"):
             return f"unexpected argument {word!r}"
         flag = word.split("=", 1)[0]
+        if instead := self.foreign.get(flag.lstrip("-").replace("-", "_")):
+            return f"unknown option {flag}: {instead}"
         return f"unknown option {flag}" + (suggestion(flag, self._option_string_actions) or f"; see {self.prog} -h")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -111,7 +125,7 @@ def _add(section: Any, option: Option) -> None:
     if option.kind == "switch":
         arguments.update(nargs=0, const=True)
     else:
-        arguments.update(type=_reader(option), metavar=_metavar(option))
+        arguments.update(type=_reader(option), metavar=_metavar(option), const=option.bare or None)
     section.add_argument(*option.spellings, **arguments)
 
 

@@ -55,6 +55,8 @@ class Option(NamedTuple):
             itself. ALWAYS publishes it in each run, NEVER leaves it to the launcher.
         to_variable: the text of the variable.
         key: where a configuration file holds the value, dotted, if not under the name; "" where a file cannot hold it.
+        bare: the value of the flag when it is given without one; a value is then given as --flag=VALUE only, so that
+            the next word of a command line is never taken for it.
         flags: the spellings of the flag, where they do not follow from the name.
         question: the question of `accelerate config`.
     """
@@ -75,6 +77,7 @@ class Option(NamedTuple):
     to_variable: Callable[[Any], str] = as_text
     key: str | None = None
     flags: tuple[str, ...] = ()
+    bare: str = ""
     question: str = ""
 
     @property

@@ -33,6 +33,8 @@ class DataLoaderStateMixin:
     # Called with the loader before each pass, and when the next batch is requested, after the last one was used.
     before_pass: tuple[Callable[[Any], None], ...] = ()
     between_batches: tuple[Callable[[Any], None], ...] = ()
+    # Measures the passes of this loader (`timed` and `timed_source` of a meter); None measures nothing.
+    meter: Any = None
     _open_passes = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

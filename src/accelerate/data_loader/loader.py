@@ -41,7 +41,7 @@ _PER_PROCESS = frozenset(
         "_origin",
         "_successor",
     }
-    | {"before_pass", "between_batches"}
+    | {"before_pass", "between_batches", "meter"}
 )
 
 
@@ -60,6 +60,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     batch_weight: float
     before_pass: tuple[Callable[[Any], None], ...]
     between_batches: tuple[Callable[[Any], None], ...]
+    meter: Any
     _is_accelerate_prepared = True
 
     def __init__(
@@ -181,8 +182,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._order, self._place = order, start
         plan = self.plan()
         steps = self._open(plan, order, start)
-        if self._feed is not None:
-            steps = self._feed.ahead(steps)
+        feed, meter = self._feed, self.meter
+        if feed is not None:
+            steps = feed.ahead(steps if meter is None else meter.timed_source(steps))
+        if meter is not None:
+            steps = meter.timed(self, plan, steps, feed is not None)
         return self._pass(steps, plan, start)
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
@@ -391,7 +395,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def succeed(self, origin: PreparedLoader) -> None:
         """Continue the present epoch of `origin`, also from a position that was loaded into it."""
-        self.before_pass, self.between_batches = origin.before_pass, origin.between_batches
+        self.before_pass, self.between_batches, self.meter = origin.before_pass, origin.between_batches, origin.meter
         self._pending, origin._pending = origin._pending, None
         self._origin = origin
         self._history = origin._history

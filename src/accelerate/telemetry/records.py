@@ -56,7 +56,7 @@ PHASES = ("data", "transfer", "forward", "backward", "communication", "optimizer
 
 
 @dataclass(frozen=True)
-class Header:
+class StepsHeader:
     """What the header of a file of steps says of the process that began it."""
 
     rank: int
@@ -67,6 +67,9 @@ class Header:
     """Seconds since 1970."""
     details: Mapping[str, Any]
     """All fields, also those of newer versions."""
+
+
+Header = StepsHeader  # its former name
 
 
 def steps_file(folder: Path, rank: int) -> Path:
@@ -89,7 +92,7 @@ def header_bytes(rank: int, world_size: int, **details: Any) -> bytes:
     return text.ljust(HEADER_SIZE - 1) + b"\n"
 
 
-def read_header(path: Path) -> tuple[Header, np.dtype[Any]]:
+def read_header(path: Path) -> tuple[StepsHeader, np.dtype[Any]]:
     """Read the header of a file of steps.
 
     Returns:
@@ -108,7 +111,7 @@ def read_header(path: Path) -> tuple[Header, np.dtype[Any]]:
         missing = [name for name in ("time", "step", "steps", "seconds") if name not in (record.names or ())]
         if missing or len(text) != HEADER_SIZE:
             raise KeyError(*missing)
-        header = Header(
+        header = StepsHeader(
             int(found["rank"]),
             int(found["world_size"]),
             str(found.get("host", "")),

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a run is recorded, and into which folder; the meter of an `Accelerator`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ..config.training import ProjectConfiguration
+from ..core import env
+from ..core.errors import ConfigurationError
+from ..core.files import user_path
+from ..core.option import parse_bool
+from ..runtime.agreement import Agreement
+from ..state import PartialState
+from .meter import StepMeter, StepRecorder, memory_reader
+from .status import open_status
+from .writer import TelemetryWriter
+
+# Seconds in which every rank must have made its Accelerator.
+_ARRIVAL = 120.0
+
+
+def start_meter(
+    telemetry: bool | str | os.PathLike[str] | None, project: ProjectConfiguration, shards: int
+) -> StepMeter | None:
+    """The meter of a run; None where nothing is recorded and no launcher shows its state.
+
+    Args:
+        telemetry: the argument of `Accelerator`.
+        project: whose folder is used if none is given.
+        shards: the number of shards of the data.
+    """
+    state = PartialState()
+    rank = state.process_index
+    status = open_status(env.get("ACCELERATE_STATUS_DIR"), rank)
+    folder = run_folder(telemetry, project)
+    share = shards / state.num_processes
+    if folder is None:
+        return None if status is None else StepMeter(status, state.device, share)
+    details: dict[str, Any] = {
+        "world_size": state.num_processes,
+        "data_shards": shards,
+        "host": socket.gethostname(),
+        "device": str(state.device),
+        "started": time.time(),
+    }
+    writer = TelemetryWriter.shared(folder, rank, device_memory=memory_reader(state.device), **details)
+    return StepRecorder(writer, status, state.device, share)
+
+
+def run_folder(telemetry: bool | str | os.PathLike[str] | None, project: ProjectConfiguration) -> Path | None:
+    """The folder of the run; None where it is not recorded."""
+    if telemetry is None:
+        telemetry = _of_variable(env.get("ACCELERATE_TELEMETRY"))
+    if isinstance(telemetry, bool):
+        if not telemetry:
+            return None
+        known = project.logging_dir or project.project_dir
+        return user_path(known, "project_dir") if known else _folder_of_start()
+    if not isinstance(telemetry, (str, os.PathLike)) or not os.fspath(telemetry):
+        raise ConfigurationError(f"telemetry={telemetry!r}: give True, False or a folder")
+    return user_path(telemetry, "telemetry")
+
+
+def _of_variable(text: str | None) -> bool | str:
+    """A truth value, or a folder of any other name."""
+    if not text:
+        return False
+    try:
+        return parse_bool(text)
+    except ConfigurationError:
+        return text
+
+
+def _folder_of_start() -> Path:
+    """`runs/<script>-<time>`, the same on all ranks, and the same after a restart by one launcher."""
+    script = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python").stem.strip("-") or "python"
+    started = env.get("ACCELERATE_LAUNCH_TIME") or time.strftime("%Y%m%d-%H%M%S")
+    name = f"{script}-{started}"
+    state = PartialState()
+    if state.num_processes > 1:
+        hint = "Make the Accelerator on every process, with the same `telemetry`."
+        name = Agreement(state, "telemetry").exchange("telemetry", name, _ARRIVAL, hint)[0]
+    return Path("runs").absolute() / name

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is recorded of a run: each step with its values, events, after kills, restarts, and on a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.telemetry import writer
+from accelerate.telemetry.records import FLAG_FIRST, HEADER_SIZE, PHASES, STEP, events_file, read_steps, steps_file
+from accelerate.telemetry.status import read_status, status_file
+from accelerate.telemetry.writer import TelemetryWriter, merged
+from accelerate.utils import ProjectConfiguration
+
+
+def make_data(samples=16):
+    torch.manual_seed(0)
+    return TensorDataset(torch.randn(samples, 4), torch.randn(samples, 1))
+
+
+def events(folder, rank=0):
+    return [json.loads(line) for line in events_file(Path(folder), rank).read_text().splitlines()]
+
+
+def train(folder, epochs=2, accumulation=1, **arguments):
+    """A run with an evaluation after each epoch. Returns its losses and gradient norms, step by step."""
+    accelerator = Accelerator(cpu=True, telemetry=folder, gradient_accumulation_steps=accumulation, **arguments)
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    prepared = accelerator.prepare(model, optimizer, DataLoader(make_data(), 4), DataLoader(make_data(), 8), scheduler)
+    model, optimizer, loader, evaluated, scheduler = prepared
+    losses, norms = [], []
+    for _ in range(epochs):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss, num_items=len(x))
+                losses.append(loss.item())
+                if accelerator.sync_gradients:
+                    norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        for x, _ in evaluated:
+            with torch.no_grad():
+                accelerator.gather_for_metrics(model(x))
+    return accelerator, losses, norms
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_each_step_has_a_record(tmp_path, accumulation):
+    begin = time.time()
+    accelerator, losses, norms = train(tmp_path, accumulation=accumulation)
+    folder = accelerator.save_state(tmp_path / "saved")
+    accelerator.end_training()
+    rows = read_steps(steps_file(tmp_path, 0))
+    steps = 8 // accumulation
+    assert list(rows["step"]) == list(range(1, steps + 1)) and set(rows["steps"]) == {1}
+    np.testing.assert_allclose(rows["loss"], np.reshape(losses, (-1, accumulation)).mean(1), rtol=1e-6)
+    np.testing.assert_allclose(rows["gradient_norm"], norms, rtol=1e-6)
+    np.testing.assert_allclose(rows["learning_rate"], 0.1 * 0.5 ** np.arange(steps), rtol=1e-6)
+    assert list(rows["epoch"]) == [0] * (steps // 2) + [1] * (steps // 2)
+    assert set(rows["samples"]) == set(rows["tokens"]) == {4.0 * accumulation}
+    assert rows["flags"][0] == FLAG_FIRST and not rows["flags"][1:].any()
+    phases = sum(rows[name].astype(float) for name in PHASES)
+    assert (phases <= rows["seconds"] * 1.001).all() and (rows["backward"] > 0).all() and (rows["data"] > 0).all()
+    assert (np.diff(rows["time"]) > 0).all() and begin < rows["time"][0] and rows["time"][-1] < time.time()
+    assert (rows["host_memory"] > 1e6).all() and np.isnan(rows["device_memory"]).all()
+    found = [(event["event"], event.get("step")) for event in events(tmp_path)]
+    evaluations = [(name, step) for step in (steps // 2, steps) for name in ("evaluation_begin", "evaluation_end")]
+    assert found == [("start", None), *evaluations, ("save", steps), ("end", None)]
+    assert events(tmp_path)[-2]["path"] == folder
+
+
+def test_nothing_is_recorded_unless_requested(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    accelerator, _, _ = train(None)
+    assert "backward" not in vars(accelerator) and type(accelerator._optimizers[0]) is AcceleratedOptimizer
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "arguments", "expected"),
+    [
+        ("true", {"project_dir": "project"}, "project"),
+        ("yes", {"project_config": ProjectConfiguration("project", "logs")}, "logs"),
+        ("given", {"project_dir": "project"}, "given"),
+        ("1", {}, "runs/script-20260102"),
+    ],
+)
+def test_the_folder(tmp_path, monkeypatch, variable, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["some/script.py"])
+    monkeypatch.setenv("ACCELERATE_TELEMETRY", variable)
+    monkeypatch.setenv("ACCELERATE_LAUNCH_TIME", "20260102")
+    Accelerator(cpu=True, **arguments).end_training()
+    assert [event["event"] for event in events(tmp_path / expected)] == ["start", "end"]
+    monkeypatch.setenv("ACCELERATE_TELEMETRY", "off")
+    assert Accelerator(cpu=True)._meter is None
+
+
+def on_two_ranks(folder):
+    accelerator, _, _ = train(folder)
+    ones = accelerator.gather(torch.ones(2))
+    accelerator.end_training()
+    return len(ones), str(accelerator._meter._writer.folder)
+
+
+def default_folder(folder):
+    os.chdir(folder)
+    sys.argv[0] = f"script{os.environ['RANK']}.py"
+    return on_two_ranks(True)[1]
+
+
+def test_two_ranks(ranks, tmp_path):
+    assert [length for length, _ in ranks(2).run(on_two_ranks, str(tmp_path))] == [4, 4]
+    for rank in range(2):
+        rows = read_steps(steps_file(tmp_path, rank))
+        assert list(rows["step"]) == [1, 2, 3, 4] and set(rows["samples"]) == {4.0}
+        assert {"start", "evaluation_begin", "end"} <= {event["event"] for event in events(tmp_path, rank)}
+
+
+def test_two_ranks_agree_on_the_folder(ranks, tmp_path):
+    first, second = ranks(2).run(default_folder, str(tmp_path))
+    assert first == second and Path(first).name.startswith("script0-")
+    assert steps_file(Path(first), 1).exists()
+
+
+def test_a_resumed_run_appends(tmp_path):
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator, _, _ = train(tmp_path, epochs=1, project_config=project)
+    accelerator.save_state()
+    accelerator.end_training()
+    accelerator = Accelerator(cpu=True, telemetry=tmp_path, project_config=project)
+    model = torch.nn.Linear(4, 1)
+    prepared = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(make_data(), 4), DataLoader(make_data(), 8)
+    )
+    model, optimizer, loader, _ = prepared
+    accelerator._schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5))
+    accelerator.resume()
+    for x, y in loader:
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+    accelerator.end_training()
+    rows = read_steps(steps_file(tmp_path, 0))
+    assert list(rows["step"]) == list(range(1, 9)) and list(rows["epoch"]) == [0] * 4 + [1] * 4
+    resumed = next(event for event in events(tmp_path) if event["event"] == "resume")
+    assert resumed["step"] == 4 and resumed["path"].endswith("checkpoint_0")
+
+
+KILLED = """
+import sys, time
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, telemetry=sys.argv[1])
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+x = torch.ones(2, 4)
+while True:
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    print(time.time(), optimizer.steps_made, flush=True)
+"""
+
+
+def test_a_killed_process_loses_a_moment(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    process = subprocess.Popen([sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    steps = {}
+    for line in process.stdout:
+        when, step = line.split()
+        steps[int(step)] = float(when)
+        if len(steps) == 2000:
+            process.send_signal(signal.SIGKILL)
+    process.wait()
+    rows = read_steps(steps_file(tmp_path, 0))
+    assert list(rows["step"]) == list(range(1, len(rows) + 1))
+    last = max(steps)
+    # The interval of the writer, and time for its thread to run on a busy machine.
+    assert steps[last] - rows["time"][-1] < writer.INTERVAL + 2.0
+    # What a kill in the middle of a write leaves is removed by the next process.
+    for path in (steps_file(tmp_path, 0), events_file(tmp_path, 0)):
+        with open(path, "ab") as file:
+            file.write(b'{"time": 1, "ev')
+    again = TelemetryWriter(tmp_path, 0, world_size=1)
+    again.append((time.time(), 1, 1, 0, 0, *[0.0] * 14, None))
+    again.close()
+    assert len(read_steps(steps_file(tmp_path, 0))) == len(rows) + 1
+    assert (steps_file(tmp_path, 0).stat().st_size - HEADER_SIZE) % STEP.itemsize == 0
+    assert [event["event"] for event in events(tmp_path)] == ["start", "start", "end"]
+
+
+def limited(folder):
+    import logging
+    import resource
+
+    warnings = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("accelerate").addHandler(handler)
+    writer.INTERVAL = 0.01
+    resource.setrlimit(resource.RLIMIT_FSIZE, (HEADER_SIZE + 10 * STEP.itemsize + 7, resource.RLIM_INFINITY))
+    accelerator, losses, _ = train(folder, epochs=5)
+    accelerator.end_training()
+    return len(losses), [text for text in warnings if "telemetry" in text]
+
+
+def test_a_full_disk_stops_the_recording_only(ranks, tmp_path):
+    ((steps, warnings),) = ranks(1).run(limited, str(tmp_path))
+    assert steps == 20 and len(warnings) == 1 and "cannot be written" in warnings[0]
+    assert 0 <= len(read_steps(steps_file(tmp_path, 0))) <= 10
+    assert (steps_file(tmp_path, 0).stat().st_size - HEADER_SIZE) % STEP.itemsize == 0
+
+
+def test_a_long_run_stays_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "MOST_RECORDS", 64)
+    made = TelemetryWriter(tmp_path, 0, world_size=1)
+    path = steps_file(tmp_path, 0)
+    for step in range(1, 1001):
+        made.append((float(step), step, 1, 0, 0, *[1.0] * 8, float(step), *[1.0] * 2, float(step), 1.0, 0.1, None))
+        if step % 16 == 0:
+            made.flush()
+            assert len(read_steps(path)) < 64 + 16
+    made.close()
+    rows = read_steps(path)
+    assert rows["steps"].sum() == rows["samples"].sum() == 1000 and (np.diff(rows["step"].astype(int)) > 0).all()
+    assert (rows["steps"][-16:] == 1).all() and rows["steps"][0] > 16 and set(rows["seconds"]) == {1.0}
+    assert (rows["longest"] == rows["step"]).all() and (rows["loss"] == rows["step"]).all()
+
+
+def test_records_around_a_resume_are_not_merged():
+    rows = np.zeros(6, STEP)
+    rows["step"], rows["steps"] = [1, 2, 3, 2, 3, 4], 1
+    assert list(merged(rows)["step"]) == [2, 3, 2, 4] and list(merged(rows[:5])["step"]) == [2, 3, 2, 3]
+
+
+def test_the_launcher_sees_the_newest_state(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_STATUS_DIR", str(tmp_path))
+    accelerator, _, _ = train(None, epochs=3)
+    found = read_status(status_file(tmp_path, 0))
+    assert (found.step, found.epoch, found.batches) == (12, 2, 2) and found.samples == 48.0 and found.tokens == 48.0
+    assert found.state == 2 and found.loss > 0 and abs(found.time - time.time()) < 60 and not found.checkpoint
+    folder = accelerator.save_state(tmp_path / "saved")
+    found = read_status(status_file(tmp_path, 0))
+    assert found.state == 1 and found.checkpoint == folder
+    # Another object has the file.
+    assert Accelerator(cpu=True)._meter is None
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["--telemetry", "s.py"], "true"), (["--telemetry=here", "s.py"], "here"), (["s.py", "--telemetry", "x"], None)],
+)
+def test_the_option_takes_no_script_for_its_value(words, expected):
+    from accelerate.commands.launch import launch_command_parser
+
+    args = launch_command_parser().parse_args(words)
+    assert (args.telemetry, args.training_script) == (expected, "s.py")
+    assert args.training_script_args == words[words.index("s.py") + 1 :]
