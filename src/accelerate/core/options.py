@@ -283,6 +283,13 @@ MACHINES = Group(
             "0",
             flags=("-t", "--tee"),
         ),
+        Option(
+            "progress_interval",
+            "float",
+            "Seconds between two lines on the progress of a run that writes to no terminal; 0: neither these lines "
+            "nor the panel on a terminal. Given for a single process, it is shown for that too.",
+            60.0,
+        ),
         Option("log_dir", "text", "Folder for each rank's standard output and error."),
         Option("error_file", "text", "File to which the first failure of a run is written as JSON."),
         Option(

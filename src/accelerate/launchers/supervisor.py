@@ -16,10 +16,12 @@ from pathlib import Path
 from socket import gethostname, socket
 from types import FrameType
 
+from ..core import env
 from ..core.system import handles_signal
 from . import failure as failures
 from . import tracebacks
 from .failure import Failure
+from .panel import Display
 from .process import Rank
 from .spec import LaunchSpec, ProcessSpec
 from .streams import LINE_WAIT
@@ -92,6 +94,7 @@ class Supervisor:
         self._kill_at: float | None = None
         self._notice_at: float | None = None
         self._oom_kills = failures.oom_kills()
+        self._display: Display | None = None
 
     def run(self, processes: Sequence[ProcessSpec]) -> int:
         """Start the processes and wait until all have ended. Returns the exit code."""
@@ -126,7 +129,11 @@ class Supervisor:
 
     def _start(self, processes: Sequence[ProcessSpec]) -> None:
         folder = Path(self.spec.log_dir).expanduser() / _run_name() if self.spec.log_dir else None
+        if self.spec.progress_interval and not self.spec.quiet:
+            self._display = Display(self.spec, _can_show_panel())
+        variables = {} if self._display is None else self._display.progress.variables
         for process in processes:
+            process = process._replace(variables={**process.variables, **variables})
             rank = self.make_rank(process, folder)
             self.ranks.append(rank)
             rank.error.before_showing = partial(self._without_repetition, rank.rank)
@@ -143,6 +150,8 @@ class Supervisor:
             timeout = min(timeout, self.link.interval)
         if any(stream.pending for rank in self.ranks for stream in rank.streams):
             timeout = min(timeout, LINE_WAIT)
+        if self._display is not None:
+            timeout = min(timeout, self._display.wait)
         now = time.monotonic()
         for deadline in (self._stop_at, self._kill_at, self._notice_at):
             if deadline is not None:
@@ -163,6 +172,7 @@ class Supervisor:
             self._handle_signal(number)
         if self.link is not None:
             self.link.tick(self._stop_for_others)
+        self._show_progress()
         now = time.monotonic()
         ended = [rank for rank in self.ranks if rank.poll()]
         if self._kill_at is None and any(rank.code for rank in ended) and len(ended) != self._ended_count:
@@ -177,6 +187,14 @@ class Supervisor:
             self._kill_all()
         if self._notice_at is not None and now >= self._notice_at:
             self._show_notice(now)
+
+    def _show_progress(self) -> None:
+        if self._display is not None:
+            pids = {rank.rank: rank.popen.pid for rank in self.ranks if rank.code is None and not rank.spec.starter}
+            codes = {rank.rank: rank.code for rank in self.ranks if rank.code is not None and not rank.spec.starter}
+            text = self._display.tick(pids, codes)
+            if text is not None:
+                self._print([text])
 
     def _grace_period(self) -> float:
         """Seconds to wait before the other ranks are stopped."""
@@ -257,12 +275,16 @@ class Supervisor:
             self._stop(signal.SIGTERM)
 
     def _clean_up(self) -> None:
+        if self._display is not None:
+            self._display.hide()
         for rank in self.ranks:
             rank.popen.wait()
             rank.poll()
             if rank.stopped or rank.code:
                 rank.kill_children()
             rank.drain()
+        if self._display is not None:
+            self._display.close()
         self._selector.close()
 
     def _finish(self) -> int:
@@ -412,6 +434,10 @@ def with_restarts(spec: LaunchSpec, attempt: Callable[[int], Supervisor]) -> int
         if number < spec.max_restarts:
             print(f"accelerate launch: restart {number + 1} of {spec.max_restarts}", file=sys.stderr, flush=True)
     return ended.code
+
+
+def _can_show_panel() -> bool:
+    return os.name == "posix" and os.isatty(2) and env.get("TERM") not in (None, "dumb")
 
 
 def _run_name() -> str:
