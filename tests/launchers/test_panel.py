@@ -133,9 +133,9 @@ def test_lines_in_a_file(tmp_path, options, shown):
 
 
 def test_figures(tmp_path, monkeypatch):
-    watched = Progress(LaunchSpec(Program("script.py"), num_processes=4, num_machines=2, machine_rank=1))
-    assert watched.folder is not None and watched.where == "machine 1 of 2"
-    files = [StatusFile(status_file(watched.folder, rank)) for rank in (2, 3)]
+    watched = Progress(LaunchSpec(Program("script.py"), num_processes=4, num_machines=2, machine_rank=1), tmp_path)
+    assert watched.where == "machine 1 of 2"
+    files = [StatusFile(status_file(tmp_path, rank)) for rank in (2, 3)]
     files[0].write(0, 0, 100.0, 0, 0, 0, math.nan, math.nan, math.nan, math.nan)
     assert watched.read({}, {}) is None
     now = 1000.0
@@ -162,5 +162,3 @@ def test_figures(tmp_path, monkeypatch):
     now = 1100.0
     found = watched.read({}, {3: -9})
     assert isinstance(found, Figures) and dict(found.ranks) == {2: "no step for 1:34", 3: "failed (-9)"}
-    watched.close()
-    assert watched.folder is None

@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import time
+from pathlib import Path
 
 from .progress import Figures, Progress, duration, epoch_of, line, ranks_of, rates_of, size_of
 from .spec import LaunchSpec
@@ -28,11 +29,12 @@ class Display:
 
     Args:
         spec: the launch.
+        folder: where the ranks publish their states.
         terminal: whether standard error is a terminal that can show a panel.
     """
 
-    def __init__(self, spec: LaunchSpec, terminal: bool) -> None:
-        self.progress: Progress = Progress(spec)
+    def __init__(self, spec: LaunchSpec, folder: Path, terminal: bool) -> None:
+        self.progress: Progress = Progress(spec, folder)
         plural = "es" if spec.num_processes > 1 else ""
         self._title = f"{os.path.basename(spec.program.name)} · {spec.num_processes} process{plural}"
         self._interval = spec.progress_interval
@@ -75,11 +77,6 @@ class Display:
         """Remove the panel."""
         if self._panel is not None:
             self._panel.remove()
-
-    def close(self) -> None:
-        """Remove the panel and what the ranks have published."""
-        self.hide()
-        self.progress.close()
 
 
 class Panel:

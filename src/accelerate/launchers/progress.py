@@ -6,15 +6,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..telemetry.status import EVALUATING, STATES, TRAINING, VARIABLE, Status, statuses
+from ..telemetry.status import EVALUATING, STATES, TRAINING, Status, statuses
 from .spec import LaunchSpec
 
 # Seconds over which rates are measured, and after which a rank that makes no step is shown, if that is also so many
@@ -22,8 +20,6 @@ from .spec import LaunchSpec
 _WINDOW = 15.0
 _STALLED = 10.0
 _STALLED_STEPS = 10
-# When this launcher started: restarted ranks record into the same folder.
-_STARTED = time.strftime("%Y%m%d-%H%M%S")
 
 
 class Figures(NamedTuple):
@@ -54,23 +50,17 @@ class Figures(NamedTuple):
 
 
 class Progress:
-    """Gives the ranks of this machine a folder for their states, and reads these.
+    """Reads the states of the ranks of this machine.
 
     Args:
         spec: the launch.
+        folder: where the ranks publish.
     """
 
-    def __init__(self, spec: LaunchSpec) -> None:
+    def __init__(self, spec: LaunchSpec, folder: Path) -> None:
         self.where = f"machine {spec.machine_rank} of {spec.num_machines}" if spec.num_machines > 1 else ""
-        self.folder: Path | None = _private_folder()
+        self._folder = folder
         self._history: deque[tuple[float, int, float, float]] = deque()
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """The variables of the ranks."""
-        if self.folder is None:
-            return {}
-        return {VARIABLE: str(self.folder), "ACCELERATE_LAUNCH_TIME": _STARTED}
 
     def read(self, pids: Mapping[int, int], ended: Mapping[int, int]) -> Figures | None:
         """The figures now; None before the first step or evaluation of a rank.
@@ -79,7 +69,7 @@ class Progress:
             pids: the process of each rank that runs here.
             ended: the exit code of each rank that has ended.
         """
-        found = {} if self.folder is None else dict(statuses(self.folder))
+        found = dict(statuses(self._folder))
         if not any(one.step or one.state == EVALUATING for one in found.values()):
             return None
         now = time.time()
@@ -124,12 +114,6 @@ class Progress:
         # Batches for each step since the start of the run.
         read = status.batches * status.epoch + status.batch
         return (status.batches - status.batch) * status.step / read / rate
-
-    def close(self) -> None:
-        """Remove the folder."""
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder = None
 
 
 def line(figures: Figures, where: str = "") -> str:
@@ -215,17 +199,3 @@ def _resident(pid: int) -> int:
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
-
-
-def _private_folder() -> Path | None:
-    """A new folder that only this user can read; in memory where that is possible."""
-    if sys.platform != "linux":
-        import tempfile
-
-        return Path(tempfile.mkdtemp(prefix="accelerate-"))
-    for root in ("/dev/shm", "/tmp"):
-        path = Path(root, f"accelerate-{os.getpid()}-{time.monotonic_ns():x}")
-        with contextlib.suppress(OSError):
-            path.mkdir(mode=0o700)
-            return path
-    return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import sys
 import threading
@@ -15,18 +16,23 @@ from functools import partial
 from pathlib import Path
 from socket import gethostname, socket
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from ..core import env
 from ..core.system import handles_signal
 from . import failure as failures
 from . import tracebacks
 from .failure import Failure
-from .panel import Display
 from .process import Rank
 from .spec import LaunchSpec, ProcessSpec
 from .streams import LINE_WAIT
 from .tracebacks import fingerprint
 
+if TYPE_CHECKING:
+    from .panel import Display
+
+# When this launcher started: restarted ranks record into the same folder.
+_STARTED = time.strftime("%Y%m%d-%H%M%S")
 # Seconds from the first failure to the stop of the other ranks, in which one of them may turn out to be the cause:
 # where the failure is the rank's own, where it lost the connection to another, where others are writing tracebacks.
 GRACE = 0.05
@@ -94,6 +100,8 @@ class Supervisor:
         self._kill_at: float | None = None
         self._notice_at: float | None = None
         self._oom_kills = failures.oom_kills()
+        # Where the ranks publish their states, and what shows them.
+        self._status_folder: str | None = None
         self._display: Display | None = None
 
     def run(self, processes: Sequence[ProcessSpec]) -> int:
@@ -130,15 +138,21 @@ class Supervisor:
     def _start(self, processes: Sequence[ProcessSpec]) -> None:
         folder = Path(self.spec.log_dir).expanduser() / _run_name() if self.spec.log_dir else None
         if self.spec.progress_interval and not self.spec.quiet:
-            self._display = Display(self.spec, _can_show_panel())
-        variables = {} if self._display is None else self._display.progress.variables
+            self._status_folder = _private_folder()
         for process in processes:
-            process = process._replace(variables={**process.variables, **variables})
+            if self._status_folder is not None:
+                added = {"ACCELERATE_STATUS_DIR": self._status_folder, "ACCELERATE_LAUNCH_TIME": _STARTED}
+                process = process._replace(variables={**process.variables, **added})
             rank = self.make_rank(process, folder)
             self.ranks.append(rank)
             rank.error.before_showing = partial(self._without_repetition, rank.rank)
             for stream in rank.streams:
                 self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
+        if self._status_folder is not None:
+            # Imported while the ranks start.
+            from .panel import Display
+
+            self._display = Display(self.spec, Path(self._status_folder), _can_show_panel())
         for connection, receive in self.link.callbacks(self._stop_for_others) if self.link else []:
             self._selector.register(connection, selectors.EVENT_READ, partial(self._handle_link, connection, receive))
 
@@ -283,8 +297,8 @@ class Supervisor:
             if rank.stopped or rank.code:
                 rank.kill_children()
             rank.drain()
-        if self._display is not None:
-            self._display.close()
+        if self._status_folder is not None:
+            shutil.rmtree(self._status_folder, ignore_errors=True)
         self._selector.close()
 
     def _finish(self) -> int:
@@ -434,6 +448,20 @@ def with_restarts(spec: LaunchSpec, attempt: Callable[[int], Supervisor]) -> int
         if number < spec.max_restarts:
             print(f"accelerate launch: restart {number + 1} of {spec.max_restarts}", file=sys.stderr, flush=True)
     return ended.code
+
+
+def _private_folder() -> str | None:
+    """A new folder that only this user can read; in memory where that is possible."""
+    if sys.platform != "linux":
+        import tempfile
+
+        return tempfile.mkdtemp(prefix="accelerate-")
+    for root in ("/dev/shm", "/tmp"):
+        path = f"{root}/accelerate-{os.getpid()}-{time.monotonic_ns():x}"
+        with contextlib.suppress(OSError):
+            os.mkdir(path, 0o700)
+            return path
+    return None
 
 
 def _can_show_panel() -> bool:
