@@ -1182,7 +1182,11 @@ class Accelerator(ProcessControl, RunOptions):
             words.append(self.mixed_precision)
         if self.gradient_accumulation_steps != 1:
             words.append(f"{self.gradient_accumulation_steps} accumulation steps")
-        kinds: dict[str, list[Any]] = {"model": self._models, "optimizer": self._optimizers, "loader": self._dataloaders}
+        kinds: dict[str, list[Any]] = {
+            "model": self._models,
+            "optimizer": self._optimizers,
+            "loader": self._dataloaders,
+        }
         words += [f"{len(made)} {kind}{'s' if len(made) > 1 else ''}" for kind, made in kinds.items() if made]
         return f"<Accelerator: {', '.join(words)}>"
 

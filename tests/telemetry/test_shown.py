@@ -58,7 +58,9 @@ def test_checkpoints_are_told_in_one_line(ranks, tmp_path):
         ]
         lines = [[line for line in out.stderr.splitlines() if "accelerate:" in line] for out in case.outputs]
         assert lines == [[] if quiet else expected, []]
-        assert accelerator == "<Accelerator: rank 0 of 2, DistributedDataParallel, cpu, 1 model, 1 optimizer, 1 loader>"
+        assert (
+            accelerator == "<Accelerator: rank 0 of 2, DistributedDataParallel, cpu, 1 model, 1 optimizer, 1 loader>"
+        )
         assert report == f"<LoadReport of {saved}: epoch 0, step 0, saved by 2 processes>"
 
 

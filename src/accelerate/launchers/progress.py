@@ -58,7 +58,7 @@ class Progress:
     """
 
     def __init__(self, spec: LaunchSpec, folder: Path) -> None:
-        self.where = f"machine {spec.machine_rank} of {spec.num_machines}" if spec.num_machines > 1 else ""
+        self.where: str = f"machine {spec.machine_rank} of {spec.num_machines}" if spec.num_machines > 1 else ""
         self._folder = folder
         self._history: deque[tuple[float, int, float, float]] = deque()
 

@@ -230,7 +230,7 @@ class StepRecorder(StepMeter):
         self, writer: TelemetryWriter, status: StatusFile | None, device: torch.device, share: float = 1.0
     ) -> None:
         self._writer = writer
-        self.folder = writer.folder
+        self.folder: Path | None = writer.folder
         self._flags = FLAG_FIRST
         self._backwards = 0
         now = perf_counter()
