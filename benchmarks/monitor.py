@@ -50,7 +50,8 @@ def main() -> None:
                     "each step": "pixels=1200&start=700001&stop=701000",
                 }
                 times = alternate(
-                    {title: lambda query=query: fetch(port, query) for title, query in ranges.items()}, rounds=7
+                    {title: lambda query=query, port=port: fetch(port, query) for title, query in ranges.items()},
+                    rounds=7,
                 )
                 new = []
                 for step in range(5):

@@ -146,8 +146,8 @@ class Summary:
             found.append(f"{who[0].upper()}{who[1:]} loses its time in {WORDS[part]}: look at {what}.")
         for part, share in sorted(self.shares.items(), key=lambda item: -item[1]):
             least, remedy = REMEDIES.get(part, (2.0, ""))
-            if part == "communication" and self.stragglers:
-                continue  # it is the wait for these ranks
+            if self.stragglers and (part == "communication" or part in stragglers):
+                continue  # the slow ranks, and the wait for them
             if share >= least:
                 found.append(f"{_percent(share)} of the time is {WORDS[part]}: {remedy}.")
         if self.bad_loss is not None:
