@@ -32,6 +32,7 @@ from .optimizer import AcceleratedOptimizer
 from .parallel.base import Bundle
 from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow, global_loss
+from .parallel.optimizer_offload import offload_state
 from .parallel.optimizer_scope import is_elementwise
 from .parallel.placeholders import refuse_placeholder
 from .parallel.unwrap import extract_model_from_parallel
@@ -405,6 +406,9 @@ class Accelerator(ProcessControl, RunOptions):
         kind = AcceleratedOptimizer if self._meter is None else MeteredOptimizer
         prepared = kind(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
         self.precision.attach_master_weights(optimizer)
+        offload = self.plan.handlers.offload
+        if offload is not None and self.device.type != "cpu":
+            offload_state(optimizer, offload.chunk_size)
         prepared._before_step = self._first_step.before_step
         prepared._after_step.extend(self.strategy.after_step)
         if self._planned is not None:

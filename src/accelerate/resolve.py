@@ -19,11 +19,13 @@ from .config.training import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    OptimizerOffloadKwargs,
     ProfileKwargs,
     TorchDynamoPlugin,
     check_accumulation_steps,
 )
 from .core import devices, env, extensions
+from .core.device_kinds import DEVICES
 from .core.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType
 from .core.errors import ConfigurationError, PrepareError
 from .core.imports import is_available
@@ -32,7 +34,7 @@ from .logging import get_logger
 from .parallel.base import Strategy
 from .parallel.choice import check_beside_deepspeed, choose_strategy
 from .parallel.ddp.strategy import DataParallel
-from .parallel.registry import strategy_class
+from .parallel.registry import strategy_class, transform_class
 from .parallelism_config import ParallelismConfig
 from .precision.amp import MixedPrecision, ScaledPrecision
 from .precision.base import Precision
@@ -56,6 +58,7 @@ class Handlers:
     te: TERecipeKwargs | None = None
     msamp: MSAMPRecipeKwargs | None = None
     master: MasterWeightsKwargs | None = None
+    offload: OptimizerOffloadKwargs | None = None
 
 
 # Class -> field. The deprecated FP8RecipeKwargs is a TERecipeKwargs as well: it comes first.
@@ -95,6 +98,7 @@ class Plan:
     exact: bool
     strategy: str
     origins: dict[str, str]
+    optimizer_offload: str | None = None  # what OptimizerOffloadKwargs does on this device
 
     def values(self) -> dict[str, tuple[Any, str]]:
         """Name -> (value, where it came from) of what was decided."""
@@ -106,6 +110,8 @@ class Plan:
         }
         if self.handlers.master is not None:
             found["master_weights"] = "fp32, of bf16 parameters"
+        if self.optimizer_offload is not None:
+            found["optimizer_offload"] = self.optimizer_offload
         others = {name: "given" for name, origin in self.origins.items() if name not in found and origin != "default"}
         return {name: (value, self.origins.get(name, "")) for name, value in {**found, **others}.items()}
 
@@ -158,11 +164,16 @@ def resolve(request: Request) -> Resolved:
     if handlers.master is not None:
         origins["master_weights"] = "argument"
         check_master(name, state.mixed_precision, origins)
+    offload = None
+    if handlers.offload is not None:
+        origins["optimizer_offload"] = "argument"
+        offload = check_optimizer_offload(name, state.device.type, handlers)
     precision = _precision(state, handlers, origins, gathers=name == "fsdp2")
     strategy = _strategy(name, state, precision, handlers, arguments)
     strategy.transforms = (*_own_transforms(request, origins), *strategy.transforms)
+    check_transforms(strategy.transforms, name, dynamo)
     state.__dict__["device_mesh"] = getattr(strategy, "mesh", None)
-    plan = Plan(state.mixed_precision, accumulation, dynamo, handlers, exact, strategy.name, origins)
+    plan = Plan(state.mixed_precision, accumulation, dynamo, handlers, exact, strategy.name, origins, offload)
     return Resolved(plan, state, precision, strategy)
 
 
@@ -444,6 +455,42 @@ def check_master(strategy: Any, mixed_precision: str, origins: dict[str, str]) -
         )
 
 
+def check_optimizer_offload(strategy: Any, device: str, handlers: Handlers) -> str:
+    """What OptimizerOffloadKwargs does in this run. Raises ConfigurationError where it cannot be had."""
+    others = {
+        "deepspeed": "set offload_optimizer_device='cpu' in the deepspeed_plugin",
+        "fsdp1": "set cpu_offload=True in the fsdp_plugin",
+        "fsdp2": "set cpu_offload=True in the fsdp_plugin",
+    }
+    if strategy in others:
+        raise ConfigurationError(f"kwargs_handlers holds OptimizerOffloadKwargs: for {strategy}, {others[strategy]}")
+    if strategy not in ("single", "ddp"):
+        raise ConfigurationError(
+            f"kwargs_handlers holds OptimizerOffloadKwargs, which is for one process and DDP; this run is {strategy}"
+        )
+    if handlers.master is not None:
+        raise ConfigurationError("kwargs_handlers holds OptimizerOffloadKwargs and MasterWeightsKwargs: give one")
+    if device == "cpu":
+        return "nothing to do: on the CPU states are in host memory"
+    if device not in DEVICES or not DEVICES[device].pin_memory:
+        raise ConfigurationError(
+            f"kwargs_handlers holds OptimizerOffloadKwargs, and {device} devices have no pinned host memory"
+        )
+    return "states are in host memory between steps"
+
+
+def check_transforms(transforms: Sequence[Any], strategy: Any, dynamo: TorchDynamoPlugin) -> None:
+    """Raise ConfigurationError for a transform that excludes the layout or the compilation of this run."""
+    for one in transforms:
+        excluded = getattr(one, "excludes", ())
+        if "pipeline" in excluded and strategy == "pipeline":
+            raise ConfigurationError(f"{type(one).__name__} does not work with pp_size: leave one out")
+        if "compile" in excluded and dynamo.backend is not DynamoBackend.NO:
+            raise ConfigurationError(
+                f"{type(one).__name__} does not work with dynamo_backend={dynamo.backend.value!r}: leave one out"
+            )
+
+
 def _fp8_backend(handlers: Handlers) -> tuple[FP8BackendType, Any]:
     """(library, recipe) of fp8: of the recipe that is given, else ACCELERATE_FP8_BACKEND, else what is installed."""
     given = {
@@ -508,7 +555,7 @@ def _own_transforms(request: Request, origins: dict[str, str]) -> tuple[Any, ...
     if isinstance(requested, str):
         raise ConfigurationError(f"transforms={requested!r} is one word: give a list of transforms")
     origins["transforms"] = _origin(request.transforms, "ACCELERATE_TRANSFORMS")
-    found = [extensions.load("transform", one)() if isinstance(one, str) else one for one in requested]
+    found = [transform_class(one)() if isinstance(one, str) else one for one in requested]
     for one in found:
         if not callable(getattr(one, "apply", None)):
             raise ConfigurationError(f"transforms holds {one!r}: a transform has a method apply(model)")

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of large models."""
 
+import contextlib
+import importlib
+import io
+import re
 import sys
+from pathlib import Path
 
 import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "big_model"
 
 
 def test_plan(example, monkeypatch, capsys):
@@ -13,3 +20,48 @@ def test_plan(example, monkeypatch, capsys):
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert {"ddp", "fsdp", "fsdp+ckpt"} <= {name for name, text in lines.items() if text.endswith(", fits")}
     assert "not estimated" in lines["pp"]
+
+
+@pytest.fixture
+def printed(ranks):
+    """A function that runs an example on ranks, and returns what rank 0 printed."""
+
+    def run(name, nproc, *arguments):
+        return ranks(nproc).run(run_example, name, arguments, env={"ACCELERATE_USE_CPU": "true"})[0]
+
+    return run
+
+
+def run_example(name, arguments):
+    output = io.StringIO()
+    sys.path.insert(0, str(FOLDER))
+    sys.argv = [f"{name}.py", *arguments]
+    with contextlib.redirect_stdout(output):
+        importlib.import_module(name).main()
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_load(printed, nproc):
+    text = printed("load", nproc, "--cpu", "8MB")
+    assert re.search(r"embed +1.02 MB on cpu", text) and re.search(r"blocks.3 +2.10 MB on disk", text), text
+    assert "outputs differ from the plain model by 0.0e+00" in text
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_offload(printed, nproc):
+    text = printed("offload", nproc, "--layers", "12")
+    total, more = map(int, re.search(r"(\d+) MB of weights, (-?\d+) MB more", text).groups())
+    assert total == 50 and more < 20, text
+    assert "outputs are equal: True" in text
+
+
+def test_inference(printed, tmp_path):
+    expected = None
+    for nproc in (1, 2):
+        folder = tmp_path / str(nproc)
+        text = printed("inference", nproc, "--output", str(folder))
+        rows = [line for file in sorted(folder.glob("part-*")) for line in file.read_text().splitlines()]
+        assert f"{len(rows)} samples, {len(rows)} rows in" in text
+        assert expected in (None, rows)
+        expected = rows

@@ -6,15 +6,13 @@ KILLS sets how many (default 2); `make test-faults` takes 100.
 
 import os
 import random
-import signal
 import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from kills import LIMIT, Launches, gone, rank_pids, strike
 from ranks import run_script
 
 from accelerate.checkpointing import list_checkpoints, verify
@@ -23,57 +21,10 @@ from accelerate.checkpointing.layout import unfit
 WORKER = Path(__file__).parent / "worker.py"
 KILLS = int(os.environ.get("KILLS", "2"))
 STEPS_A_KILL = 25
-LIMIT = 180.0
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 
 
-STARTED: list[subprocess.Popen] = []
-
-
-def launch(folder: Path, total: int, *options: str) -> subprocess.Popen:
-    for note in folder.glob("rank*.pid"):
-        note.unlink()
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", *options]
-    STARTED[:] = [
-        subprocess.Popen(
-            [*command, str(WORKER), str(folder), str(total)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    ]
-    return STARTED[0]
-
-
-def rank_pids(folder: Path, launcher: subprocess.Popen) -> list[int]:
-    """The ranks' process ids, once both train."""
-    deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline and launcher.poll() is None:
-        notes = [folder / f"rank{rank}.pid" for rank in range(2)]
-        if all(note.exists() and note.read_text() for note in notes):
-            return [int(note.read_text()) for note in notes]
-        time.sleep(0.01)
-    raise AssertionError(f"the ranks did not start: {launcher.communicate(timeout=LIMIT)[1]}")
-
-
-def strike(target: str, pids: list[int], launcher: subprocess.Popen) -> None:
-    victims = {"rank": pids[-1:], "ranks": pids, "launcher": [launcher.pid]}[target]
-    for pid in victims:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            # It had come to its end by itself.
-            pass
-
-
-def gone(pids: list[int]) -> bool:
-    """Whether none of the processes is left, within seconds."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return True
-        time.sleep(0.01)
-    return False
+LAUNCHES = Launches(WORKER)
 
 
 def check_all(folder: Path) -> None:
@@ -96,9 +47,7 @@ def folder(tmp_path):
     place = memory if os.access(memory, os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(dir=place, prefix="accelerate-kills-") as name:
         yield Path(name)
-        for launcher in STARTED:
-            launcher.kill()  # where the test has failed; its ranks go with it
-            launcher.wait()
+        LAUNCHES.stop()
 
 
 @pytest.mark.slow
@@ -111,7 +60,7 @@ def test_killed_at_random_moments(folder, ranks):
     dice = random.Random(KILLS)
     struck = 0
     while not (cut / "end.pt").exists():
-        launcher = launch(cut, total)
+        launcher = LAUNCHES.start(cut, total)
         pids = rank_pids(cut, launcher)
         if struck < KILLS:
             try:
@@ -133,7 +82,7 @@ def test_with_restarts_of_the_launcher_a_killed_run_goes_on_alone(folder, ranks)
     whole, cut = folder / "whole", folder / "cut"
     whole.mkdir(), cut.mkdir()
     ranks(2).run(run_script, WORKER, whole, 120, env=ON_CPU)
-    launcher = launch(cut, 120, "--max_restarts", "2")
+    launcher = LAUNCHES.start(cut, 120, options=("--max_restarts", "2"))
     strike("rank", rank_pids(cut, launcher), launcher)
     _, told = launcher.communicate(timeout=LIMIT)
     assert launcher.returncode == 0, told

@@ -230,6 +230,29 @@ class ProfileKwargs(KwargsHandler):
 
 
 @dataclass
+class OptimizerOffloadKwargs(KwargsHandler):
+    """Optimizer states are in host memory between steps; a step streams them through the device in chunks.
+
+    For torch's elementwise optimizers on one accelerator and with DDP. FSDP2 and DeepSpeed have their own options
+    (`fsdp_plugin.cpu_offload`, `offload_optimizer_device`). On the CPU there is nothing to do. Hooks of the
+    optimizer's step are called for each chunk. Example:
+
+        accelerator = Accelerator(kwargs_handlers=[OptimizerOffloadKwargs()])
+
+    Args:
+        chunk_size: bytes of state in a chunk. Three chunks are on the device during a step.
+    """
+
+    chunk_size: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        if isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int) or self.chunk_size < 1:
+            raise ConfigurationError(
+                f"OptimizerOffloadKwargs.chunk_size={self.chunk_size!r} is not a number of bytes of at least 1"
+            )
+
+
+@dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Arguments of `torch.compile`; each one left out is read from ACCELERATE_DYNAMO_*.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import metadata
 from typing import Any
 
@@ -21,16 +22,16 @@ def names(kind: str) -> list[str]:
     return sorted({entry.name for entry in metadata.entry_points(group=GROUPS[kind])})
 
 
-def load(kind: str, name: str) -> Any:
-    """What a package registered under `name`.
+def load(kind: str, name: str, own: Iterable[str] = ()) -> Any:
+    """What a package registered under `name`. The error for an unknown one names those of this package, `own`, too.
 
     Raises ConfigurationError for a name that nobody has registered, that two packages have, or that does not load.
     """
     found = list(metadata.entry_points(group=GROUPS[kind], name=name))
     if not found:
-        known = names(kind)
+        known = sorted([*own, *names(kind)])
         raise ConfigurationError(
-            f"no installed package registers a {kind} {name!r} (entry points {GROUPS[kind]!r}); registered are: "
+            f"no installed package registers a {kind} {name!r} (entry points {GROUPS[kind]!r}); there are: "
             f"{', '.join(known) or 'none'}{suggestion(name, known)}"
         )
     if len({entry.value for entry in found}) > 1:

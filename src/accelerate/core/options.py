@@ -234,6 +234,20 @@ TRAINING = Group(
             "Compare the operands of each collective between ranks; slower, to find errors.",
             variable="ACCELERATE_DEBUG_MODE",
         ),
+        Option(
+            "hang_report",
+            "float",
+            "Seconds without progress after which the run reports where each rank is; 60 by default, 0: never.",
+            least=0,
+            variable="ACCELERATE_HANG_REPORT",
+        ),
+        Option(
+            "collective_timeout",
+            "float",
+            "Seconds after which a collective that other ranks do not join ends the run with an error.",
+            least=1,
+            variable="ACCELERATE_COLLECTIVE_TIMEOUT",
+        ),
     ),
 )
 

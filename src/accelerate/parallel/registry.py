@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The strategies by name."""
+"""The strategies and transforms by name."""
 
 from __future__ import annotations
 
@@ -20,10 +20,26 @@ STRATEGIES: dict[str, tuple[str, str]] = {
     "tensor": ("accelerate.parallel.tensor.strategy", "TensorParallel"),
 }
 
+# name -> (module, class) of a transform, which is constructed without arguments.
+TRANSFORMS: dict[str, tuple[str, str]] = {
+    "activation_offload": ("accelerate.parallel.activation_offload", "ActivationOffload"),
+}
+
 
 def strategy_class(name: str) -> Any:
     """The class of one of ours, or of one that an installed package registers (`accelerate.strategies`)."""
     if name not in STRATEGIES:
         return extensions.load("strategy", name)
-    module, attribute = STRATEGIES[name]
+    return _imported(STRATEGIES[name])
+
+
+def transform_class(name: str) -> Any:
+    """The class of one of ours, or of one that an installed package registers (`accelerate.transforms`)."""
+    if name not in TRANSFORMS:
+        return extensions.load("transform", name, TRANSFORMS)
+    return _imported(TRANSFORMS[name])
+
+
+def _imported(place: tuple[str, str]) -> Any:
+    module, attribute = place
     return getattr(importlib.import_module(module), attribute)

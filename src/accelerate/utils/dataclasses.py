@@ -24,6 +24,7 @@ EXPORTS = {
         "DistributedDataParallelKwargs",
         "GradientAccumulationPlugin",
         "InitProcessGroupKwargs",
+        "OptimizerOffloadKwargs",
         "ProfileKwargs",
         "ProjectConfiguration",
         "TorchDynamoPlugin",

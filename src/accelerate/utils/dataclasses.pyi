@@ -23,6 +23,7 @@ from ..config.training import DataLoaderConfiguration as DataLoaderConfiguration
 from ..config.training import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from ..config.training import GradientAccumulationPlugin as GradientAccumulationPlugin
 from ..config.training import InitProcessGroupKwargs as InitProcessGroupKwargs
+from ..config.training import OptimizerOffloadKwargs as OptimizerOffloadKwargs
 from ..config.training import ProfileKwargs as ProfileKwargs
 from ..config.training import ProjectConfiguration as ProjectConfiguration
 from ..config.training import TorchDynamoPlugin as TorchDynamoPlugin

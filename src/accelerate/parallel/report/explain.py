@@ -165,11 +165,18 @@ def size_of(count: float) -> str:
 def _layout(strategy: Strategy) -> list[Row]:
     index, count = strategy.data_shard
     rows = [Row("strategy", strategy.name), Row("data", f"shard {index} of {count}")]
+    for transform in strategy.transforms:
+        if callable(describe := getattr(transform, "describe", None)):
+            rows.append(Row(_snake_case(type(transform).__name__), describe()))
     mesh = getattr(strategy, "mesh", None)
     if mesh is not None:
         sizes = zip(mesh.mesh_dim_names, mesh.shape, mesh.get_coordinate() or (), strict=False)
         rows.append(Row("mesh", " x ".join(f"{name}={size} (here {at})" for name, size, at in sizes)))
     return rows
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def _pattern(name: str) -> str:

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers whose state is in host memory between steps, and is streamed through the device during a step."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..core.errors import PrepareError
+from .optimizer_scope import ELEMENTWISE, is_elementwise
+
+# Bytes of the state that is on the device at a time, of which there are three: coming, in use and leaving.
+CHUNK = 64 * 2**20
+
+
+def offload_state(optimizer: torch.optim.Optimizer, chunk: int = CHUNK) -> None:
+    """Make an optimizer of parameters on an accelerator keep its state in pinned host memory from now on.
+
+    Its step updates a chunk of parameters at a time. While it does, the state of the next chunk is copied to the
+    device and that of the last one back, on streams of their own.
+
+    Args:
+        optimizer: one of torch's elementwise optimizers, of plain parameters.
+        chunk: the most bytes of state in a chunk; a larger parameter is a chunk of its own.
+
+    Raises:
+        PrepareError: the step of this optimizer cannot be divided, or its parameters are sharded.
+    """
+    kind = type(optimizer)
+    if not is_elementwise(optimizer):
+        known = ", ".join(sorted(found.__name__ for found in ELEMENTWISE))
+        raise PrepareError(
+            f"OptimizerOffloadKwargs: the step of {kind.__name__} is not known to update each parameter by itself. "
+            f"Use one of {known}, or leave OptimizerOffloadKwargs out"
+        )
+    if any(hasattr(parameter, "device_mesh") for group in optimizer.param_groups for parameter in group["params"]):
+        raise PrepareError(
+            "OptimizerOffloadKwargs: the parameters are sharded (DTensors). Set cpu_offload=True in the fsdp_plugin, "
+            "which keeps parameters, gradients and states in host memory"
+        )
+    if "_streamed_state" in optimizer.__dict__:
+        return
+    streamed, reference = StreamedState(chunk), weakref.ref(optimizer)
+    former = optimizer.__dict__.get("step")  # of a scheduler that counts steps
+
+    @functools.wraps(kind.step)
+    def step(closure: Callable[[], Any] | None = None) -> Any:
+        own: Any = reference()
+        own._opt_called = True
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        streamed.step(own, functools.partial(kind.step, own) if former is None else former)
+        return loss
+
+    def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+        own: Any = reference()
+        kind.load_state_dict(own, dict(state_dict))
+        streamed.leave(own)
+
+    # By this mark torch's schedulers know that `_opt_called` is set.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.__dict__.update(_streamed_state=streamed, step=step, load_state_dict=load_state_dict)
+
+
+class StreamedState:
+    """The state of one optimizer, in host memory between steps."""
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk = chunk
+        self._streams: tuple[torch.Stream, torch.Stream] | None = None
+
+    def step(self, optimizer: torch.optim.Optimizer, call: Callable[[], Any]) -> None:
+        """Update all parameters that have gradients, by one `call` for each chunk of them."""
+        groups = [(group, group["params"]) for group in optimizer.param_groups]
+        chunks = self._chunks(optimizer)
+        for group, _ in groups:
+            group["params"] = []
+        try:
+            arriving = self.to_device(optimizer, chunks[0][1]) if chunks else None
+            for number, (group, parameters) in enumerate(chunks):
+                present = arriving
+                arriving = self.to_device(optimizer, chunks[number + 1][1]) if number + 1 < len(chunks) else None
+                self.wait(present)
+                group["params"] = parameters
+                call()
+                group["params"] = []
+                self.to_host(optimizer, parameters)
+        finally:
+            for group, parameters in groups:
+                group["params"] = parameters
+            self.finish()
+
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move a state that was loaded to the host."""
+        for group in optimizer.param_groups:
+            self.to_host(optimizer, group["params"])
+        self.finish()
+
+    def _chunks(self, optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """(group, parameters) of each call; the parameters of a call are of one group."""
+        found: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        for group in optimizer.param_groups:
+            room = 0
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                # Adam's two moments; before the first step the size is not known.
+                size = 2 * parameter.nbytes
+                if size > room or not found or found[-1][0] is not group:
+                    found.append((group, []))
+                    room = self.chunk
+                found[-1][1].append(parameter)
+                room -= size
+        return found
+
+    def to_device(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> Any:
+        """Start to copy the state of parameters to the device; returns the event behind the copies."""
+        stream = self._stream(parameters[0].device, 0)
+        with stream:
+            for parameter in parameters:
+                state = optimizer.state.get(parameter, {})
+                for name, value in state.items():
+                    if _is_streamed(value) and value.device.type == "cpu":
+                        state[name] = value.to(parameter.device, non_blocking=True)
+            return stream.record_event()
+
+    def wait(self, arrived: Any) -> None:
+        """Make the stream of the step wait for the copies of a chunk."""
+        torch.accelerator.current_stream().wait_event(arrived)
+
+    def to_host(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+        """Start to copy the state of parameters to the host, behind their step."""
+        streamed = [
+            (state, name, value)
+            for parameter in parameters
+            for state in (optimizer.state.get(parameter, {}),)
+            for name, value in state.items()
+            if _is_streamed(value) and value.device.type != "cpu"
+        ]
+        if not streamed:
+            return
+        device = streamed[0][2].device
+        stream = self._stream(device, 1)
+        used_in = torch.accelerator.current_stream(device)
+        stream.wait_stream(used_in)
+        with stream:
+            for state, name, value in streamed:
+                host = torch.empty_like(value, device="cpu", pin_memory=True)
+                host.copy_(value, non_blocking=True)
+                # It was allocated on the stream that brought it: the memory is used on both others.
+                value.record_stream(used_in)
+                value.record_stream(stream)
+                state[name] = host
+
+    def finish(self) -> None:
+        """Wait until the states are in host memory, where others may read them."""
+        if self._streams is not None:
+            self._streams[1].synchronize()
+
+    def _stream(self, device: torch.device, number: int) -> torch.Stream:
+        if self._streams is None:
+            self._streams = torch.Stream(device=device), torch.Stream(device=device)
+        return self._streams[number]
+
+    def __reduce__(self) -> Any:
+        return StreamedState, (self.chunk,)
+
+
+def _is_streamed(value: object) -> bool:
+    """Whether a value of the state is as large as its parameter; counters stay where they are."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`map_dataset` killed at random moments, and started again on other numbers of ranks: each row once, in order.
+
+KILLS sets how many (default 2); `make test-faults` takes 100.
+"""
+
+import json
+import os
+import random
+import runpy
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from kills import Launches, gone, rank_pids, strike
+
+WORKER = Path(__file__).parent / "map_worker.py"
+KILLS = int(os.environ.get("KILLS", "2"))
+SAMPLES_A_KILL = 160
+
+
+@torch.no_grad()
+def expected(total):
+    """The values of a plain loop over all samples."""
+    model = runpy.run_path(str(WORKER))["Model"]()
+    return torch.cat([model(batch)["value"] for batch in torch.arange(total).split(4)])
+
+
+def rows_of(part):
+    return [(row["number"], row["value"]) for row in map(json.loads, part.read_text().splitlines())]
+
+
+@pytest.mark.thorough  # tests/inference/test_dataset.py kills a run once
+@pytest.mark.timeout(120 + 60 * KILLS)
+def test_killed_at_random_moments(tmp_path):
+    total = SAMPLES_A_KILL * KILLS + 200
+    dice, launches = random.Random(KILLS), Launches(WORKER)
+    struck, record = 0, []
+    try:
+        while True:
+            ranks = dice.choice([1, 2, 3])
+            launcher = launches.start(tmp_path, total, ranks=ranks)
+            pids = rank_pids(tmp_path, launcher, ranks)
+            if struck < KILLS:
+                target = dice.choice(["rank", "ranks", "launcher"])
+                try:
+                    launcher.wait(timeout=dice.uniform(0.0, 1.0))
+                except subprocess.TimeoutExpired:
+                    strike(target, pids, launcher)
+                    struck += 1
+            _, told = launcher.communicate(timeout=600)
+            assert gone(pids), "a rank outlives its launcher"
+            # A part that is there is complete.
+            parts = sorted((tmp_path / "output").glob("part-*.jsonl"))
+            for part in parts:
+                first = int(part.stem.removeprefix("part-")) * 8
+                assert [number for number, _ in rows_of(part)] == list(range(first, min(first + 8, total)))
+            record.append((ranks, len(parts)))
+            if launcher.returncode == 0:
+                break
+            assert struck, told
+    finally:
+        launches.stop()
+    print(f"{struck} kills; (ranks, parts at the end) of each run: {record}")
+    assert struck == KILLS, f"the run was over after {struck} kills"
+    found = [row for part in parts for row in rows_of(part)]
+    assert [number for number, _ in found] == list(range(total))
+    right = expected(list(range(total)))
+    torch.testing.assert_close(
+        torch.tensor([v for _, v in found]), torch.tensor([v for _, v in right]), rtol=0, atol=1e-4
+    )
