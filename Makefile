@@ -43,7 +43,8 @@ help:  ## show this list
 install: $(STAMP)  ## create .venv with this package (editable) and everything that its tests need
 
 demo: $(STAMP)  ## train a small GPT on two processes
-	PATH="$(abspath $(BIN)):$$PATH" accelerate launch --num_processes 2 examples/train_gpt.py
+	@echo "Watch it from another terminal: $(BIN)/accelerate monitor runs/gpt-telemetry"
+	PATH="$(abspath $(BIN)):$$PATH" accelerate launch --num_processes 2 --telemetry=runs/gpt-telemetry examples/train_gpt.py
 
 # A worker takes neighbouring tests, so that most fixtures of a module and imports of a rank server are made once.
 test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is passed to pytest)
