@@ -17,7 +17,8 @@ TRACKERS_VENV ?= .venv-trackers
 INSTALL_VENV ?= .venv-install
 DOCS_VENV ?= .venv-docs
 DOCS_PORT ?= 8000
-WORKERS ?= 2
+# For two cores: many tests wait for processes that they have started.
+WORKERS ?= 3
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -46,7 +47,8 @@ help:  ## show this list
 install: $(STAMP)  ## create .venv with this package (editable) and everything that its tests need
 
 demo: $(STAMP)  ## train a small GPT on two processes
-	PATH="$(abspath $(BIN)):$$PATH" accelerate launch --num_processes 2 examples/train_gpt.py
+	@echo "Watch it from another terminal: $(BIN)/accelerate monitor runs/gpt-telemetry"
+	PATH="$(abspath $(BIN)):$$PATH" accelerate launch --num_processes 2 --telemetry=runs/gpt-telemetry examples/train_gpt.py
 
 # A worker takes neighbouring tests, so that most fixtures of a module and imports of a rank server are made once.
 test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is passed to pytest)

@@ -28,6 +28,7 @@ myst_heading_anchors = 4
 
 # Docstrings are Google style; single backticks are code.
 default_role = "code"
+smartquotes = False
 napoleon_custom_sections = [("Fields", "params_style"), ("Sizes", "params_style")]
 napoleon_numpy_docstring = False
 autodoc_member_order = "bysource"
@@ -40,6 +41,8 @@ toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_title = f"accelerate {version}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
 copybutton_exclude = ".linenos, .gp, .go"

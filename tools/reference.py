@@ -96,24 +96,22 @@ def launch_options() -> str:
     text = [
         "# Launch options\n",
         "`accelerate launch` takes each option as a flag. The configuration file holds it under the key, and the "
-        "environment holds it in the variable. A flag comes before the file, and the file before the variable. "
+        "environment holds it in the variable. A flag takes precedence over the variable, and the variable over the file. "
         "[Launching](../launch.md) explains their use.\n",
-        "Underscores in a flag can be written as hyphens: `--num_processes` is `--num-processes`. A dash as the key "
-        "means that a file cannot hold the option.\n",
+        "Underscores in a flag can be written as hyphens: `--num_processes` is `--num-processes`. A dash in place of the "
+        "key means that a file cannot hold the option.\n",
     ]
     for group in options.GROUPS:
         text.append(f"## {group.title[0].upper() + group.title[1:]}\n\n{group.help}\n")
         rows = [
             (
-                ", ".join(code(flag) for flag in row.spellings if "-" not in flag.lstrip("-")),
-                code(row.file_key) or "—",
-                code(row.variable),
-                _default(row),
-                _meaning(row),
+                "<br>".join(code(flag) for flag in row.spellings if "-" not in flag.lstrip("-")),
+                "<br>".join(filter(None, (code(row.file_key) or "—", code(row.variable)))),
+                f"{_meaning(row)} Default: {_default(row)}." if _default(row) else _meaning(row),
             )
             for row in group.options
         ]
-        text.append(table(("flag", "key", "variable", "default", "meaning"), rows))
+        text.append(table(("flag", "key and variable", "meaning"), rows))
     return "\n".join(text)
 
 

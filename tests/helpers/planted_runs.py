@@ -13,20 +13,31 @@ from accelerate.telemetry.records import STEP, events_file, header_bytes, steps_
 START = 1_760_000_000.0
 
 
-def planted_records(steps: int, rank: int = 0, slow: bool = False, begin: int = 1, time: float = START) -> np.ndarray:
-    """Records of steps of about 0.1 s. A slow rank waits for its data from the middle on; the others wait for it."""
+def planted_records(
+    steps: int,
+    rank: int = 0,
+    slow: str | None = None,
+    begin: int = 1,
+    time: float = START,
+    wait: str = "communication",
+) -> np.ndarray:
+    """Records of steps of about 0.1 s. A slow rank loses 0.03 s in the phase `slow` from the middle on.
+
+    The others wait for it in the phase `wait`.
+    """
     random = np.random.default_rng(rank)
     number = np.arange(begin, begin + steps)
     found = np.zeros(steps, STEP)
     found["step"], found["steps"] = number, 1
     noise = random.normal(1, 0.03, (7, steps)).astype("f4")
     late = np.where(np.arange(steps) >= steps // 2, 0.03, 0).astype("f4")
-    found["data"] = 0.004 * noise[0] + (late if slow else 0)
+    found["data"] = 0.004 * noise[0]
     found["transfer"] = np.nan
     found["forward"], found["backward"] = 0.028 * noise[1], 0.05 * noise[2]
-    found["communication"] = 0.009 * noise[3] + (0 if slow else late)
+    found["communication"] = 0.009 * noise[3]
     found["optimizer"] = 0.006 * noise[4]
     found["checkpoint"] = np.where(number % 500 == 0, 0.2, 0)
+    found[slow or wait] += late
     found["seconds"] = found["longest"] = 0.1 + late + found["checkpoint"] + 0.001 * noise[6]
     found["time"] = time + np.cumsum(found["seconds"].astype("f8"))
     found["samples"], found["tokens"] = 32, 32 * 512
@@ -56,10 +67,17 @@ def write_lines(path: Path, *lines: dict, mode: str = "a") -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def planted_run(folder: Path, steps: int = 1000, ranks: int = 2, slow: int | None = None) -> Path:
+def planted_run(
+    folder: Path,
+    steps: int = 1000,
+    ranks: int = 2,
+    slow: int | None = None,
+    part: str = "data",
+    wait: str = "communication",
+) -> Path:
     """A run whose rank `slow` is slow in its second half, with events and logged values."""
     for rank in range(ranks):
-        records = planted_records(steps, rank, rank == slow)
+        records = planted_records(steps, rank, part if rank == slow else None, wait=wait)
         write_steps(folder, rank, ranks, records)
         write_lines(events_file(folder, rank), {"time": START, "event": "start", "pid": 100 + rank, "restart": 0})
     times = records["time"]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from planted_runs import START, planted_records, planted_run, write_lines, write_steps
 
-from accelerate.monitor.findings import summarize
+from accelerate.monitor.findings import WORDS, summarize
 from accelerate.monitor.run import open_runs
 from accelerate.monitor.view import bucket_width, heat_rows, stragglers, view
 
@@ -16,9 +16,21 @@ def opened(folder):
     return run
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
-def test_the_slow_rank_is_marked(tmp_path, ranks):
-    run = opened(planted_run(tmp_path, 1000, ranks, slow=1))
+@pytest.mark.parametrize(
+    ("ranks", "part", "wait"),
+    [
+        (2, "data", "communication"),
+        (5, "data", "communication"),
+        (3, "backward", "communication"),
+        # DDP: the others wait in their backward.
+        (2, "data", "backward"),
+        (3, "forward", "backward"),
+        # Sharded parameters: they wait in the forward.
+        (4, "data", "forward"),
+    ],
+)
+def test_the_slow_rank_is_marked(tmp_path, ranks, part, wait):
+    run = opened(planted_run(tmp_path, 1000, ranks, 1, part, wait))
     shown = view(run, pixels=250)
     assert shown.width == 4 and shown.own.shape == (ranks, 250)
     marked = shown.slow.mean(axis=1)
@@ -26,11 +38,11 @@ def test_the_slow_rank_is_marked(tmp_path, ranks):
     assert not shown.slow[1, :124].any()
     summary = summarize(run)
     (slow,) = summary.stragglers
-    assert (slow.rank, slow.part) == (1, "data") and slow.excess == pytest.approx(0.03, rel=0.05)
+    assert (slow.rank, slow.part) == (1, part) and slow.excess == pytest.approx(0.03, rel=0.05)
     assert slow.part_excess == pytest.approx(0.03, rel=0.05) and slow.waiting == pytest.approx(0.03, rel=0.05)
     assert slow.ratio == pytest.approx(1 + 0.03 / 0.092, rel=0.03)
     assert slow.first == pytest.approx(500, abs=12) and slow.last >= 996
-    assert any("Rank 1 loses its time in waiting for the data loader" in text for text in summary.advice())
+    assert any(f"Rank 1 loses its time in {WORDS[part]}" in text for text in summary.advice())
 
 
 def test_stragglers_need_a_window_and_an_excess():

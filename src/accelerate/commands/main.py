@@ -18,6 +18,7 @@ COMMANDS = {
     "merge-weights": ("merge", "put the shards of a model together"),
     "monitor": ("monitor", "watch recorded runs: a page on localhost, or the terminal"),
     "plan": ("plan", "show in which layouts a training step of a model fits a machine, and how fast it is"),
+    "report": ("report", "summarize a recorded run in one file: HTML, Markdown or JSON"),
     "test": ("test", "prove that this installation trains on this machine"),
     "to-fsdp2": ("to_fsdp2", "convert a configuration file from FSDP1 to FSDP2"),
     "tpu-config": ("tpu_config", "run setup commands on all workers of a TPU pod"),

@@ -61,7 +61,7 @@ class Straggler:
     part: str
     part_excess: float
     waiting: float
-    """Seconds by which the others' communication in a step is longer than its own."""
+    """Seconds by which the others communicate and wait longer in a step than it does, on average."""
 
     def sentence(self) -> str:
         """One sentence for people."""
@@ -146,8 +146,8 @@ class Summary:
             found.append(f"{who[0].upper()}{who[1:]} loses its time in {WORDS[part]}: look at {what}.")
         for part, share in sorted(self.shares.items(), key=lambda item: -item[1]):
             least, remedy = REMEDIES.get(part, (2.0, ""))
-            if part == "communication" and self.stragglers:
-                continue  # it is the wait for these ranks
+            if self.stragglers and (part == "communication" or part in stragglers):
+                continue  # the slow ranks, and the wait for them
             if share >= least:
                 found.append(f"{_percent(share)} of the time is {WORDS[part]}: {remedy}.")
         if self.bad_loss is not None:
@@ -245,11 +245,12 @@ def _stragglers(run: Run, shown: View) -> list[Straggler]:
             median = np.sort(np.nan_to_num(values), axis=0)[middle]
             return float(np.average(np.nan_to_num(values[row]) - median, weights=weight))
 
-        parts = {part: over(shown.phases[part][:, at]) for part in PARTS if part != "communication"}
+        phases = {part: shown.phases[part][:, at] for part in PARTS if part != "communication"}
+        phases["backward"] = phases["backward"] - (shown.waits - np.nan_to_num(shown.phases["communication"]))[:, at]
+        parts = {part: over(values) for part, values in phases.items()}
         part = max(parts, key=parts.__getitem__)
         excess = over(own)
-        others = np.delete(np.nan_to_num(shown.phases["communication"][:, at]), row, axis=0).mean(axis=0)
-        waits = others - np.nan_to_num(shown.phases["communication"][row, at])
+        waits = np.delete(shown.waits[:, at], row, axis=0).mean(axis=0) - shown.waits[row, at]
         usual = float(np.average(np.nan_to_num(own[row]), weights=weight)) - excess
         found.append(
             Straggler(

@@ -58,8 +58,10 @@ class View:
     """Steps recorded, of shape (ranks, buckets)."""
     seconds: Array
     """Seconds of a step, of shape (ranks, buckets)."""
+    waits: Array
+    """Seconds of a step in communication, and in the wait for other ranks within other phases."""
     own: Array
-    """The same without communication."""
+    """Seconds of a step without these."""
     slow: Array
     """Where a rank is a straggler, of shape (ranks, buckets)."""
     phases: dict[str, Array]
@@ -116,14 +118,15 @@ def _reduced(ranks: list[int], found: list[Buckets], start: int, stop: int, widt
     def ends(name: str, high: bool) -> Array:
         return stacked([(buckets.high if high else buckets.low)[:, COLUMN[name]] for buckets in found])
 
-    seconds, communication = means("seconds"), means("communication")
+    seconds = means("seconds")
     weight = stacked([buckets.weight[:, COLUMN["seconds"]] for buckets in found])
-    own = seconds - np.nan_to_num(communication)
     phases = {name: means(name) for name in PHASES}
+    waits = np.nan_to_num(phases["communication"]) + _waits_within(seconds, phases)
+    own = seconds - waits
     phases["other"] = np.maximum(seconds - sum(np.nan_to_num(values) for values in phases.values()), 0)
     unit, throughput = _throughput(found, seconds, stacked)
     shown = View(
-        width, x, _over(np.nanmax, stacked([buckets.time for buckets in found])), ranks, weight, seconds, own,
+        width, x, _over(np.nanmax, stacked([buckets.time for buckets in found])), ranks, weight, seconds, waits, own,
         stragglers(own, seconds, weight), phases,
         _over(np.nanmax, stacked([buckets.skipped for buckets in found])), unit,
     )  # fmt: skip
@@ -140,6 +143,25 @@ def _reduced(ranks: list[int], found: list[Buckets], start: int, stop: int, widt
         high = ends(name, True)
         shown.curves[name] = Curve(_over(np.nanmean, means(name)), _over(np.nanmin, high), _over(np.nanmax, high))
     return shown
+
+
+def _waits_within(seconds: Array, phases: dict[str, Array]) -> Array:
+    """Seconds in which ranks wait for others in collectives that are part of other phases.
+
+    DDP reduces gradients in the backward; sharded layouts also collect parameters in the forward, and norms in the
+    optimizer. What these phases take longer than on the fastest rank is waiting, as far as another rank takes longer
+    in the phases before it, in which no collective runs.
+    """
+    if len(seconds) < 2:
+        return np.zeros(seconds.shape)
+    known = {name: np.nan_to_num(values) for name, values in phases.items()}
+    outside = seconds - known["communication"]
+    found = np.zeros(seconds.shape)
+    for names in (("backward",), ("forward", "backward", "optimizer")):
+        inside = np.where(np.isnan(seconds), np.nan, sum(known[name] for name in names))
+        before = outside - inside
+        found = np.fmax(found, np.clip(np.nanmax(before, axis=0) - before, 0, inside - np.nanmin(inside, axis=0)))
+    return np.nan_to_num(found)
 
 
 def _over(function: Any, values: Array) -> Array:
@@ -169,12 +191,12 @@ def _throughput(found: list[Buckets], seconds: Array, stacked: Any) -> tuple[str
 def stragglers(own: Array, seconds: Array, weight: Array) -> Array:
     """Where ranks are slow: the straggler rule.
 
-    A rank is slow in a window of at least `WINDOW` steps if its own time, that of the step without communication,
-    exceeds the median over ranks (of an even number the lower one) by more than 20 %, and by more than 2 % of the
-    step. The others' wait for it is part of their communication.
+    A rank is slow in a window of at least `WINDOW` steps if its own time, that of the step without communication
+    and waiting, exceeds the median over ranks (of an even number the lower one) by more than 20 %, and by more than
+    2 % of the step.
 
     Args:
-        own: seconds of a step without communication, of shape (ranks, buckets).
+        own: seconds of a step without communication and waiting, of shape (ranks, buckets).
         seconds: seconds of a step, likewise.
         weight: steps of each bucket, likewise. A window ends with its bucket and has as many as it needs.
 

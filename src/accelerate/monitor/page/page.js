@@ -274,8 +274,8 @@ function heatCard({ run, at }) {
       found.legend.append(found.scale);
     },
   });
-  made.unitText.textContent = state.step ? "whole step" : "without communication";
-  made.button.textContent = state.step ? "Show without communication" : "Show whole step";
+  made.unitText.textContent = state.step ? "whole step" : "without communication and waiting";
+  made.button.textContent = state.step ? "Show own time" : "Show whole step";
   made.chart.height = heatHeight(run.rows.length);
   const slow = run.summary.slow.map(([rank]) => rank);
   made.canvas.ariaLabel = `${title}. ` + (slow.length ? `Slow ranks: ${slow.join(", ")}` : "No rank is slow");
@@ -292,7 +292,7 @@ function heatCard({ run, at }) {
     const row = Math.min(run.rows.length - 1, Math.max(0, Math.floor(y / space * run.rows.length))), place = row * run.x.length + i;
     const [first, last] = run.rows[row], host = run.ranks.find(({ rank }) => rank === first)?.host;
     return [[`rank ${first === last ? first : `${first}–${last}`}${host ? ` on ${host}` : ""}`, `step ${FORMATS.step(step)}`],
-      ["without communication", FORMATS.seconds(run.own[place])], ["whole step", FORMATS.seconds(run.step[place])],
+      ["own time", FORMATS.seconds(run.own[place])], ["whole step", FORMATS.seconds(run.step[place])],
       ...(run.slow[place] ? [["slow: above the median of ranks", ""]] : [])];
   };
 }
@@ -407,8 +407,8 @@ function overview() {
       ...(hasValues(run.curves.loss.mean) ? [tile("Loss", compact(last(run.curves.loss.mean)))] : []),
       ...(run.summary.seconds ? [tile("Step time, mean", FORMATS.seconds(run.summary.seconds))] : []),
       ...(run.summary.throughput ? [tile(`${run.unit} / s`, compact(run.summary.throughput, 3))] : []),
-      ...(run.summary.memory.device ? [tile("Device memory, highest", FORMATS.bytes(run.summary.memory.device))]
-        : run.summary.memory.host ? [tile("Host memory, highest", FORMATS.bytes(run.summary.memory.host))] : []),
+      ...(run.summary.memory.device ? [tile("Device memory", FORMATS.bytes(run.summary.memory.device))]
+        : run.summary.memory.host ? [tile("Host memory", FORMATS.bytes(run.summary.memory.host))] : []),
       ...(run.ranks.length > 1 ? [tile(`Slow ranks of ${run.ranks.length}`, slowText(run), slow ? "slow" : "")] : []),
       ...(run.summary.skipped ? [tile("Skipped steps", FORMATS.step(run.summary.skipped))] : [])));
     return;
