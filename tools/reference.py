@@ -96,10 +96,10 @@ def launch_options() -> str:
     text = [
         "# Launch options\n",
         "`accelerate launch` takes each option as a flag. The configuration file holds it under the key, and the "
-        "environment holds it in the variable. A flag takes precedence over the variable, and the variable over the file. "
-        "[Launching](../launch.md) explains their use.\n",
-        "Underscores in a flag can be written as hyphens: `--num_processes` is `--num-processes`. A dash in place of the "
-        "key means that a file cannot hold the option.\n",
+        "environment holds it in the variable. A flag takes precedence over the variable, and the variable over the "
+        "file. [Launching](../launch.md) explains their use.\n",
+        "Underscores in a flag can be written as hyphens: `--num_processes` is `--num-processes`. A dash in place of "
+        "the key means that a file cannot hold the option.\n",
     ]
     for group in options.GROUPS:
         text.append(f"## {group.title[0].upper() + group.title[1:]}\n\n{group.help}\n")
