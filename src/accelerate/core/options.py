@@ -8,6 +8,7 @@ The parser, the configuration file, the questions of `accelerate config`, the va
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -49,6 +50,14 @@ def _log_level(text: str, where: str) -> None:
         raise ConfigurationError(f"{where}={text!r} is not a level of logging: use one of {', '.join(known)}")
 
 
+def _profiled_steps(text: str, where: str) -> None:
+    found = re.fullmatch(r"(\d+):(\d+)(:\d+(,\d+)*)?", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise ConfigurationError(
+            f"{where}={text!r}: give the first and the last step as 10:12, and ranks, if not all, as 10:12:0,3"
+        )
+
+
 PROGRAM = Group(
     "program",
     "What is started.",
@@ -73,7 +82,7 @@ PROGRAM = Group(
         Option("module", "switch", "The script is a module, as for 'python -m'.", flags=("-m", "--module"), key=""),
         Option("no_python", "switch", "The script is an executable: do not put 'python' before it.", key=""),
         Option("dry_run", "switch", "Print each process's command and variables, and start nothing.", False, key=""),
-        Option("quiet", "switch", "Print errors only.", flags=("--quiet", "-q"), key=""),
+        Option("quiet", "switch", "Print errors only.", flags=("--quiet", "-q"), key="", variable="ACCELERATE_QUIET"),
     ),
 )
 
@@ -211,6 +220,15 @@ TRAINING = Group(
             bare="true",
         ),
         Option(
+            "profile",
+            "text",
+            "Optimizer steps that torch's profiler records, as 10:12, of all ranks, or as 10:12:0,3 of some. Each "
+            "writes profile/rank_00000.json in the run's folder.",
+            key="",
+            check=_profiled_steps,
+            variable="ACCELERATE_PROFILE",
+        ),
+        Option(
             "debug",
             "switch",
             "Compare the operands of each collective between ranks; slower, to find errors.",
@@ -296,6 +314,13 @@ MACHINES = Group(
             "per rank, as '0:3,1:2'.",
             "0",
             flags=("-t", "--tee"),
+        ),
+        Option(
+            "progress_interval",
+            "float",
+            "Seconds between two lines on the progress of a run that writes to no terminal; 0: neither these lines "
+            "nor the panel on a terminal. Given for a single process, it is shown for that too.",
+            60.0,
         ),
         Option("log_dir", "text", "Folder for each rank's standard output and error."),
         Option("error_file", "text", "File to which the first failure of a run is written as JSON."),
