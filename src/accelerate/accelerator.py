@@ -27,7 +27,7 @@ from .core.modules import model_has_dtensor
 from .core.retired import ACCELERATOR_ARGUMENTS, explain_arguments
 from .data_loader import prepare_data_loader, skip_first_batches
 from .first_step import FirstStepCheck
-from .logging import MultiProcessAdapter, get_logger
+from .logging import MultiProcessAdapter, get_logger, print_or_log
 from .optimizer import AcceleratedOptimizer
 from .parallel.base import Bundle
 from .parallel.ddp.strategy import sync_in_backward
@@ -49,7 +49,8 @@ from .scheduler import AcceleratedScheduler
 from .state import AcceleratorState, GradientState, PartialState
 from .telemetry.meter import METHODS, MeteredOptimizer, StepMeter
 from .telemetry.profile import profile
-from .telemetry.start import start_meter
+from .telemetry.show import show_report
+from .telemetry.start import start_meter, start_profile
 from .tracking.group import TrackerGroup
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ class Accelerator(ProcessControl, RunOptions):
         self._meter = start_meter(telemetry, project, self.strategy.data_shard[1])
         if self._meter is not None:
             self._install(self._meter)
+        self._profile = start_profile(project, self._meter)
         if resume is not None:
             if resume != "auto":
                 raise ConfigurationError(f"resume={resume!r}: it is 'auto', or None to start from scratch")
@@ -396,9 +398,8 @@ class Accelerator(ProcessControl, RunOptions):
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             if optimizer not in self._objects.optimizers:
+                self._measure(optimizer)
                 self._objects.optimizers.append(optimizer)
-                if self._meter is not None:
-                    self._meter.add_optimizer(optimizer)
             return optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -415,11 +416,18 @@ class Accelerator(ProcessControl, RunOptions):
         if not is_elementwise(optimizer):
             # It may decide by the loss, as a line search does: all ranks have to make the same decision.
             prepared._global_loss = functools.partial(global_loss, self.strategy)
-        if self._meter is not None:
-            self._meter.add_optimizer(prepared)
+        self._measure(prepared)
         self._objects.optimizers.append(prepared)
         self._checkpoints.watch_steps()
         return prepared
+
+    def _measure(self, optimizer: AcceleratedOptimizer) -> None:
+        """Have the steps of an optimizer measured; the first one's are those that a profile counts."""
+        if self._profile is not None and not self._objects.optimizers:
+            self._profile.begin()
+            optimizer._after_step.append(self._profile.after_step)
+        if self._meter is not None:
+            self._meter.add_optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
         """Prepare one learning-rate scheduler: it steps with the prepared optimizer it belongs to.
@@ -782,7 +790,8 @@ class Accelerator(ProcessControl, RunOptions):
         if all_ranks:
             usage = gather_object([memory_usage(models, optimizers, steps > 1 and not each)])
         report = explain(requested, self.strategy, models, optimizers, steps, usage, each)
-        self.print(report)
+        if self.is_main_process:
+            show_report(report)
         return report
 
     # -- models
@@ -1034,6 +1043,7 @@ class Accelerator(ProcessControl, RunOptions):
             save_on_each_node=self.project_configuration.save_on_each_node,
         )
         self.state.wait_for_everyone()
+        print_or_log(logger, f"saved the weights of {type(self.unwrap_model(model)).__name__} in {save_directory}")
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object on one process of the run, or on one process of each machine (`save_on_each_node`).
@@ -1167,6 +1177,22 @@ class Accelerator(ProcessControl, RunOptions):
     @property
     def _custom_objects(self) -> list[Any]:
         return self._objects.custom
+
+    def __repr__(self) -> str:
+        count = self.num_processes
+        words = [f"rank {self.process_index} of {count}"] if count > 1 else []
+        words += [self.strategy.name, str(self.device)]
+        if self.mixed_precision != "no":
+            words.append(self.mixed_precision)
+        if self.gradient_accumulation_steps != 1:
+            words.append(f"{self.gradient_accumulation_steps} accumulation steps")
+        kinds: dict[str, list[Any]] = {
+            "model": self._models,
+            "optimizer": self._optimizers,
+            "loader": self._dataloaders,
+        }
+        words += [f"{len(made)} {kind}{'s' if len(made) > 1 else ''}" for kind, made in kinds.items() if made]
+        return f"<Accelerator: {', '.join(words)}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # A copied model or trainer refers to the same run.

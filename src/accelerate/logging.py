@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -89,6 +90,17 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         if key not in logged:
             logged.add(key)
             self.warning(*args, **{"stacklevel": 3, **kwargs})
+
+
+def print_or_log(logger: MultiProcessAdapter, text: str) -> None:
+    """Tell the user something on the main process, unless the launch is quiet.
+
+    It is a record of level INFO if the script has configured logging, and otherwise a line on stderr.
+    """
+    if logger.has_level or logger.logger.hasHandlers():
+        logger.info(text, stacklevel=3)
+    elif PartialState().is_main_process and not env.get_flag("ACCELERATE_QUIET"):
+        print(f"accelerate: {text}", file=sys.stderr, flush=True)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

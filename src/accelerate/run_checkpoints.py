@@ -29,7 +29,7 @@ from .checkpointing.writer import Writer
 from .config.training import ProjectConfiguration
 from .core.errors import CheckpointError, ConfigurationError
 from .core.files import user_path
-from .logging import MultiProcessAdapter, get_logger
+from .logging import MultiProcessAdapter, get_logger, print_or_log
 from .parallel.base import Strategy
 from .parallel.items import ItemWindow
 from .parallel.prepared import PreparedOptimizer
@@ -127,7 +127,7 @@ class RunCheckpoints:
             self._damaged = []
         project.iteration += 1
         done = "saved" if writer is None else "saving in the background:"
-        logger.info(f"{done} {saved}: epoch {run.progress['epoch']}, step {run.progress['step']}")
+        print_or_log(logger, f"{done} {saved}: epoch {run.progress['epoch']}, step {run.progress['step']}")
         if self.meter is not None:
             self.meter.saved(str(saved), run.progress["step"], time.perf_counter() - begin)
         return str(saved)
@@ -174,8 +174,8 @@ class RunCheckpoints:
 
     def _apply(self, report: LoadReport, done: str, begin: float) -> None:
         """Continue where the loaded run was."""
-        skipped = f", {len(report.skipped)} damaged skipped" if report.skipped else ""
-        logger.info(f"{done} {report.folder}: epoch {report.epoch}, step {report.step}{skipped}")
+        skipped = f", skipped {len(report.skipped)} damaged" if report.skipped else ""
+        print_or_log(logger, f"{done} {report.folder}: epoch {report.epoch}, step {report.step}{skipped}")
         # Saved under another layout, each rank has loaded a generator state that its neighbours need not share.
         self.strategy.sync_rng_state()
         self.accumulation.step = int(report.progress.get("accumulation_step", 0))

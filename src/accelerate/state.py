@@ -90,10 +90,6 @@ class PartialState:
             local_process_index=topology.local_rank,
             fork_launched=env.get_flag("FORK_LAUNCHED"),
         )
-        if self.debug and topology.world_size > 1 and group.is_running():
-            from .runtime import whereabouts
-
-            whereabouts.start()
         if env.get_flag("ACCELERATE_CPU_AFFINITY"):
             from .runtime.hardware import set_numa_affinity
 

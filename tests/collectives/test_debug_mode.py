@@ -122,7 +122,7 @@ def test_a_rank_that_comes_late_is_named_and_hears_of_it():
     disagree(
         ["rank 2 did not call it within 2 seconds", "Process 0: at", "ACCELERATE_DEBUG_TIMEOUT"]
         + [
-            f"Process 2: has not come; it is at {__file__}:{sleeps}",
+            f"({__file__}:{sleeps}), and does not compute",
             "its last operation was `accelerate.gather_object`",
         ],
         gather,

@@ -26,6 +26,11 @@ CASES = [
     (CPU, "-m no.such.module", "there is no module 'no.such.module'"),
     (CPU, "--no_python no-such-program", "there is no program 'no-such-program' on the PATH"),
     (CPU, "--num_proceses 2 train.py", "unknown option --num_proceses (did you mean --num_processes?)"),
+    (
+        CPU,
+        "--nproc-per-node=2 train.py",
+        "unknown option --nproc-per-node: use --num_processes, the number on all machines",
+    ),
     (CPU, "--mixed_precision bf61 train.py", "--mixed_precision: value='bf61' is not one of no, fp16, bf16, fp8"),
     (GPUS, "--num_processes 3 train.py", "requests 3 processes on this machine, which has 2 cuda devices to use"),
     (GPUS, "--num_gpus 3 train.py", "num_processes=3 (flag --num_processes)"),

@@ -87,7 +87,7 @@ def test_one_process_draws_as_the_plain_loader_does(build, source, workers):
     cases(
         [(exact, source, 0) for exact in (False, True) for source in SOURCES]
         + [(False, "torch", 2), (True, "torch", 2)],
-        thorough=[(False, "torch", 2), (False, "numpy", 0), (True, "python", 0)],
+        thorough=[(False, "torch", 2), (True, "torch", 2), (False, "numpy", 0), (True, "python", 0)],
     ),
 )
 def test_a_resumed_pass_goes_on_like_one_that_never_stopped(build, source, workers, exact):

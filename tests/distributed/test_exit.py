@@ -78,7 +78,7 @@ assert select.select([ended], [], [], 60)[0]
 
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs to see another process end")
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_collective_under_way_does_not_hold_the_process(who):
     """The other rank never joins it: the process would wait until the group's timeout, half an hour."""
     results = run_ranks(PENDING, 2, who, check=False, timeout=90)

@@ -179,9 +179,9 @@ def distance(first, second):
 
 
 def unsharded_state(trainer):
-    """The weights of a trainer's model, of any layout, on each rank."""
+    """The weights of a trainer's model, of any layout, compiled or not, on each rank."""
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    return {name: value.detach().cpu().clone() for name, value in copy.copy(state).items()}
+    return {name.removeprefix("_orig_mod."): value.detach().cpu().clone() for name, value in copy.copy(state).items()}
 
 
 def words(start, count):
@@ -204,6 +204,7 @@ def word_tokenizer():
 
 def sentence_encoder(folder):
     """A sentence encoder of a one-layer BERT, whose vocabulary is w0 to w39. Its parts are saved in a new folder."""
+    from safetensors.torch import save_file
     from sentence_transformers import SentenceTransformer, models
     from transformers import BertConfig, BertModel, BertTokenizerFast
 
@@ -212,12 +213,13 @@ def sentence_encoder(folder):
     folder.mkdir(parents=True)
     vocabulary = {name: number for number, name in enumerate(names)}
     BertTokenizerFast(vocab=vocabulary, model_max_length=16).save_pretrained(folder)
-    BertModel(
-        BertConfig(
-            vocab_size=len(names), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )
-    ).save_pretrained(folder, is_main_process=True)  # fmt: skip
+    config = BertConfig(
+        vocab_size=len(names), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, architectures=["BertModel"],
+    )  # fmt: skip
+    # Where a process group exists, save_pretrained writes on rank 0 only.
+    (folder / "config.json").write_text(config.to_json_string())
+    save_file(BertModel(config).state_dict(), folder / "model.safetensors", {"format": "pt"})
     transformer = models.Transformer(str(folder))
     return SentenceTransformer(modules=[transformer, models.Pooling(16)], device="cpu")
 

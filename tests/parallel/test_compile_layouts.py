@@ -111,7 +111,7 @@ def check(strategy, found, expected):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.thorough), "aot_eager"])
 @pytest.mark.parametrize("regional", [False, True], ids=["entirely", "by regions"])
 @pytest.mark.parametrize("layout", ["DDP", "FSDP2"])
 def test_data_parallel(layout, regional, backend):
@@ -125,7 +125,11 @@ def test_data_parallel(layout, regional, backend):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("regional", [False, True], ids=["entirely", "by regions, along the sequence"])
+@pytest.mark.parametrize(
+    "regional",
+    [pytest.param(False, marks=pytest.mark.thorough), True],
+    ids=["entirely", "by regions, along the sequence"],
+)
 def test_tensor_parallel(regional):
     PartialState(cpu=True)
     options = TorchTensorParallelConfig(sequence_parallel=regional)

@@ -246,7 +246,7 @@ def run_chain(names, folder, precision):
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.thorough)])
 def test_one_run_through_seven_layouts(precision, ranks, tmp_path):
     *distributed, alone = LAYOUTS
     ranks(4).run(run_chain, distributed, tmp_path, precision, timeout=280)

@@ -223,6 +223,7 @@ def test_what_one_layout_has_saved_another_loads(into, tmp_path):
 
 
 @on_ranks(4)
+@pytest.mark.thorough  # test_compile_layouts.py compiles each layout
 def test_compiled():
     """Compiled by regions under both at once, with nothing compiled after the first window."""
     expected, _ = plain(steps=3)

@@ -350,8 +350,8 @@ MEMORY = """
 @pytest.mark.parametrize(
     "kind, grows",
     [
-        ("same", 0),  # into the memory of the model
-        ("convert", 96),  # all of it in half the bytes
+        pytest.param("same", 0, marks=pytest.mark.thorough),  # into the memory of the model
+        pytest.param("convert", 96, marks=pytest.mark.thorough),  # all of it in half the bytes
         ("disk", 0),
     ],
 )

@@ -134,6 +134,7 @@ def follow(what, expected, folder):
 
 
 @on_ranks(2)
+@pytest.mark.thorough
 def test_compiled_by_regions():
     """Compiled blocks compute what they do as they are; the first one, converted in part, is a graph of its own."""
     tokens = torch.randint(16, (4, 17), generator=torch.Generator().manual_seed(0))

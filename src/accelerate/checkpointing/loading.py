@@ -29,7 +29,7 @@ _ERRORS: dict[str, type[CheckpointError]] = {"corrupt": CorruptCheckpoint, "mism
 _PARTLY_LOADED = "The run is partly loaded: load another checkpoint, or start it again."
 
 
-@dataclass
+@dataclass(repr=False)
 class LoadReport:
     """What a load has done.
 
@@ -48,6 +48,16 @@ class LoadReport:
     skipped: list[tuple[Path, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     manifest: Manifest | None = None
+
+    def __repr__(self) -> str:
+        words = [f"epoch {self.epoch}", f"step {self.step}"]
+        if self.world_size:
+            words.append(f"saved by {self.world_size} process{'es' if self.world_size > 1 else ''}")
+        if self.skipped:
+            words.append(f"skipped {len(self.skipped)} damaged")
+        if self.notes:
+            words.append(f"{len(self.notes)} note{'s' if len(self.notes) > 1 else ''}")
+        return f"<LoadReport of {self.folder}: {', '.join(words)}>"
 
     @property
     def epoch(self) -> int:

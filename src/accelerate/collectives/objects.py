@@ -71,7 +71,7 @@ def gather_each(
     longest = max(lengths)
     if longest <= capacity:
         return [pickle.loads(view) for _, view in firsts]
-    with transport.named(call):
+    with transport.named(call, group):
         rows = transport.all_gather(_as_row(content, longest, device), group).cpu()
     return [pickle.loads(_view(row)[:size]) for row, size in zip(rows, lengths, strict=True)]
 
@@ -127,7 +127,7 @@ def broadcast_each(
         length, view = _parsed(row)
     if _checked_length(length, view, source) > capacity:
         row = _as_row(content, length, device)
-        with transport.named(call):
+        with transport.named(call, group):
             transport.broadcast(row, source, group)
         view = _view(row)
     return value if sends else pickle.loads(view)

@@ -67,7 +67,7 @@ def gather_nested(data: object, group: dist.ProcessGroup | None = None) -> Any:
     if not leaves:
         return data
     leaves = flat.checked(leaves, "gather")
-    with transport.named(Call("gather")):
+    with transport.named(Call("gather", data), group):
         return flat.replace(data, _gather_raw(leaves, group))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ..core.errors import ConfigurationError
 from ..runtime import communication
 from ..runtime.calls import Call
 from ..runtime.channel import HEADER, Channel, channel_of
+from ..runtime.ledger import LEDGER
 from ..state import PartialState
 
 CPU = torch.device("cpu")
@@ -161,7 +163,7 @@ def checked_all_gather(row: torch.Tensor, group: dist.ProcessGroup, sign: bytes,
             channel.swap_bytes(group, sign, row.cpu().numpy(), length, call)
             return channel.rows(length).to(row.device)
         channel.agree(group, sign, call)
-    with named(call):
+    with named(call, group):
         return all_gather(row, group)
 
 
@@ -176,7 +178,7 @@ def checked_broadcast(row: torch.Tensor, source: int, group: dist.ProcessGroup, 
                 row.detach().copy_(channel.slots[source, HEADER : HEADER + length])
             return
         channel.agree(group, sign, call)
-    with named(call):
+    with named(call, group):
         broadcast(row, source, group)
 
 
@@ -193,15 +195,18 @@ def checked_all_reduce(
                 flat.copy_(_LOCAL[operation](channel.rows(flat.nbytes).view(flat.dtype)))
             return
         channel.agree(group, sign, call)
-    with named(call):
+    with named(call, group):
         all_reduce(flat, operation, group)
 
 
 @contextlib.contextmanager
-def named(call: Call) -> Iterator[None]:
-    """A raw collective whose errors about other ranks are raised as CommunicationError, by the operation's name."""
+def named(call: Call, group: dist.ProcessGroup) -> Iterator[None]:
+    """A raw collective, in the ledger; errors about other ranks are raised as CommunicationError, by its name."""
+    entry = LEDGER.enter(call, group.group_name)
     try:
         yield
     except RuntimeError as error:
         communication.raise_lost(error, f"`{call.operation}`")
         raise
+    finally:
+        entry.left = time.monotonic()

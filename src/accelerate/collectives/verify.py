@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from ..core import env
 from ..core.errors import DistributedOperationException
-from ..runtime import whereabouts
+from ..runtime import hang_watch
 from ..runtime.agreement import Round, StoreLostError
 from ..runtime.calls import Call, difference, ranks_in_words, record
+from ..runtime.hang_report import status_line
 from . import transport
 
 # Seconds for which a rank waits for the others to come to the same operation (variable ACCELERATE_DEBUG_TIMEOUT).
@@ -79,11 +80,11 @@ def _absence(turn: Round, found: dict[int, dict[str, Any]], absent: list[int], e
         "Callers:",
     ]
     lines += [f"  - Process {rank}: at {call['at']}" for rank, call in found.items()]
-    places = whereabouts.request([rank for rank in absent if rank not in ended])
+    places = hang_watch.request([rank for rank in absent if rank not in ended])
     for rank in absent:
         line = "has ended" if rank in ended else "has not come"
         if rank in places:
-            line += f"; it is at {places[rank]}"
+            line += f"; it {status_line(places[rank])}"
         if (last := turn.former_value(rank)) is not None:
             line += f"; its last operation was {last['summary']} (at {last['at']})"
         lines.append(f"  - Process {rank}: {line}")

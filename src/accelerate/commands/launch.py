@@ -25,6 +25,19 @@ DESCRIPTION = (
     "What is not given here is taken from variables, then from the configuration file, then from the machine."
 )
 
+# Options of torchrun that have another name here.
+OF_TORCHRUN = {
+    "nproc_per_node": "use --num_processes, the number on all machines together",
+    "node_rank": "use --machine_rank",
+    "master_addr": "use --main_process_ip",
+    "master_port": "use --main_process_port",
+    "rdzv_endpoint": "use --main_process_ip and --main_process_port",
+    "standalone": "leave it out, a launch on one machine needs no rendezvous",
+    "redirects": "use --log_dir, which writes the output of each rank to files",
+    "start_method": "leave it out, each rank is a new interpreter",
+    "run_path": "leave it out, and give the path of the script",
+}
+
 
 def launch_command_parser(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser] | None = None,
@@ -37,7 +50,7 @@ def launch_command_parser(
         )
         parser.set_defaults(func=launch_command)
     else:
-        parser = Parser(prog="accelerate launch", description=DESCRIPTION, usage=usage)
+        parser = Parser(prog="accelerate launch", description=DESCRIPTION, usage=usage, foreign=OF_TORCHRUN)
     add_options(parser, GROUPS)
     parser.add_argument(
         "--no_tpu_cluster",

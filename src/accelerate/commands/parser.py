@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..config.launch_settings import GIVEN
@@ -38,9 +39,13 @@ def _value_name(action: argparse.Action) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser with our help and errors: what is wrong, the nearest flag, exit code 2."""
+    """argparse's parser with our help and errors: what is wrong, the nearest flag, exit code 2.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    `foreign` has options of another program, without their dashes and with underscores, and what replaces each here.
+    """
+
+    def __init__(self, *args: Any, foreign: Mapping[str, str] = types.MappingProxyType({}), **kwargs: Any) -> None:
+        self.foreign = foreign
         kwargs.setdefault("formatter_class", Formatter)
         # A script's own arguments come after it; argparse would hold them against our flags' abbreviations.
         kwargs.setdefault("allow_abbrev", False)
@@ -64,6 +69,8 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"unexpected argument {word!r}"
         flag = word.split("=", 1)[0]
+        if instead := self.foreign.get(flag.lstrip("-").replace("-", "_")):
+            return f"unknown option {flag}: {instead}"
         return f"unknown option {flag}" + (suggestion(flag, self._option_string_actions) or f"; see {self.prog} -h")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

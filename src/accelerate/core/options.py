@@ -8,6 +8,7 @@ The parser, the configuration file, the questions of `accelerate config`, the va
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -49,6 +50,14 @@ def _log_level(text: str, where: str) -> None:
         raise ConfigurationError(f"{where}={text!r} is not a level of logging: use one of {', '.join(known)}")
 
 
+def _profiled_steps(text: str, where: str) -> None:
+    found = re.fullmatch(r"(\d+):(\d+)(:\d+(,\d+)*)?", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise ConfigurationError(
+            f"{where}={text!r}: give the first and the last step as 10:12, and ranks, if not all, as 10:12:0,3"
+        )
+
+
 PROGRAM = Group(
     "program",
     "What is started.",
@@ -73,7 +82,7 @@ PROGRAM = Group(
         Option("module", "switch", "The script is a module, as for 'python -m'.", flags=("-m", "--module"), key=""),
         Option("no_python", "switch", "The script is an executable: do not put 'python' before it.", key=""),
         Option("dry_run", "switch", "Print each process's command and variables, and start nothing.", False, key=""),
-        Option("quiet", "switch", "Print errors only.", flags=("--quiet", "-q"), key=""),
+        Option("quiet", "switch", "Print errors only.", flags=("--quiet", "-q"), key="", variable="ACCELERATE_QUIET"),
     ),
 )
 
@@ -211,10 +220,33 @@ TRAINING = Group(
             bare="true",
         ),
         Option(
+            "profile",
+            "text",
+            "Optimizer steps that torch's profiler records, as 10:12, of all ranks, or as 10:12:0,3 of some. Each "
+            "writes profile/rank_00000.json in the run's folder.",
+            key="",
+            check=_profiled_steps,
+            variable="ACCELERATE_PROFILE",
+        ),
+        Option(
             "debug",
             "switch",
             "Compare the operands of each collective between ranks; slower, to find errors.",
             variable="ACCELERATE_DEBUG_MODE",
+        ),
+        Option(
+            "hang_report",
+            "float",
+            "Seconds without progress after which the run reports where each rank is; 60 by default, 0: never.",
+            least=0,
+            variable="ACCELERATE_HANG_REPORT",
+        ),
+        Option(
+            "collective_timeout",
+            "float",
+            "Seconds after which a collective that other ranks do not join ends the run with an error.",
+            least=1,
+            variable="ACCELERATE_COLLECTIVE_TIMEOUT",
         ),
     ),
 )
@@ -282,6 +314,13 @@ MACHINES = Group(
             "per rank, as '0:3,1:2'.",
             "0",
             flags=("-t", "--tee"),
+        ),
+        Option(
+            "progress_interval",
+            "float",
+            "Seconds between two lines on the progress of a run that writes to no terminal; 0: neither these lines "
+            "nor the panel on a terminal. Given for a single process, it is shown for that too.",
+            60.0,
         ),
         Option("log_dir", "text", "Folder for each rank's standard output and error."),
         Option("error_file", "text", "File to which the first failure of a run is written as JSON."),
@@ -380,24 +419,50 @@ def _variable(name: str, kind: str = "text", **more: Any) -> Option:
 
 # Variables of this package that no flag sets.
 VARIABLES: tuple[Option, ...] = (
-    _variable("ACCELERATE_CONFIG_DS_FIELDS"),
-    _variable("ACCELERATE_DEBUG_TIMEOUT", "float"),
-    _variable("ACCELERATE_EXACT", "truth"),
-    _variable("ACCELERATE_FP8_OVERRIDE_DGRAD", "truth"),
-    _variable("ACCELERATE_FP8_OVERRIDE_FPROP", "truth"),
-    _variable("ACCELERATE_FP8_OVERRIDE_WGRAD", "truth"),
-    _variable("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "truth"),
-    _variable("ACCELERATE_INIT_INCLUDE_BUFFERS", "truth"),
-    _variable("ACCELERATE_LAUNCH_TIME"),
-    _variable("ACCELERATE_LOG_LEVEL", check=_log_level),
-    _variable("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", choices=tuple(kind.value for kind in SageMakerDistributedType)),
-    _variable("ACCELERATE_STATUS_DIR"),
-    _variable("ACCELERATE_STRATEGY"),
-    _variable("ACCELERATE_TORCH_DEVICE"),
-    _variable("ACCELERATE_TRANSFORMS"),
-    _variable("ACCELERATE_USE_SAGEMAKER", "truth"),
-    _variable("FORK_LAUNCHED", "truth"),
-    _variable("FSDP_IGNORED_MODULES"),
+    _variable(
+        "ACCELERATE_CONFIG_DS_FIELDS",
+        help="Set by the launcher: keys of `deepspeed_config` in the configuration file.",
+    ),
+    _variable(
+        "ACCELERATE_DEBUG_TIMEOUT",
+        "float",
+        help="Seconds that a rank waits for the others in debug mode. Default: 20.",
+    ),
+    _variable("ACCELERATE_EXACT", "truth", help="Default of `Accelerator(exact=...)`."),
+    _variable(
+        "ACCELERATE_FP8_OVERRIDE_DGRAD", "truth", help="TERecipeKwargs: products of input gradients in high precision."
+    ),
+    _variable(
+        "ACCELERATE_FP8_OVERRIDE_FPROP", "truth", help="TERecipeKwargs: products of the forward in high precision."
+    ),
+    _variable(
+        "ACCELERATE_FP8_OVERRIDE_WGRAD",
+        "truth",
+        help="TERecipeKwargs: products of weight gradients in high precision.",
+    ),
+    _variable("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "truth", help="TERecipeKwargs: scale blocks (MXFP8)."),
+    _variable(
+        "ACCELERATE_INIT_INCLUDE_BUFFERS",
+        "truth",
+        help="Default of `include_buffers` of `init_empty_weights` and `init_on_device`.",
+    ),
+    _variable("ACCELERATE_LAUNCH_TIME", help="Set by the launcher: its start, in the name of a recorded run."),
+    _variable("ACCELERATE_LOG_LEVEL", help="Level of the loggers of `get_logger`.", check=_log_level),
+    _variable(
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
+        help="Set in a SageMaker job: its data parallelism.",
+        choices=tuple(kind.value for kind in SageMakerDistributedType),
+    ),
+    _variable("ACCELERATE_STATUS_DIR", help="Set by the launcher: folder in which each rank publishes its state."),
+    _variable("ACCELERATE_STRATEGY", help="Default of `Accelerator(strategy=...)`."),
+    _variable("ACCELERATE_TORCH_DEVICE", help="Device of the process, instead of the accelerator of its local rank."),
+    _variable("ACCELERATE_TRANSFORMS", help="Default of `Accelerator(transforms=...)`: names, with commas."),
+    _variable("ACCELERATE_USE_SAGEMAKER", "truth", help="Set in a SageMaker job."),
+    _variable("FORK_LAUNCHED", "truth", help="Set in processes that `notebook_launcher` and `debug_launcher` start."),
+    _variable(
+        "FSDP_IGNORED_MODULES",
+        help="Default of `ignored_modules` of FullyShardedDataParallelPlugin: a regular expression.",
+    ),
 )
 
 # Variables of torch's launcher, by which a process knows its rank.

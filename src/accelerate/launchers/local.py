@@ -14,26 +14,34 @@ if TYPE_CHECKING:
 
 
 class LocalLauncher(Launcher):
-    """`in_place`: a single process may run in this one, because no caller waits for it to return."""
+    """The processes of this machine.
+
+    Args:
+        spec: the launch.
+        in_place: a single process may run in this one, because no caller waits for it to return.
+        shows_progress: its progress was requested, which another process shows.
+    """
 
     name = "local"
 
     unused: tuple[str, ...] = (*AGENT, "rdzv_conf", "machine_rank", "mpirun_hostfile")
 
-    def __init__(self, spec: LaunchSpec, in_place: bool = False) -> None:
+    def __init__(self, spec: LaunchSpec, in_place: bool = False, shows_progress: bool = False) -> None:
         super().__init__(spec)
         self.in_place = in_place
+        self.shows_progress = shows_progress
 
     @classmethod
     def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
         """The launcher for the settings of a launch. `in_place`: a single process may run in this one."""
-        return cls(spec, in_place)
+        requested = settings.chosen("progress_interval") and settings["progress_interval"] > 0
+        return cls(spec, in_place, requested and not spec.quiet)
 
     @property
     def takes_over(self) -> bool:
         """Whether the script runs in this process. Logs, prefixes and reports need a separate one."""
         spec = self.spec
-        watched = spec.log_dir or spec.error_file or spec.tee_of(0) or spec.max_restarts
+        watched = spec.log_dir or spec.error_file or spec.tee_of(0) or spec.max_restarts or self.shows_progress
         return self.in_place and spec.num_processes == 1 and not watched
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:

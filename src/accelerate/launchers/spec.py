@@ -170,6 +170,7 @@ class LaunchSpec(NamedTuple):
     error_file: str | None = None
     stop_timeout: float = 4.0
     quiet: bool = False
+    progress_interval: float = 60.0
     max_restarts: int = 0
     monitor_interval: float = 0.1
     rdzv_backend: str = "static"
@@ -266,7 +267,7 @@ class LaunchSpec(NamedTuple):
         check_host(self.main_process_ip, f"main_process_ip={self.main_process_ip!r}")
         if not 0 <= self.main_process_port < 65536:
             raise ConfigurationError(f"main_process_port={self.main_process_port} is no port: ports are 1 to 65535")
-        for name in ("monitor_interval", "stop_timeout"):
+        for name in ("monitor_interval", "stop_timeout", "progress_interval"):
             if not 0 <= getattr(self, name) <= MOST_SECONDS:
                 raise ConfigurationError(f"{name}={getattr(self, name)} must be from 0 to {MOST_SECONDS} seconds")
         entries = [part.split(":", 1) for part in self.tee.split(",")] if ":" in self.tee else [["0", self.tee]]

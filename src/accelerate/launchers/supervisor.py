@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import sys
 import threading
@@ -15,7 +16,9 @@ from functools import partial
 from pathlib import Path
 from socket import gethostname, socket
 from types import FrameType
+from typing import TYPE_CHECKING
 
+from ..core import env
 from ..core.system import handles_signal
 from . import failure as failures
 from . import tracebacks
@@ -25,6 +28,11 @@ from .spec import LaunchSpec, ProcessSpec
 from .streams import LINE_WAIT
 from .tracebacks import fingerprint
 
+if TYPE_CHECKING:
+    from .panel import Display
+
+# When this launcher started: restarted ranks record into the same folder.
+_STARTED = time.strftime("%Y%m%d-%H%M%S")
 # Seconds from the first failure to the stop of the other ranks, in which one of them may turn out to be the cause:
 # where the failure is the rank's own, where it lost the connection to another, where others are writing tracebacks.
 GRACE = 0.05
@@ -92,6 +100,9 @@ class Supervisor:
         self._kill_at: float | None = None
         self._notice_at: float | None = None
         self._oom_kills = failures.oom_kills()
+        # Where the ranks publish their states, and what shows them.
+        self._status_folder: str | None = None
+        self._display: Display | None = None
 
     def run(self, processes: Sequence[ProcessSpec]) -> int:
         """Start the processes and wait until all have ended. Returns the exit code."""
@@ -126,12 +137,22 @@ class Supervisor:
 
     def _start(self, processes: Sequence[ProcessSpec]) -> None:
         folder = Path(self.spec.log_dir).expanduser() / _run_name() if self.spec.log_dir else None
+        if self.spec.progress_interval and not self.spec.quiet:
+            self._status_folder = _private_folder()
         for process in processes:
+            if self._status_folder is not None:
+                added = {"ACCELERATE_STATUS_DIR": self._status_folder, "ACCELERATE_LAUNCH_TIME": _STARTED}
+                process = process._replace(variables={**process.variables, **added})
             rank = self.make_rank(process, folder)
             self.ranks.append(rank)
             rank.error.before_showing = partial(self._without_repetition, rank.rank)
             for stream in rank.streams:
                 self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
+        if self._status_folder is not None:
+            # Imported while the ranks start.
+            from .panel import Display
+
+            self._display = Display(self.spec, Path(self._status_folder), _can_show_panel())
         for connection, receive in self.link.callbacks(self._stop_for_others) if self.link else []:
             self._selector.register(connection, selectors.EVENT_READ, partial(self._handle_link, connection, receive))
 
@@ -143,6 +164,8 @@ class Supervisor:
             timeout = min(timeout, self.link.interval)
         if any(stream.pending for rank in self.ranks for stream in rank.streams):
             timeout = min(timeout, LINE_WAIT)
+        if self._display is not None:
+            timeout = min(timeout, self._display.wait)
         now = time.monotonic()
         for deadline in (self._stop_at, self._kill_at, self._notice_at):
             if deadline is not None:
@@ -163,6 +186,7 @@ class Supervisor:
             self._handle_signal(number)
         if self.link is not None:
             self.link.tick(self._stop_for_others)
+        self._show_progress()
         now = time.monotonic()
         ended = [rank for rank in self.ranks if rank.poll()]
         if self._kill_at is None and any(rank.code for rank in ended) and len(ended) != self._ended_count:
@@ -177,6 +201,14 @@ class Supervisor:
             self._kill_all()
         if self._notice_at is not None and now >= self._notice_at:
             self._show_notice(now)
+
+    def _show_progress(self) -> None:
+        if self._display is not None:
+            pids = {rank.rank: rank.popen.pid for rank in self.ranks if rank.code is None and not rank.spec.starter}
+            codes = {rank.rank: rank.code for rank in self.ranks if rank.code is not None and not rank.spec.starter}
+            text = self._display.tick(pids, codes)
+            if text is not None:
+                self._print([text])
 
     def _grace_period(self) -> float:
         """Seconds to wait before the other ranks are stopped."""
@@ -257,12 +289,16 @@ class Supervisor:
             self._stop(signal.SIGTERM)
 
     def _clean_up(self) -> None:
+        if self._display is not None:
+            self._display.hide()
         for rank in self.ranks:
             rank.popen.wait()
             rank.poll()
             if rank.stopped or rank.code:
                 rank.kill_children()
             rank.drain()
+        if self._status_folder is not None:
+            shutil.rmtree(self._status_folder, ignore_errors=True)
         self._selector.close()
 
     def _finish(self) -> int:
@@ -412,6 +448,24 @@ def with_restarts(spec: LaunchSpec, attempt: Callable[[int], Supervisor]) -> int
         if number < spec.max_restarts:
             print(f"accelerate launch: restart {number + 1} of {spec.max_restarts}", file=sys.stderr, flush=True)
     return ended.code
+
+
+def _private_folder() -> str | None:
+    """A new folder that only this user can read; in memory where that is possible."""
+    if sys.platform != "linux":
+        import tempfile
+
+        return tempfile.mkdtemp(prefix="accelerate-")
+    for root in ("/dev/shm", "/tmp"):
+        path = f"{root}/accelerate-{os.getpid()}-{time.monotonic_ns():x}"
+        with contextlib.suppress(OSError):
+            os.mkdir(path, 0o700)
+            return path
+    return None
+
+
+def _can_show_panel() -> bool:
+    return os.name == "posix" and os.isatty(2) and env.get("TERM") not in (None, "dumb")
 
 
 def _run_name() -> str:

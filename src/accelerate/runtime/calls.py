@@ -159,7 +159,13 @@ def _minority(texts: dict[int, str]) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 1, 2`; of very many the first ones."""
-    ranks = list(ranks)
-    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    """`rank 3`, `ranks 1, 2` or `ranks 0-2, 5`; of very many the first ones."""
+    runs: list[list[int]] = []
+    for rank in (ranks := list(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    shown = ", ".join(words[:16]) + (", ..." if len(words) > 16 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -12,10 +12,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
+import time
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,10 +22,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllToAllOptions
 
 from ..core.errors import DistributedOperationException
-from . import communication, marks
-from .calls import Call, mismatch, ranks_in_words, record, user_line
-
-logger: logging.Logger = logging.getLogger(__name__)
+from . import communication
+from .calls import Call, mismatch, record
+from .ledger import LEDGER
 
 SIGNATURE = 8
 # The signature, and the number of content bytes that this rank has (in this message, or in the one after it).
@@ -34,9 +32,6 @@ HEADER = 16
 # The largest content of a message in bytes: for one rank, and for all ranks together.
 LARGEST = 64 << 10
 LARGEST_OVER_ALL = 4 << 20
-# After this time a waiting rank looks for the others and logs which ones are missing.
-PATIENCE = timedelta(seconds=60)
-GLANCE = timedelta(seconds=2)
 
 _DISAGREE = b"\xffdiffer\xff"
 _options = AllToAllOptions()
@@ -54,11 +49,12 @@ class Channel:
     `slots[rank]` is the last message of that rank: header and content. This rank writes to its own slot.
     """
 
-    def __init__(self, rank: int, world: int, serves_all: bool) -> None:
+    def __init__(self, rank: int, world: int, serves_all: bool, name: str) -> None:
         self.rank = rank
         self.world = world
         # gloo sends tensors of all devices, and not only those on the CPU.
         self.serves_all = serves_all
+        self.name = name
         self.capacity: int = min(LARGEST, LARGEST_OVER_ALL // world) & ~15
         stride = HEADER + self.capacity
         # Tensors made in inference mode could not be written to outside of it.
@@ -138,33 +134,14 @@ class Channel:
         return self.slots[:, HEADER : HEADER + length]
 
     def _wait(self, work: Any, call: Call) -> None:
+        entry = LEDGER.enter(call, self.name)
         try:
-            work.wait(PATIENCE)
+            work.wait()
         except RuntimeError as error:
-            if work.is_completed():
-                communication.raise_lost(error, _words(call))
-                raise
-            self._wait_long(work, call)
-
-    def _wait_long(self, work: Any, call: Call) -> None:
-        """Log once which ranks are late, and continue to wait up to the group's timeout."""
-        at = user_line()
-        marks.publish(marks.WAITING, marks.where(_words(call), at))
-        for patience in (GLANCE, None):
-            try:
-                _ = work.wait() if patience is None else work.wait(patience)
-            except RuntimeError as error:
-                if work.is_completed():
-                    communication.raise_lost(error, _words(call))
-                    raise
-            else:
-                break
-            waiting = marks.read(marks.WAITING, range(dist.get_world_size())) or {}
-            if dist.get_rank() == min(waiting, default=-1):
-                seconds = (PATIENCE + GLANCE).total_seconds()
-                here = ranks_in_words(sorted(waiting))
-                logger.warning("%s: waited %.0f s. %s", here, seconds, communication.explanation(_words(call), at=at))
-        marks.withdraw(marks.WAITING)
+            communication.raise_lost(error, _words(call))
+            raise
+        finally:
+            entry.left = time.monotonic()
 
     def _complain(self, group: dist.ProcessGroup, call: Call) -> None:
         """Raise an error for calls that differ. Every rank has detected it, so all exchange their calls first."""
@@ -198,7 +175,7 @@ def channel_of(group: dist.ProcessGroup) -> Channel | None:
         found = None
         backends = _backends(group) if group.size() > 1 else {}
         if backends.get("cpu") == "gloo":
-            found = Channel(group.rank(), group.size(), set(backends.values()) == {"gloo"})
+            found = Channel(group.rank(), group.size(), set(backends.values()) == {"gloo"}, group.group_name)
         _channels[group] = found
         return found
 
@@ -219,7 +196,11 @@ def barrier(operation: str, device: torch.device, backend: str | None, error: st
     on_cpu = device.type in ("cpu", "mps") or backend == "gloo"
     try:
         if channel is None or not on_cpu:
-            dist.barrier(device_ids=None if on_cpu else [device.index])
+            entry = LEDGER.enter(Call(operation), group.group_name)
+            try:
+                dist.barrier(device_ids=None if on_cpu else [device.index])
+            finally:
+                entry.left = time.monotonic()
             return
     except RuntimeError as lost:
         communication.raise_lost(lost, f"`{operation}`")

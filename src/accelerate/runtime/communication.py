@@ -10,8 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..core.errors import AccelerateError, CommunicationError
-from . import marks
+from . import hang_watch, marks
 from .calls import ranks_in_words, user_line
+from .hang_report import SAME_CALLS, status_line
 
 # The messages of gloo, NCCL and the store for a rank that is gone or has not come.
 _LOST = re.compile(
@@ -30,11 +31,6 @@ UNEVEN = (
     "Uneven batches? Ranks that read different numbers of batches cannot train together. Keep `even_batches=True` "
     "(the default), wrap the loop in `accelerator.join_uneven_inputs([model])` (DDP), or use "
     "`Accelerator(exact=True)`. A `break`, or an exception that is caught on one rank only, has the same effect."
-)
-SAME_CALLS = (
-    "Every rank must call the same collectives in the same order (gather, reduce, wait_for_everyone, backward, "
-    "save_state, ...): look for one under an `if`, after a `break` or in a `try` that only some ranks reach. "
-    "ACCELERATE_DEBUG_MODE=1 shows where each rank is."
 )
 
 
@@ -100,6 +96,8 @@ def _reports(found: dict[str, dict[int, Any]] | None, others: list[int], closed:
     if found is None:
         return ["the store of the run is gone: the process that hosts it (rank 0, or the launcher) has ended"]
     lines, silent = [], []
+    unknown = [rank for rank in others if not _has_mark(found, rank)]
+    places = hang_watch.request(unknown) if unknown else {}
     for rank in others:
         failed, waiting = found[marks.FAILED].get(rank), found[marks.WAITING].get(rank)
         if failed is not None and not failed["secondary"]:
@@ -111,6 +109,8 @@ def _reports(found: dict[str, dict[int, Any]] | None, others: list[int], closed:
                 continue
         elif rank in found[marks.LEFT]:
             line = f"rank {rank} has finished: its script has ended"
+        elif rank in places:
+            line = f"rank {rank} {status_line(places[rank])}"
         elif rank in found[marks.READ]:
             line = f"rank {rank} is elsewhere"
         else:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..core import env
 from ..core.errors import CommunicationError, ConfigurationError
-from . import communication, marks, smddp, xla
+from . import communication, hang_watch, marks, smddp, xla
 from .topology import Topology
 
 # How long a rank that ends waits for the others before it closes its connections under them.
@@ -34,9 +34,6 @@ LINGER = 2.0
 # Seconds in which a group closes whose collectives are through; less where the process has failed.
 CLOSE = 2.0
 CLOSE_FAILED = 0.5
-
-# Called when this process leaves the run, before its group closes.
-before_leaving: list[Callable[[], None]] = []
 
 
 class _Exit:
@@ -69,6 +66,8 @@ def start(
             raise ConfigurationError(
                 f"rank {topology.rank}: the collective backend {backend!r} is not in this build of torch"
             )
+        if timeout is None and (seconds := env.get_float("ACCELERATE_COLLECTIVE_TIMEOUT")) is not None:
+            timeout = _limit_collectives(seconds)
         arguments: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         if init_method is not None:
             arguments["init_method"] = init_method
@@ -79,7 +78,16 @@ def start(
         dist.init_process_group(backend=backend, rank=topology.rank, world_size=topology.world_size, **arguments)
         _Exit.owner = True
     _arm()
+    hang_watch.start()
     return str(dist.get_backend())
+
+
+def _limit_collectives(seconds: float) -> timedelta:
+    """The timeout of the default group. Groups that are made later take torch's default instead, so it is set too."""
+    limit = timedelta(seconds=seconds)
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(dist.distributed_c10d, name, limit)
+    return limit
 
 
 def start_alone(backend: str) -> None:
@@ -125,6 +133,8 @@ def stop(group: Any = None) -> None:
     """Leave a group (the default one, when None is given). Called twice, the second call does nothing."""
     if not is_running():
         return
+    if group in (None, dist.group.WORLD):
+        hang_watch.stop()
     # A worker thread of gloo drops its last work while it has the lock of the group's queue, and may need the
     # interpreter lock for that (torch 2.13). The group's destructor takes them in the other order: a deadlock, unless
     # the threads are idle by then. torch does not report whether they are.
@@ -173,6 +183,7 @@ def interrupt() -> Callable[[], None]:
     def join() -> None:
         dist.init_process_group(backend=backend, store=store, rank=rank, world_size=size, timeout=timeout)
         _Exit.owner = owner
+        hang_watch.start()
         marks.withdraw(marks.WAITING)
 
     return join
@@ -236,8 +247,7 @@ def leave() -> None:
     runtime aborts the process. So this releases the lock until the idle threads are done. After a run without errors
     the ranks first report that they leave, and rank 0, which may host the store, leaves last.
     """
-    for call in before_leaving:
-        call()
+    hang_watch.stop()
     if is_running() and _Exit.owner:
         _part(failed=_has_failed())
     # The threads only wait for the lock, which a blocking call releases.

@@ -11,6 +11,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from time import perf_counter, time
 from typing import Any
 
@@ -71,7 +72,10 @@ class StepMeter:
 
     Attributes:
         step: the optimizer steps of the run, of the optimizer that has made most.
+        folder: of the run, if it is recorded.
     """
+
+    folder: Path | None = None
 
     def __init__(self, status: StatusFile | None, device: torch.device, share: float = 1.0) -> None:
         self.status = status
@@ -226,6 +230,7 @@ class StepRecorder(StepMeter):
         self, writer: TelemetryWriter, status: StatusFile | None, device: torch.device, share: float = 1.0
     ) -> None:
         self._writer = writer
+        self.folder: Path | None = writer.folder
         self._flags = FLAG_FIRST
         self._backwards = 0
         now = perf_counter()

@@ -6,13 +6,15 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.imports import is_available
+from ..data_loader.loader import PreparedLoader
 from ..state import PartialState
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """A progress bar of `tqdm.auto` that only the first process of each machine shows.
 
-    Every process iterates; on the others the bar is disabled.
+    Every process iterates; on the others the bar is disabled. Around a prepared loader it counts the samples of all
+    processes.
 
     Args:
         *args: positional arguments of tqdm, the iterable first.
@@ -30,4 +32,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     if main_process_only and not kwargs.get("disable", False):
         kwargs["disable"] = not PartialState().is_local_main_process
+    iterable: Any = args[0] if args else kwargs.get("iterable")
+    # By `type`: a prepared loader is an instance of its torch class to `isinstance`.
+    size = iterable.plan().global_batch if issubclass(type(iterable), PreparedLoader) else None
+    if size is not None:
+        kwargs = {"unit": " samples", "unit_scale": size, **kwargs}
     return bar(*args, **kwargs)

@@ -19,6 +19,7 @@ from ..runtime.agreement import Agreement
 from ..state import PartialState
 from .meter import StepMeter, StepRecorder, memory_reader
 from .status import open_status
+from .step_profile import StepProfile
 from .writer import TelemetryWriter
 
 # Seconds in which every rank must have made its Accelerator.
@@ -65,6 +66,28 @@ def run_folder(telemetry: bool | str | os.PathLike[str] | None, project: Project
     if not isinstance(telemetry, (str, os.PathLike)) or not os.fspath(telemetry):
         raise ConfigurationError(f"telemetry={telemetry!r}: give True, False or a folder")
     return user_path(telemetry, "telemetry")
+
+
+def start_profile(project: ProjectConfiguration, meter: StepMeter | None) -> StepProfile | None:
+    """The profile of the steps that ACCELERATE_PROFILE requests of this rank; None where it requests none."""
+    text = env.get("ACCELERATE_PROFILE")
+    if not text:
+        return None
+    # Every rank takes part in the choice of the folder.
+    folder = (None if meter is None else meter.folder) or run_folder(True, project)
+    assert folder is not None
+    rank = PartialState().process_index
+    first, last, *ranks = text.split(":")
+    if ranks and str(rank) not in ranks[0].split(","):
+        return None
+
+    def written(path: Path) -> None:
+        message = f"steps {first} to {last} of rank {rank} are profiled in {path}"
+        if meter is not None:
+            meter.event("profile", message=message, path=str(path))
+        print(f"accelerate: {message}", file=sys.stderr, flush=True)
+
+    return StepProfile(folder.absolute() / "profile" / f"rank_{rank:05d}.json", int(first), int(last), written)
 
 
 def _of_variable(text: str | None) -> bool | str:

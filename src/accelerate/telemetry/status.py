@@ -11,9 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# The variable in which the launcher gives its ranks the private folder for these files.
-VARIABLE = "ACCELERATE_STATUS_DIR"
-
 STARTING, TRAINING, EVALUATING, SAVING, ENDED = range(5)
 STATES = ("starting", "training", "evaluating", "saving", "ended")
 

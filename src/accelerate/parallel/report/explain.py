@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,11 +42,37 @@ class Row:
     requested: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The sections of an explanation; `str()` of it is what `explain` prints."""
 
     sections: dict[str, list[Row]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        # `explain` has printed the report: an interactive session that shows its result does not repeat it.
+        return f"<Report of {', '.join(self.sections)}>"
+
+    def __rich__(self) -> Any:
+        """The same text for a terminal, with styles."""
+        from rich.text import Text
+
+        found = Text()
+        for line in str(self).splitlines():
+            head, note, requested = line.partition("   (requested: ")
+            found.append(head, style="" if line.startswith(" ") else "bold").append(note + requested, style="dim")
+            found.append("\n")
+        found.rstrip()
+        return found
+
+    def to_html(self) -> str:
+        """The report as a table, for notebooks."""
+        rows = []
+        for title, lines in self.sections.items():
+            rows.append(f'<tr><th colspan="3" style="text-align:left">{html.escape(title)}</th></tr>')
+            for row in lines:
+                cells = (row.name, row.got, f"requested: {row.requested}" if row.requested else "")
+                rows.append("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+        return f"<table>{''.join(rows)}</table>"
 
     def __str__(self) -> str:
         lines: list[str] = []

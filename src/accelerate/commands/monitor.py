@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate monitor RUN`: a page on localhost, or the terminal, that shows recorded runs while they go on."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from ..core.errors import ConfigurationError
+from .parser import Parser
+
+
+def parser() -> Parser:
+    """Return the parser of `accelerate monitor`."""
+    found = Parser(
+        prog="accelerate monitor",
+        description="Show recorded runs on a page on localhost: curves, step time of each rank, phases, memory, "
+        "events. The page follows runs that are still training.",
+    )
+    found.add_argument("runs", nargs="+", metavar="RUN", help="Folder of a run, or several to compare.")
+    found.add_argument("--port", type=int, help="Port of the page. Default: the first free one from 6606 on.")
+    found.add_argument(
+        "--host",
+        help="Address to listen on, as 0.0.0.0 for all of this machine. The URL then has a secret token. "
+        "Default: 127.0.0.1, which only this machine reaches.",
+    )
+    found.add_argument("--tui", action="store_true", help="Show the first run in the terminal instead.")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the command. Exits with 1 if a run or the port cannot be used, with 2 for wrong arguments."""
+    made = parser()
+    options = made.parse_args(arguments)
+    if options.tui and (options.port is not None or options.host is not None or len(options.runs) > 1):
+        made.error("--tui shows one run, and takes neither --port nor --host")
+    if options.port is not None and not 0 <= options.port < 65536:
+        made.error(f"--port {options.port}: a port is a number from 0 to 65535")
+    try:
+        from ..monitor.run import open_runs
+
+        runs = open_runs(options.runs)
+        if options.tui:
+            from ..monitor.terminal import show
+
+            show(runs[0])
+            return
+        from ..monitor.server import Server
+
+        server = Server(runs, options.host, options.port)
+    except ConfigurationError as error:
+        print(f"accelerate monitor: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    # A long run is read while the browser opens.
+    threading.Thread(target=lambda: [run.refresh() for run in runs], daemon=True).start()
+    print(f"accelerate monitor: {server.url}  (Ctrl-C ends it)", flush=True)
+    with server:
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print(file=sys.stderr)

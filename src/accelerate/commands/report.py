@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelerate report RUN -o report.html`: a recorded run in one file, with a summary in words."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ..core.errors import ConfigurationError
+from .parser import Parser
+
+FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
+
+
+def parser() -> Parser:
+    """Return the parser of `accelerate report`."""
+    found = Parser(
+        prog="accelerate report",
+        description="Summarize a recorded run in one file: where the time went, which ranks were slow, what to try. "
+        "HTML has the pictures of `accelerate monitor` and needs no script.",
+    )
+    found.add_argument("run", metavar="RUN", help="Folder of a run.")
+    found.add_argument("-o", "--output", metavar="FILE", help="File to write. Default: print to the terminal.")
+    found.add_argument("--format", choices=("html", "md", "json"), help="Default: that of the file's name, else md.")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the command. Exits with 1 if the run cannot be read or the file not be written."""
+    options = parser().parse_args(arguments)
+    kind = options.format or FORMATS.get(Path(options.output or "").suffix.lower(), "md")
+    try:
+        from ..monitor import report
+        from ..monitor.run import open_runs
+
+        (run,) = open_runs([options.run])
+        report.read_all(run)
+        if run.is_empty:
+            raise ConfigurationError("; ".join([f"{run.folder} has no recorded steps", *run.notes()]))
+        text = {"html": report.html, "md": report.markdown, "json": report.to_json}[kind](run)
+        if options.output is None:
+            print(text, end="")
+            return
+        Path(options.output).expanduser().write_text(text, encoding="utf-8")
+    except (ConfigurationError, OSError) as error:
+        print(f"accelerate report: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    print(f"{options.output}: {len(text.encode()):,} bytes")

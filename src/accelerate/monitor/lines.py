@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of JSON objects, one a line, that are read as they grow: the events of ranks, and logged values."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Bytes that one call reads, so that a page does not wait for a long file. The next call goes on.
+MOST_BYTES = 8 << 20
+# JSON has no such numbers; they are written as text.
+_SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class Tail:
+    """Follows a file. A line that is not a JSON object is left out and counted.
+
+    Args:
+        path: the file; it may appear later.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bad = 0
+        """Lines left out."""
+        self._identity: tuple[int, int] | None = None
+        self._position = 0
+        self._rest = b""
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the new objects, and whether the file is another one than before, so that the old ones are gone."""
+        try:
+            with open(self.path, "rb") as file:
+                status = os.fstat(file.fileno())
+                identity = (status.st_dev, status.st_ino)
+                replaced = self._identity is not None and (
+                    identity != self._identity or status.st_size < self._position
+                )
+                if replaced:
+                    self.bad, self._position, self._rest = 0, 0, b""
+                self._identity = identity
+                file.seek(self._position)
+                data = file.read(MOST_BYTES)
+        except OSError:
+            return [], False
+        self._position += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MOST_BYTES:
+            self._rest = b""
+            self.bad += 1
+        found = []
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                self.bad += 1
+                continue
+            if isinstance(value, dict):
+                found.append(value)
+            else:
+                self.bad += 1
+        return found, replaced
+
+
+class Series:
+    """The values that a run has logged under one name."""
+
+    def __init__(self) -> None:
+        self.steps, self.times, self.values = array("d"), array("d"), array("d")
+
+    def add(self, step: float, time: float, value: float) -> None:
+        """Append a value. `step` is NaN if it was logged without one."""
+        self.steps.append(step)
+        self.times.append(time)
+        self.values.append(value)
+
+    def points(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Steps, times and values; of several values for one step the one that was logged last."""
+        steps, times, values = (np.array(found) for found in (self.steps, self.times, self.values))
+        if not np.isnan(steps).any():
+            _, last = np.unique(steps[::-1], return_index=True)
+            kept = len(steps) - 1 - last
+            return steps[kept], times[kept], values[kept]
+        return steps, times, values
+
+
+def add_values(series: dict[str, Series], record: Mapping[str, Any], prefix: str = "") -> None:
+    """Add the numbers of one line of `values.jsonl` to their series."""
+    values, step, time = record.get("values"), record.get("step"), record.get("time")
+    if not isinstance(values, dict):
+        return
+    at = float(step) if isinstance(step, int | float) else math.nan
+    when = float(time) if isinstance(time, int | float) else math.nan
+    for name, value in values.items():
+        number = _SPECIAL.get(value) if isinstance(value, str) else value
+        if isinstance(number, int | float):
+            series.setdefault(prefix + name, Series()).add(at, when, float(number))

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recorded run: the steps of all ranks, events and logged values, read as they are written."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import ConfigurationError
+from ..telemetry.records import FOLDER, HEADER_SIZE
+from .lines import Series, Tail, add_values
+from .steps import RankSteps
+
+_STEPS = re.compile(r"rank_(\d+)\.steps")
+_EVENTS = re.compile(r"rank_(\d+)\.events\.jsonl")
+# Seconds between two searches for new files.
+_SEARCH = 1.0
+# Most events that are kept; the oldest are dropped.
+MOST_EVENTS = 20_000
+
+
+class Run:
+    """The folder of a run.
+
+    Args:
+        folder: the folder. It may be empty: the files may appear later.
+        name: the name to show.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
+        self.lock = threading.RLock()
+        """Held while the run is read or viewed."""
+        self.version = 0
+        """Increases with everything new that was read."""
+        self.ranks: dict[int, RankSteps] = {}
+        self.series: dict[str, Series] = {}
+        self.events: list[dict[str, Any]] = []
+        """Each has its fields, and `rank`."""
+        self._bad: dict[Path, tuple[tuple[int, float], str]] = {}
+        self._values: dict[Path, Tail] = {}
+        self._tails: dict[Path, tuple[int, Tail]] = {}
+        self._searched = -_SEARCH
+        self._refreshed = -1.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was recorded yet."""
+        return not self.series and not any(rank.count for rank in self.ranks.values())
+
+    @property
+    def first_step(self) -> int:
+        """The first step with a record, 1 if there is none."""
+        return min((rank.first_step for rank in self.ranks.values() if rank.count), default=1)
+
+    @property
+    def last_step(self) -> int:
+        """The newest step of any rank; without telemetry that of the logged values."""
+        if any(rank.count for rank in self.ranks.values()):
+            return max(rank.last_step for rank in self.ranks.values())
+        return int(max((max(found.steps) for found in self.series.values() if found.steps), default=0.0))
+
+    @property
+    def last_time(self) -> float | None:
+        """Seconds since 1970 of the newest record."""
+        times = [float(rank.last["time"]) for rank in self.ranks.values() if rank.last is not None]
+        return max(times, default=None)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every rank that has started has ended."""
+        running: dict[int, bool] = {}
+        for event in self.events:
+            if event.get("event") in ("start", "end"):
+                running[event["rank"]] = event["event"] == "start"
+        return bool(running) and not any(running.values())
+
+    def notes(self) -> list[str]:
+        """What could not be read, one sentence each."""
+        found = [text for _, text in self._bad.values()]
+        found += [rank.note for rank in self.ranks.values() if rank.note]
+        for tail in [*self._values.values(), *(tail for _, tail in self._tails.values())]:
+            if tail.bad:
+                found.append(f"{tail.path.name}: {tail.bad} lines are no JSON objects and were left out")
+        return found
+
+    def refresh(self, age: float = 0.0) -> int:
+        """Read what is new, unless that was done less than `age` seconds ago.
+
+        Returns:
+            The version.
+        """
+        with self.lock:
+            now = time.monotonic()
+            if now - self._refreshed < age:
+                return self.version
+            if now - self._searched >= _SEARCH:
+                self._searched = now
+                self._search()
+            changed = self._refresh_steps()
+            for rank, tail in list(self._tails.values()):
+                changed |= self._refresh_events(rank, tail)
+            for path, tail in list(self._values.items()):
+                records, replaced = tail.read()
+                if replaced:
+                    self.series.clear()
+                    self._values = {other: Tail(other) for other in self._values}
+                prefix = "" if len(self._values) == 1 or path.parent == self.folder else f"{path.parent.name}: "
+                for record in records:
+                    add_values(self.series, record, prefix)
+                changed |= bool(records) or replaced
+            self.version += changed
+            self._refreshed = time.monotonic()
+            return self.version
+
+    def _search(self) -> None:
+        folder = self.folder / FOLDER
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError:
+            names = []
+        for name in names:
+            if (match := _STEPS.fullmatch(name)) and int(match[1]) not in self.ranks:
+                self._open(int(match[1]), folder / name)
+            elif (match := _EVENTS.fullmatch(name)) and folder / name not in self._tails:
+                self._tails[folder / name] = int(match[1]), Tail(folder / name)
+        for path in values_files(self.folder):
+            self._values.setdefault(path, Tail(path))
+
+    def _open(self, rank: int, path: Path) -> None:
+        try:
+            status = path.stat()
+            # A new file has no complete header for a moment.
+            if status.st_size < HEADER_SIZE and time.time() - status.st_mtime < 5:
+                return
+            state = (status.st_size, status.st_mtime)
+            if path in self._bad and self._bad[path][0] == state:
+                return
+            self._bad.pop(path, None)
+            self.ranks[rank] = RankSteps(path)
+        except ConfigurationError as error:
+            self._bad[path] = state, str(error)
+            self.version += 1
+        except OSError:
+            return
+
+    def _refresh_steps(self) -> bool:
+        def one(item: tuple[int, RankSteps]) -> bool:
+            number, rank = item
+            note = rank.note
+            try:
+                return rank.refresh() or rank.note != note
+            except FileNotFoundError:
+                return False
+            except (ConfigurationError, OSError) as error:
+                self.ranks.pop(number, None)
+                status = rank.path.stat()
+                self._bad[rank.path] = (status.st_size, status.st_mtime), str(error)
+                return True
+
+        # NumPy and the reads release the interpreter lock, which matters for long files.
+        items = list(self.ranks.items())
+        if any(rank.count == 0 for _, rank in items) and len(items) > 1:
+            with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+                changed = list(pool.map(one, items))
+        else:
+            changed = [one(item) for item in items]
+        return any(changed)
+
+    def _refresh_events(self, rank: int, tail: Tail) -> bool:
+        records, replaced = tail.read()
+        if replaced:
+            self.events = [event for event in self.events if event["rank"] != rank]
+        records = [record for record in records if isinstance(record.get("time"), int | float)]
+        if records:
+            self.events += [{**record, "event": str(record.get("event", "")), "rank": rank} for record in records]
+            self.events.sort(key=lambda event: float(event["time"]))
+            del self.events[:-MOST_EVENTS]
+        return bool(records) or replaced
+
+    def file(self, name: str) -> Path | None:
+        """A file that an event names, if it is a regular file within the folder of the run; else None."""
+        if name not in {event.get("path") for event in self.events} or "\0" in name:
+            return None
+        try:
+            path = (self.folder / name).resolve()
+            inside = path.is_relative_to(self.folder.resolve())
+            return path if inside and path.is_file() else None
+        except OSError:
+            return None
+
+
+def values_files(folder: Path) -> list[Path]:
+    """The files of logged values in the folder of a run, and in the folders in it that are no runs of their own."""
+    try:
+        with os.scandir(folder) as entries:
+            folders = sorted(Path(entry.path) for entry in entries if entry.is_dir())
+    except OSError:
+        return []
+    folders = [folder, *(found for found in folders if not (found / FOLDER).is_dir())]
+    return [path for path in (found / "values.jsonl" for found in folders) if path.is_file()]
+
+
+def open_runs(paths: Sequence[str]) -> list[Run]:
+    """Open the folders of runs.
+
+    Args:
+        paths: the folders. One that is empty may be that of a run that has not begun.
+
+    Raises:
+        ConfigurationError: a path is no folder, or a folder that is not of a run.
+    """
+    folders = [Path(path).expanduser() for path in paths]
+    for folder in folders:
+        if not folder.exists():
+            raise ConfigurationError(f"there is no folder {folder}")
+        if not folder.is_dir():
+            raise ConfigurationError(f"{folder} is a file: give the folder of a run")
+        entries = sorted(folder.iterdir())
+        if entries and not (folder / FOLDER).is_dir() and not values_files(folder):
+            inside = [entry.name for entry in entries if (entry / FOLDER).is_dir()]
+            raise ConfigurationError(
+                f"{folder} is not the folder of a run: it has neither {FOLDER}/ nor values.jsonl"
+                + (f". These folders in it are: {', '.join(inside[:8])}" if inside else "")
+            )
+    absolute = [folder.resolve() for folder in folders]
+    names = [folder.name or str(folder) for folder in absolute]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in absolute]
+    return [Run(folder, name) for folder, name in zip(absolute, names, strict=True)]

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page on localhost: its files, the data that it asks for, and who may ask."""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import shutil
+import socket
+import socketserver
+import sys
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import numpy as np
+
+from ..core.errors import ConfigurationError
+from ..core.version import __version__
+from .findings import Summary, summarize
+from .run import Run
+from .view import PARTS, View, heat_rows, view
+
+# The port that is tried first, and how many after it.
+DEFAULT_PORT = 6606
+_PORTS = 100
+# Seconds for which what was read answers further requests, and for which a summary of a growing run is shown.
+_AGE, _SUMMARY_AGE = 0.1, 2.0
+_MOST_PIXELS = 4000
+_MOST_SUMMARIES = 64
+_MOST_EVENTS = 400
+# Equal events of several ranks within as many seconds are shown as one.
+_TOGETHER = 5.0
+
+_PAGE_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page of some runs.
+
+    Args:
+        runs: the runs.
+        host: the address to listen on. None: 127.0.0.1, and requests need no token.
+        port: the port. None: the first free one from `DEFAULT_PORT` on.
+
+    Raises:
+        ConfigurationError: the port is in use, or the address is not one of this machine.
+    """
+
+    daemon_threads = True
+    # Windows would let a second server take the same port.
+    allow_reuse_address = os.name != "nt"
+
+    def __init__(self, runs: Sequence[Run], host: str | None = None, port: int | None = None) -> None:
+        self.runs = list(runs)
+        self.token = None if host is None else secrets.token_urlsafe(16)
+        self.host = host or "127.0.0.1"
+        if ":" in self.host:
+            self.address_family = socket.AF_INET6
+        # (run, start, stop) -> the version of the run, when it was made, and the summary
+        self._summaries: dict[tuple[int, int | None, int | None], tuple[int, float, Summary]] = {}
+        chosen = range(DEFAULT_PORT, DEFAULT_PORT + _PORTS) if port is None else [port]
+        for candidate in chosen:
+            try:
+                super().__init__((self.host, candidate), Handler)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise ConfigurationError(f"--host {self.host}: {error.strerror or error}") from None
+                reason = "is in use" if error.errno == errno.EADDRINUSE else "needs more rights"
+        if port is None:
+            raise ConfigurationError(f"no port from {chosen[0]} to {chosen[-1]} is free: choose one with --port")
+        raise ConfigurationError(f"port {port} {reason}: choose another with --port, or leave --port out")
+
+    @property
+    def url(self) -> str:
+        """The address of the page."""
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        if self.host in ("0.0.0.0", "::"):
+            shown = socket.gethostname()
+        return f"http://{shown}:{self.server_port}/" + (f"?token={self.token}" if self.token else "")
+
+    def server_bind(self) -> None:
+        """Bind the port. HTTPServer would look up the name of the machine, which may take seconds."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.host, int(self.server_address[1])
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore browsers that close a connection; report everything else."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+    def accepts_host(self, header: str | None) -> bool:
+        """Whether a Host header names this machine.
+
+        A foreign page whose name was pointed to this address (DNS rebinding) sends its own name.
+        """
+        host = urlsplit(f"//{header or ''}").hostname or ""
+        if host in ("127.0.0.1", "localhost", "::1"):
+            return True
+        if self.token is None:
+            return False
+        try:
+            ipaddress.ip_address(host)
+            return True
+        except ValueError:
+            return host in {self.host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+
+    def accepts_token(self, given: str) -> bool:
+        """Whether a request has the token, if one is needed."""
+        return self.token is None or hmac.compare_digest(given.encode(), self.token.encode())
+
+    def answer(self, start: int | None, stop: int | None, pixels: int, known: str) -> bytes | None:
+        """The data of the page, None if the browser has it: `known` is the version that it has."""
+        versions = [run.refresh(_AGE) for run in self.runs]
+        version = self._version(versions, start, stop)
+        if known == version:
+            return None
+        found = [self._describe(at, run, start, stop, pixels) for at, run in enumerate(self.runs)]
+        version = self._version(versions, start, stop)
+        return packed({"version": version, "now": time.time(), "program": __version__, "runs": found})
+
+    def _version(self, versions: list[int], start: int | None, stop: int | None) -> str:
+        """The versions of the runs and of their summaries: one that is out of date is made anew after a while."""
+        now = time.monotonic()
+        made = []
+        for at, version in enumerate(versions):
+            old = self._summaries.get((at, start, stop))
+            made.append(old[0] if old and now - old[1] < _SUMMARY_AGE else version)
+        return ".".join(map(str, [*versions, *made]))
+
+    def _describe(self, at: int, run: Run, start: int | None, stop: int | None, pixels: int) -> dict[str, Any]:
+        with run.lock:
+            # Of several runs one may have no step of the range.
+            outside = start is not None and start > max(1, run.last_step)
+            shown = view(run, run.last_step + 1 if outside else start, stop, pixels)
+            summary = self._summary((at, start, stop), run, None if outside else start)
+            return {
+                "name": run.name,
+                "folder": str(run.folder),
+                "empty": run.is_empty,
+                "ended": run.has_ended,
+                "first": run.first_step,
+                "last": run.last_step,
+                "time": run.last_time,
+                "ranks": [
+                    {"rank": rank, "host": run.ranks[rank].header.host, "device": run.ranks[rank].header.device}
+                    for rank in shown.ranks
+                ],
+                "notes": run.notes(),
+                "events": grouped_events(run),
+                "summary": {
+                    "seconds": summary.seconds,
+                    "throughput": summary.throughput,
+                    "skipped": summary.skipped,
+                    "memory": summary.memory,
+                    "sentences": summary.sentences(),
+                    "advice": summary.advice(),
+                    "slow": [[straggler.rank, straggler.part] for straggler in summary.stragglers],
+                },
+                **described(shown),
+            }
+
+    def _summary(self, key: tuple[int, int | None, int | None], run: Run, start: int | None) -> Summary:
+        now = time.monotonic()
+        old = self._summaries.get(key)
+        if old and (old[0] == run.version or now - old[1] < _SUMMARY_AGE):
+            return old[2]
+        summary = summarize(run, start, key[2])
+        while len(self._summaries) >= _MOST_SUMMARIES:
+            self._summaries.pop(next(iter(self._summaries)), None)
+        self._summaries[key] = run.version, now, summary
+        return summary
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one connection of a browser."""
+
+    server: Server
+    server_version = "accelerate"
+    sys_version = ""
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        """Answer with a file of the page, with data, or with a file of a run."""
+        url = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        if not self.server.accepts_host(self.headers.get("Host")):
+            self._refuse(HTTPStatus.FORBIDDEN, "This Host name is not one of this machine. Use the address printed.")
+        elif url.path in ("/page.js", "/charts.js", "/page.css"):
+            self._send_page(url.path)
+        elif not self.server.accepts_token(query.get("token", "")):
+            self._refuse(HTTPStatus.FORBIDDEN, "The token is missing or wrong. Use the whole address printed.")
+        elif url.path in _PAGE_FILES:
+            self._send_page(url.path)
+        elif url.path == "/api/view":
+            self._send_view(query)
+        elif url.path.startswith("/file/"):
+            self._send_file(url.path.removeprefix("/file/"))
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "There is no such page.")
+
+    def _send_page(self, path: str) -> None:
+        name, kind = _PAGE_FILES[path]
+        self._send(resources.files(__package__).joinpath("page", name).read_bytes(), kind)
+
+    def _send_view(self, query: dict[str, str]) -> None:
+        try:
+            start, stop = (int(query[name]) if query.get(name) else None for name in ("start", "stop"))
+            pixels = max(16, min(_MOST_PIXELS, int(query.get("pixels", 800))))
+            if any(value is not None and not 1 <= value < 2**32 for value in (start, stop)):
+                raise ValueError
+        except ValueError:
+            self._refuse(HTTPStatus.BAD_REQUEST, "start, stop and pixels are numbers of steps and pixels.")
+            return
+        data = self.server.answer(start, stop, pixels, query.get("version", ""))
+        if data is None:
+            self.send_response(HTTPStatus.NO_CONTENT)
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+        else:
+            self._send(data, "application/octet-stream")
+
+    def _send_file(self, path: str) -> None:
+        """Send a file that an event of a run names."""
+        number, _, name = unquote(path).partition("/")
+        runs = self.server.runs
+        run = runs[int(number)] if number.isdecimal() and len(number) < 6 and int(number) < len(runs) else None
+        found = None if run is None else run.file(name)
+        if found is None:
+            self._refuse(HTTPStatus.NOT_FOUND, "No event of the run names such a file in the run's folder.")
+            return
+        try:
+            file = open(found, "rb")  # noqa: SIM115 - closed below
+        except OSError as error:
+            self._refuse(HTTPStatus.NOT_FOUND, f"The file cannot be read: {error.strerror}.")
+            return
+        with file:
+            self.send_response(HTTPStatus.OK)
+            self._common_headers(os.fstat(file.fileno()).st_size)
+            # Never shown as a page of this address, whatever it contains.
+            self.send_header("Content-Type", "application/octet-stream")
+            self.send_header("Content-Disposition", "attachment")
+            self.end_headers()
+            shutil.copyfileobj(file, self.wfile)
+
+    def _refuse(self, status: HTTPStatus, text: str) -> None:
+        self._send(text.encode() + b"\n", "text/plain; charset=utf-8", status)
+
+    def _send(self, data: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.send_response(status)
+        self._common_headers(len(data))
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _common_headers(self, length: int) -> None:
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(length))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing: the terminal belongs to the user."""
+
+
+def described(shown: View) -> dict[str, Any]:
+    """The arrays of a view under the names that the page knows."""
+    rows, own, seconds, slow = heat_rows(shown)
+    with np.errstate(all="ignore"):
+        weight = np.maximum(shown.weight.sum(axis=0), 1) if len(shown.ranks) else np.ones(len(shown.x))
+        phases = {
+            part: (np.nan_to_num(shown.phases[part]) * shown.weight).sum(axis=0) / weight
+            for part in PARTS
+            if len(shown.ranks) and not np.isnan(shown.phases[part]).all()
+        }
+    return {
+        "width": shown.width,
+        "x": shown.x,
+        "unit": shown.unit,
+        "curves": {
+            name: {"mean": curve.mean, "low": curve.low, "high": curve.high} for name, curve in shown.curves.items()
+        },
+        "rows": rows,
+        "own": own,
+        "step": seconds,
+        "slow": slow,
+        "phases": phases,
+        "logged": {
+            name: {"x": found.x, "mean": found.mean, "low": found.low, "high": found.high}
+            for name, found in shown.logged.items()
+        },
+    }
+
+
+def grouped_events(run: Run, most: int = _MOST_EVENTS) -> list[dict[str, Any]]:
+    """The newest events, oldest first. Equal ones of several ranks are one, whose field `ranks` lists these."""
+    found: list[dict[str, Any]] = []
+    for event in run.events[-8 * most :]:
+        key = (event["event"], event.get("step"), event.get("message"))
+        for other in reversed(found[-16:]):
+            if (
+                other["key"] == key
+                and event["time"] - other["time"] < _TOGETHER
+                and event["rank"] not in other["ranks"]
+            ):
+                other["ranks"].append(event["rank"])
+                break
+        else:
+            path = event.get("path")
+            text = {name: str(event[name])[:2000] for name in ("message", "path") if event.get(name) is not None}
+            numbers = {name: event[name] for name in ("step", "seconds", "restart") if _is_number(event.get(name))}
+            is_file = isinstance(path, str) and run.file(path) is not None
+            found.append(
+                {"key": key, "time": event["time"], "event": event["event"][:80], "ranks": [event["rank"]], **text,
+                 **numbers, "file": is_file}
+            )  # fmt: skip
+    for event in found:
+        del event["key"]
+    return found[-most:]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def packed(value: dict[str, Any]) -> bytes:
+    """A JSON object in which each array stands for its place in the 4-byte floats that follow.
+
+    The first four bytes are the length of the JSON text. An array is `{"at": first element, "shape": [...]}`.
+    """
+    parts: list[bytes] = []
+    position = 0
+
+    def plain(value: Any) -> Any:
+        nonlocal position
+        if isinstance(value, np.ndarray):
+            parts.append(value.astype("<f4").tobytes())
+            at, position = position, position + value.size
+            return {"at": at, "shape": value.shape}
+        if isinstance(value, dict):
+            return {name: plain(item) for name, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if isinstance(value, float) and not np.isfinite(value):
+            return None
+        return value
+
+    text = json.dumps(plain(value)).encode()
+    text += b" " * (-len(text) % 4)
+    return b"".join([len(text).to_bytes(4, "little"), text, *parts])

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of one rank, read once and as the file grows, and reduced to what a screen can show."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from ..core.errors import ConfigurationError
+from ..telemetry.records import FLAG_SKIPPED, HEADER_SIZE, STEP, StepsHeader, read_header
+
+# The values of a record, in the order of the columns of all arrays here.
+COLUMNS = tuple(name for name in STEP.names or () if STEP[name] == np.dtype("<f4"))
+COLUMN = {name: number for number, name in enumerate(COLUMNS)}
+# A record has the sum of these over its steps, and the mean or the last value of the others.
+SUMS = ("samples", "tokens")
+# Steps of a block, whose minimum, maximum and sum stay in memory. Views of wider buckets need no file.
+BLOCK = 64
+# Records that are read at a time: they fit in the cache of a core.
+CHUNK = 1 << 14
+# A file with more jumps back to earlier steps than any run restarts is damaged.
+RESTARTS = 10_000
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass
+class Buckets:
+    """Values of a rank in neighbouring buckets of steps: arrays of shape (buckets, columns), NaN where there is none.
+
+    Bucket `i` holds the steps from `(first + i) * width + 1` to `(first + i + 1) * width`.
+    """
+
+    first: int
+    width: int
+    low: Array
+    high: Array
+    total: Array
+    """Sums over steps. Those of `SUMS` are sums over records."""
+    weight: Array
+    """Steps whose value is known."""
+    time: Array
+    """Seconds since 1970 of the last record, of shape (buckets,)."""
+    skipped: Array
+    """Steps that the optimizer skipped, of shape (buckets,)."""
+
+    @classmethod
+    def empty(cls, first: int, width: int, count: int) -> Buckets:
+        """Buckets without a value."""
+        shape = (count, len(COLUMNS))
+        nothing = np.full(shape, np.nan, "f4"), np.full(shape, np.nan, "f4"), np.zeros(shape), np.zeros(shape)
+        return cls(first, width, *nothing, np.full(count, np.nan), np.zeros(count))
+
+    def __len__(self) -> int:
+        return len(self.time)
+
+    def arrays(self) -> tuple[Array, ...]:
+        """All arrays, in the order of the fields."""
+        return self.low, self.high, self.total, self.weight, self.time, self.skipped
+
+    def mean(self, name: str) -> Array:
+        """The mean over steps of a column; NaN where no step has a value."""
+        at = COLUMN[name]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray(self.total[:, at] / self.weight[:, at])
+
+    def add(self, ids: Array, found: Buckets) -> None:
+        """Merge the buckets `found`, whose numbers are `ids`: ascending, without gaps in the arrays of `self`."""
+        at = ids - self.first
+        np.fmin(self.low[at], found.low, out=found.low)
+        np.fmax(self.high[at], found.high, out=found.high)
+        self.low[at], self.high[at] = found.low, found.high
+        self.total[at] += found.total
+        self.weight[at] += found.weight
+        self.time[at] = np.fmax(self.time[at], found.time)
+        self.skipped[at] += found.skipped
+
+
+class RankSteps:
+    """The file of steps of one rank. `refresh` reads what is new; `view` reduces a range of steps to buckets.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ConfigurationError: the file is not one of telemetry.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.note: str | None = None
+        """What is wrong with the file behind the last record that is shown."""
+        self._open_file()
+
+    def _open_file(self) -> None:
+        header, record = read_header(self.path)
+        self.header: StepsHeader = header
+        self.record = record
+        self.columns = _Columns(record)
+        self.count = 0
+        """Records read."""
+        self.last: np.void | None = None
+        """The newest record."""
+        # Ranges of valid records, whose steps ascend. A resumed run repeats steps, and the later record is valid.
+        self._segments: list[list[int]] = []
+        self._blocks = Buckets.empty(0, BLOCK, 0)
+        self._size = 0  # blocks in use
+        self._mark: tuple[Any, ...] = ()
+
+    @property
+    def last_step(self) -> int:
+        """The step of the newest record, 0 if there is none."""
+        return 0 if self.last is None else int(self.last["step"])
+
+    @property
+    def first_step(self) -> int:
+        """The first step that the records cover, 1 if there is none."""
+        return self._segments[0][2] if self._segments else 1
+
+    def refresh(self) -> bool:
+        """Read the records that were written since the last call.
+
+        The file is opened anew: a shared file system then shows what another machine has written.
+
+        Returns:
+            Whether there are new records.
+        """
+        with open(self.path, "rb", buffering=0) as file:
+            if self.count and self._mark != self._identify(file):
+                # The records were merged, or the file was replaced.
+                self._open_file()
+            before, self.note = self.count, None
+            available = (os.fstat(file.fileno()).st_size - HEADER_SIZE) // self.record.itemsize
+            # One buffer for all chunks: the kernel zeroes each page of a new one.
+            buffer = bytearray(max(0, min(CHUNK, available - self.count)) * self.record.itemsize)
+            while self.count < available:
+                wanted = min(CHUNK, available - self.count)
+                records = self._read(file, self.count, self.count + wanted, buffer)
+                good = _good(records)
+                self._append(file, records[:good])
+                if good < wanted:
+                    if good < len(records) and records["steps"][good]:
+                        where = f"{self.path.name} is damaged at record {self.count}"
+                        self.note = f"{where}: it is shown up to step {self.last_step}"
+                    break
+            if self.count > before:
+                self._mark = self._identify(file)
+        return self.count > before
+
+    def _identify(self, file: IO[bytes]) -> tuple[Any, ...]:
+        """What changes if records move: the file, and the first and the last record that were read."""
+        status = os.fstat(file.fileno())
+        ends = [self._read(file, at, at + 1).tobytes() for at in (0, self.count - 1)]
+        return (status.st_dev, status.st_ino, *ends)
+
+    def _read(self, file: IO[bytes], start: int, stop: int, buffer: bytearray | None = None) -> Array:
+        size = self.record.itemsize
+        file.seek(HEADER_SIZE + start * size)
+        wanted = (stop - start) * size
+        buffer = bytearray(wanted) if buffer is None else buffer
+        with memoryview(buffer)[:wanted] as view:
+            read = 0
+            while read < wanted and (more := file.readinto(view[read:])):  # type: ignore[attr-defined]
+                read += more
+        return np.frombuffer(buffer, self.record, read // size)
+
+    def _append(self, file: IO[bytes], records: Array) -> None:
+        if not len(records):
+            return
+        steps = records["step"].astype(np.int64)
+        breaks = np.flatnonzero(np.diff(steps) <= 0) + 1
+        if len(breaks) + len(self._segments) > RESTARTS:
+            raise ConfigurationError(
+                f"{self.path} is damaged: its steps go back {len(breaks)} times within {len(records)} records"
+            )
+        for start, stop in zip([0, *breaks], [*breaks, len(records)], strict=True):
+            first = int(steps[start]) - int(records["steps"][start]) + 1
+            if not self._segments or first <= self._segments[-1][3]:
+                self._cut(file, first)
+                self._segments.append([self.count, self.count, first, first])
+            self._segments[-1][1] = self.count + int(stop - start)
+            self._segments[-1][3] = int(steps[stop - 1])
+            self._add_blocks(records[start:stop], (steps[start:stop] - 1) // BLOCK)
+            self.count += int(stop - start)
+        self.last = records[-1].copy()
+
+    def _cut(self, file: IO[bytes], step: int) -> None:
+        """Forget the records of `step` and of later ones: the run has resumed before it."""
+        while self._segments and self._segments[-1][2] >= step:
+            self._segments.pop()
+        if self._segments:
+            last = self._segments[-1]
+            if last[3] >= step:
+                last[1] = self._find(file, last, step)
+                last[3] = step - 1
+        first = (step - 1) // BLOCK
+        self._reset_blocks(first)
+        if self._segments:
+            records = self._records(file, first * BLOCK + 1, step - 1)
+            if len(records):
+                self._add_blocks(records, (records["step"].astype(np.int64) - 1) // BLOCK)
+
+    def _find(self, file: IO[bytes], segment: list[int], step: int) -> int:
+        """The number of the first record of a segment whose step is at least `step`."""
+        low, high = segment[0], segment[1]
+        if high - low == segment[3] - segment[2] + 1:
+            # A record for each step, the usual case.
+            return min(max(low + step - segment[2], low), high)
+        while low < high:
+            middle = (low + high) // 2
+            if int(self._read(file, middle, middle + 1)["step"][0]) < step:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _records(self, file: IO[bytes], start: int, stop: int) -> Array:
+        """The valid records of the steps from `start` to `stop`."""
+        found = []
+        for segment in self._segments:
+            if segment[2] <= stop and segment[3] >= start:
+                found.append(self._read(file, self._find(file, segment, start), self._find(file, segment, stop + 1)))
+        return np.concatenate(found) if found else np.empty(0, self.record)
+
+    def _reset_blocks(self, first: int) -> None:
+        """Empty the blocks from number `first` on."""
+        at = first - self._blocks.first
+        if not self._size or at < 0:
+            self._blocks, self._size = Buckets.empty(first, BLOCK, 256), 0
+        elif at < self._size:
+            nothing = Buckets.empty(first, BLOCK, self._size - at)
+            for array, value in zip(self._blocks.arrays(), nothing.arrays(), strict=True):
+                array[at : self._size] = value
+            self._size = at
+
+    def _add_blocks(self, records: Array, ids: Array) -> None:
+        blocks = self._blocks
+        needed = int(ids[-1]) - blocks.first + 1
+        if needed > len(blocks):
+            self._blocks = Buckets.empty(blocks.first, BLOCK, max(needed, 2 * len(blocks)))
+            for array, value in zip(self._blocks.arrays(), blocks.arrays(), strict=True):
+                array[: self._size] = value[: self._size]
+        self._size = max(self._size, needed)
+        self._blocks.add(*reduced(self.columns, records, ids))
+
+    def view(self, start: int, stop: int, width: int) -> Buckets:
+        """Reduce the steps from `start` to `stop` to buckets of `width` steps.
+
+        Args:
+            start: the first step. The bucket that it lies in is whole.
+            stop: the last step, likewise.
+            width: steps of a bucket, a power of 2.
+        """
+        first, count = (start - 1) // width, (stop - 1) // width - (start - 1) // width + 1
+        found = Buckets.empty(first, width, count)
+        if width >= BLOCK:
+            ratio = width // BLOCK
+            low, high = max(first * ratio, self._blocks.first), self._blocks.first + self._size
+            high = min(high, (first + count) * ratio)
+            if low < high:
+                part = [array[low - self._blocks.first : high - self._blocks.first] for array in self._blocks.arrays()]
+                starts = np.unique(np.maximum(np.arange(low // ratio, (high - 1) // ratio + 1) * ratio, low)) - low
+                ids = (starts + low) // ratio
+                kinds = (np.fmin, np.fmax, np.add, np.add, np.fmax, np.add)
+                arrays = [kind.reduceat(array, starts, axis=0) for kind, array in zip(kinds, part, strict=True)]
+                found.add(ids, Buckets(int(ids[0]), width, *arrays))
+            return found
+        with open(self.path, "rb", buffering=0) as file:
+            records = self._records(file, first * width + 1, (first + count) * width)
+        if len(records):
+            found.add(*reduced(self.columns, records, (records["step"].astype(np.int64) - 1) // width))
+        return found
+
+    def steps_at(self, times: Array) -> Array:
+        """The steps that were reached at these times (seconds since 1970), about, as fractions."""
+        known = ~np.isnan(self._blocks.time[: self._size])
+        ends = self._blocks.time[: self._size][known]
+        steps = ((np.flatnonzero(known) + self._blocks.first + 1) * BLOCK).astype("f8")
+        begin = self.header.started if np.isfinite(self.header.started) else ends[0]
+        steps[-1] = self.last_step
+        return np.interp(times, [min(begin, ends[0]), *ends], [self.first_step - 1, *steps])
+
+
+class _Columns:
+    """Takes the columns of records as a matrix; without a copy where the file has them side by side."""
+
+    def __init__(self, record: np.dtype[Any]) -> None:
+        self.names = [name if name in (record.names or ()) else None for name in COLUMNS]
+        fields: Any = record.fields or {}
+        offsets = [fields[name][1] for name in self.names if name and record[name] == np.dtype("<f4")]
+        self.offset = offsets[0] if offsets else 0
+        self.contiguous = offsets == [self.offset + 4 * at for at in range(len(COLUMNS))]
+
+    def of(self, records: Array) -> Array:
+        if self.contiguous and records.flags.c_contiguous:
+            strides = (records.dtype.itemsize, 4)
+            shape = (len(records), len(COLUMNS))
+            return np.ndarray(shape, "<f4", records.data.cast("B") if len(records) else b"", self.offset, strides)
+        matrix = np.full((len(records), len(COLUMNS)), np.nan, "f4")
+        for at, name in enumerate(self.names):
+            if name:
+                matrix[:, at] = records[name]
+        return matrix
+
+
+_PER_RECORD = [COLUMN[name] for name in SUMS]
+
+
+def reduced(columns: _Columns, records: Array, ids: Array) -> tuple[Array, Buckets]:
+    """Reduce records to one bucket for each number in `ids`, which ascends.
+
+    Returns:
+        The different numbers, and their buckets.
+    """
+    # Reductions along rows of a C-contiguous array are several times as fast as down its columns.
+    values, steps = np.ascontiguousarray(columns.of(records).T), records["steps"].astype("f4")
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
+    low, high = np.fmin.reduceat(values, starts, axis=1).T, np.fmax.reduceat(values, starts, axis=1).T
+    weighted = values
+    if (steps != 1).any():
+        weighted = values * steps
+        weighted[_PER_RECORD] = values[_PER_RECORD]
+    total = np.add.reduceat(weighted, starts, axis=1).T
+    weight = np.repeat(np.add.reduceat(steps, starts)[:, None], len(COLUMNS), axis=1)
+    for at in np.flatnonzero(np.isnan(total).any(axis=0)):
+        known = ~np.isnan(values[at])
+        total[:, at] = np.add.reduceat(np.where(known, weighted[at], 0), starts)
+        weight[:, at] = np.add.reduceat(np.where(known, steps, 0), starts)
+    time = np.fmax.reduceat(records["time"], starts)
+    skipped = np.add.reduceat((records["flags"] & FLAG_SKIPPED).astype("f8"), starts)
+    numbers = ids[starts]
+    return numbers, Buckets(int(numbers[0]), 0, low, high, total, weight, time, skipped)
+
+
+def _good(records: Array) -> int:
+    """The number of records before the first that is not written or impossible."""
+    with np.errstate(invalid="ignore"):
+        good = (records["steps"] > 0) & (records["steps"] <= records["step"]) & (records["time"] > 0)
+        good &= records["time"] < 1e12
+    return len(good) if good.all() else int(np.argmin(good))

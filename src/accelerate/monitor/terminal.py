@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run in the terminal: the same pictures as on the page, drawn with characters."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from .findings import Summary, duration, size, summarize
+from .run import Run
+from .server import grouped_events
+from .view import PARTS, Array, Curve, View, heat_rows, view
+
+# Seconds between two pictures.
+INTERVAL = 0.5
+_BARS = "▁▂▃▄▅▆▇█"
+_SHADES = "·░▒▓█"
+_COLORS = {
+    "data": "yellow", "transfer": "bright_yellow", "forward": "bright_cyan", "backward": "blue",
+    "communication": "magenta", "optimizer": "green", "checkpoint": "red", "other": "bright_black",
+}  # fmt: skip
+_MOST_RANKS = 16
+
+
+def show(run: Run, console: Console | None = None) -> None:
+    """Show a run until Ctrl-C. Without a terminal it is printed once."""
+    console = console or Console()
+    run.refresh()
+    if not console.is_terminal:
+        console.print(picture(run, console.width))
+        return
+    with Live(picture(run, console.width), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(INTERVAL)
+            run.refresh()
+            live.update(picture(run, console.width), refresh=True)
+
+
+def picture(run: Run, width: int = 100) -> RenderableType:
+    """One picture of a run, for a terminal of `width` columns."""
+    notes = [Text(note, "red") for note in run.notes()]
+    if run.is_empty:
+        return Group(
+            Panel(f"Waiting for the first step of {run.name}. It is shown as soon as it is written to {run.folder}."),
+            *notes,
+        )
+    with run.lock:
+        # The bars of a chart are about a third of the terminal wide, those of the ranks nearly all of it.
+        wide, narrow = max(16, width - 26), max(16, (width - 12) // 3)
+        shown, summary = view(run, pixels=wide), summarize(run)
+        curves = view(run, pixels=narrow)
+        parts: list[RenderableType] = [_title(run, summary), *notes, _curves(curves, narrow)]
+        if shown.ranks:
+            parts += [_ranks(shown, summary, wide), _phases(summary, wide)]
+            parts.append(Panel("\n".join([*summary.sentences(), *(f"Try: {text}" for text in summary.advice())])))
+        if found := _events(run):
+            parts.append(found)
+    return Group(*parts)
+
+
+def _title(run: Run, summary: Summary) -> Text:
+    age = "" if run.last_time is None else f"last step {duration(max(0.0, time.time() - run.last_time))} ago"
+    state = "ended" if run.has_ended else age
+    text = Text.assemble((run.name, "bold"), f"  step {run.last_step:,}  ", (state, "dim"))
+    if summary.memory:
+        text.append("  " + ", ".join(f"{kind} memory {size(found)}" for kind, found in summary.memory.items()), "dim")
+    return text
+
+
+def _curves(shown: View, width: int) -> RenderableType:
+    found = []
+    titles = {
+        "loss": "loss",
+        "learning_rate": "learning rate",
+        "gradient_norm": "gradient norm",
+        "throughput": f"{shown.unit}/s",
+        "seconds": "seconds of a step",
+    }
+    values = [(title, shown.curves[name]) for name, title in titles.items() if name in shown.curves]
+    values += [(name, Curve(logged.mean, logged.low, logged.high)) for name, logged in list(shown.logged.items())[:7]]
+    for title, curve in values:
+        mean = curve.mean[np.isfinite(curve.mean)]
+        if len(mean):
+            text = Text(bars(stretched(curve.mean, width)), "cyan", no_wrap=True, overflow="crop")
+            found.append(Panel(text, title=f"{title} {mean[-1]:.4g}", title_align="left", width=width + 4))
+    return Columns(found, padding=(0, 0))
+
+
+def bars(values: Array) -> str:
+    """Values as bars of one line between their minimum and maximum; a space where there is none."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return ""
+    low, span = known.min(), max(float(known.max() - known.min()), 1e-12)
+    return "".join(_BARS[int((v - low) / span * 7.999)] if np.isfinite(v) else " " for v in values)
+
+
+def stretched(values: Array, width: int) -> Array:
+    """Values repeated to fill `width` columns."""
+    return values[np.arange(width) * len(values) // width] if len(values) else values
+
+
+def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
+    """The heat map, a line for each rank."""
+    rows, own, _, slow = heat_rows(shown)
+    known = own[np.isfinite(own)]
+    low = float(np.quantile(known, 0.02)) if len(known) else 0.0
+    span = max(float(np.quantile(known, 0.98)) - low if len(known) else 0.0, 0.25 * low, 1e-9)
+    table = Table.grid(padding=(0, 1))
+    order = sorted(range(len(rows)), key=lambda row: (-int(slow[row].sum()), row))[:_MOST_RANKS]
+    for row in sorted(order):
+        line = Text(no_wrap=True, overflow="crop")
+        for value, marked in zip(stretched(own[row], width), stretched(slow[row], width), strict=True):
+            shade = _SHADES[int(min(max((value - low) / span, 0), 0.999) * 5)] if np.isfinite(value) else " "
+            line.append(shade, "red" if marked else "cyan")
+        first, last = rows[row]
+        name = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        is_slow = any(first <= straggler.rank <= last for straggler in summary.stragglers)
+        table.add_row(Text(name + (" slow" if is_slow else ""), "red" if is_slow else "dim"), line)
+    left_out = f", {len(order)} of {len(rows)} shown" if len(order) < len(rows) else ""
+    return Panel(table, title=f"step time without communication, a line for each rank{left_out}", title_align="left")
+
+
+def _phases(summary: Summary, width: int) -> RenderableType:
+    bar, legend = Text(no_wrap=True, overflow="crop"), Text()
+    for part in PARTS:
+        share = summary.shares.get(part, 0)
+        if share > 0:
+            bar.append("█" * max(1, round(share * width)), _COLORS[part])
+            legend.append("█ ", _COLORS[part]).append(f"{part} {share * 100:.0f} %  ")
+    return Panel(Group(bar, legend), title="parts of a step", title_align="left")
+
+
+def _events(run: Run) -> RenderableType | None:
+    table = Table.grid(padding=(0, 2))
+    for event in reversed(grouped_events(run)[-6:]):
+        ranks = "all ranks" if len(event["ranks"]) == len(run.ranks) > 1 else f"rank {event['ranks'][0]}"
+        facts = [f"step {event['step']:,}"] if "step" in event else []
+        facts += [str(event[name]) for name in ("message", "path") if name in event]
+        when = time.strftime("%H:%M:%S", time.localtime(float(event["time"])))
+        table.add_row(when, ranks, event["event"].replace("_", " "), Text(", ".join(facts), overflow="ellipsis"))
+    return Panel(table, title="events", title_align="left") if table.rows else None

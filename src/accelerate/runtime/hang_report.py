@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From where each rank is to the text that explains why a run stands still: who waits, for whom, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from .calls import ranks_in_words
+from .place import DEBUGGER, LOADER
+
+# Where a rank is, as plain JSON data; `HangWatch.status` describes the fields.
+Status = dict[str, Any]
+WAITS, MOVES, IDLE = "waits", "moves", "idle"
+
+# Collectives of torch in which every rank passes tensors of the same shape.
+_SAME_SHAPES = ("all_reduce", "broadcast", "reduce", "all_gather", "_all_gather_base", "reduce_scatter")
+
+SAME_CALLS = (
+    "Every rank must call the same collectives in the same order (gather, reduce, wait_for_everyone, backward, "
+    "save_state, ...): look for one under an `if`, after a `break` or in a `try` that only some ranks reach. "
+    "ACCELERATE_DEBUG_MODE=1 shows where each rank is."
+)
+
+
+def explain(found: Mapping[int, Status], world: int, ended: Collection[int] = ()) -> str | None:
+    """Explain a stand-still.
+
+    Args:
+        found: the status of each rank that has answered.
+        world: the number of ranks.
+        ended: ranks whose process has left the run.
+
+    Returns:
+        The text; None where the ranks that have answered make progress, or only wait for each other in Python.
+    """
+    waiting = {rank: status for rank, status in found.items() if status["state"] == WAITS}
+    others = {rank: status for rank, status in found.items() if status["state"] != WAITS}
+    absent = [rank for rank in range(world) if rank not in found]
+    if not waiting and (absent or any(status["state"] != IDLE for status in others.values())):
+        return None
+    seconds = f"{max(status['seconds'] for status in (waiting or others).values()):.0f} s"
+    waits = _grouped({rank: _waiting(status) for rank, status in waiting.items()})
+    works = not absent and all(status["state"] == MOVES for status in others.values())
+    clauses = _grouped({rank: _elsewhere(status) for rank, status in others.items()}, _is)
+    if gone := [rank for rank in absent if rank in ended]:
+        clauses.append(f"{ranks_in_words(gone)} {'has' if len(gone) == 1 else 'have'} ended")
+    if silent := [rank for rank in absent if rank not in ended]:
+        clauses.append(f"{ranks_in_words(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
+    if not waiting:
+        return f"The run stands still for {seconds}, and no rank is in a collective: {'; '.join(clauses)}."
+    if clauses:
+        begin = "The run waits" if works else "The run stands still"
+        had = _grouped({rank: _waiting(status) for rank, status in waiting.items()}, _has_waited(seconds))
+        lines = [f"{begin}: {'; '.join([*clauses, *had])}."]
+    elif len(waits) == 1:
+        lines = [f"The run stands still: all ranks have waited {seconds} in {_waiting(waiting[min(waiting)])}."]
+    else:
+        lines = [f"The run stands still for {seconds}: {'; '.join(waits)}."]
+    differing = _differences(found)
+    before = {rank: ", ".join(status["before"]) for rank, status in waiting.items() if differing and status["before"]}
+    lines += [f"  - {line}" for line in (*_last_calls(others), *differing, *_grouped(before, _had))]
+    if silent:
+        lines.append(
+            "A rank that does not answer is stopped, was killed, or is in a call that holds the interpreter lock."
+        )
+    if differing or (not clauses and len(waits) > 1) or gone:
+        lines.append(SAME_CALLS)
+    elif not clauses:
+        lines.append("The ranks agree on what they do. Look at the network, and at the devices and their logs.")
+    return "\n".join(lines)
+
+
+def status_line(status: Status) -> str:
+    """Where one rank is, for a line of another message."""
+    return f"waits in {_waiting(status)}" if status["state"] == WAITS else f"is {_elsewhere(status)}"
+
+
+def _grouped(texts: Mapping[int, str], say: Callable[[list[int], str], str] | None = None) -> list[str]:
+    """One clause for the ranks with the same text."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    return [(say or _wait)(members, text) for text, members in ranks.items()]
+
+
+def _had(ranks: list[int], text: str) -> str:
+    return f"before, on {ranks_in_words(ranks)}: {text}"
+
+
+def _wait(ranks: list[int], text: str) -> str:
+    return f"{ranks_in_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {text}"
+
+
+def _is(ranks: list[int], text: str) -> str:
+    return f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}"
+
+
+def _has_waited(seconds: str) -> Callable[[list[int], str], str]:
+    def say(ranks: list[int], text: str) -> str:
+        return f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} waited {seconds} in {text}"
+
+    return say
+
+
+def _waiting(status: Status) -> str:
+    """The collective in which a rank waits, and the user's line."""
+    calls, call, pending = status["calls"], status["call"], status["pending"]
+    if call and call["inside"]:
+        operation = f"`{call['operation']}`" if call["operation"].isidentifier() else call["operation"]
+    else:
+        operation = pending[0]["operation"] if pending else "a collective"
+    if calls and operation.strip("`") in calls.strip("`").split("."):
+        operation = calls
+    elif calls:
+        operation += f" of {calls}"
+    return f"{operation} ({status['at']})"
+
+
+def _elsewhere(status: Status) -> str:
+    does, at = status["calls"] or status["within"], status["at"]
+    if does in (LOADER, DEBUGGER):
+        return f"in {does} ({at})"
+    if status["state"] == MOVES:
+        return f"still computing in {does} ({at})" if does else f"still computing ({at})"
+    return f"in {does} ({at}), and does not compute" if does else f"at {at}, and does not compute"
+
+
+def _last_calls(others: Mapping[int, Status]) -> list[str]:
+    """The last collectives of this package of the ranks that are in none."""
+    texts = {
+        rank: f"{call['operation']} ({call['at']})"
+        for rank, status in others.items()
+        if (call := status["call"]) is not None
+    }
+    return _grouped(texts, lambda ranks, text: f"the last collective of {ranks_in_words(ranks)} was {text}")
+
+
+def _differences(found: Mapping[int, Status]) -> list[str]:
+    """What differs in the collectives of the same number in a process group."""
+    lines = []
+    pending = {
+        (one["group"], one["number"])
+        for status in found.values()
+        if status["state"] == WAITS
+        for one in status["pending"]
+        if not one["is_p2p"]
+    }
+    for group in sorted({group for group, _ in pending}):
+        number = min(number for name, number in pending if name == group)
+        begun = {rank: _collective(status, group, number) for rank, status in found.items()}
+        known = {rank: one for rank, one in begun.items() if one is not None}
+        what = f"collective {number} of the process group {group}"
+        texts = {rank: _named(found[rank], one) for rank, one in known.items()}
+        operations = {one["operation"] for one in known.values()}
+        if len(operations) > 1 or (operations <= set(_SAME_SHAPES) and len(set(texts.values())) > 1):
+            shown = _grouped(texts, lambda ranks, text: f"{text} on {ranks_in_words(ranks)}")
+            lines.append(f"{what} differs: {', '.join(shown)}")
+        behind = [
+            rank
+            for rank, status in found.items()
+            if status["state"] == WAITS and status["last"].get(group, number) < number
+        ]
+        if behind and known:
+            text = next(iter(texts.values()))
+            verb = "has" if len(behind) == 1 else "have"
+            lines.append(f"{ranks_in_words(behind)} {verb} not begun {what} ({text} on {ranks_in_words(known)})")
+    return lines
+
+
+def _named(status: Status, one: Any) -> str:
+    """A collective of torch, or that of this package which sends it."""
+    call = status["call"]
+    if call and call["inside"] and status["last"].get(one["group"]) == one["number"]:
+        one = call
+    return f"{one['operation']} of {one['data']}" if one["data"] else str(one["operation"])
+
+
+def _collective(status: Status, group: str, number: int) -> Any:
+    for one in (*status["pending"], *status["recent"]):
+        if one["group"] == group and one["number"] == number and not one["is_p2p"]:
+            return one
+    return None

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a thread is: the user's line, and what it does there, found in its stack by another thread."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from types import FrameType
+from typing import NamedTuple
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_PACKAGE = __name__.partition(".")[0] + "."
+LOADER, DEBUGGER = "the data loader", "the debugger"
+# Module of a frame -> what is done in it and in what it calls.
+_ACTIVITIES = {
+    "torch.nn.modules.module": "forward",
+    "torch.autograd": "backward",
+    "torch.optim": "`optimizer.step`",
+    "torch.utils.data": LOADER,
+    "accelerate.data_loader": LOADER,
+}
+# Class of a method -> the word before its name. The first ones are `Accelerator` and its bases.
+_OWNERS = dict.fromkeys(("Accelerator", "ProcessControl", "ProcessView", "RunOptions"), "accelerator.")
+_OWNERS |= {"AcceleratedOptimizer": "optimizer.", "AcceleratedScheduler": "scheduler.", "PartialState": "accelerator."}
+
+
+class StackPlace(NamedTuple):
+    """Where a thread is.
+
+    Fields:
+        at: file and line of the user's code.
+        calls: what this line calls, as "forward" or "`accelerator.save_state`"; empty for what has no such name.
+        within: for what the line is executed, as "forward" in a model's code, or the user's function.
+        mark: something that has changed if the thread has moved, mostly.
+    """
+
+    at: str
+    calls: str
+    within: str
+    mark: int
+
+
+def place_of(thread: int) -> StackPlace | None:
+    """The place of the thread with this identifier; None where it has ended."""
+    innermost: FrameType | None = sys._current_frames().get(thread)
+    if innermost is None:
+        return None
+    mark, frames = 0, []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        # Not the line: a line may call the same function often.
+        mark = hash((mark, id(frame), frame.f_lasti))
+        frames.append(frame)
+        frame = frame.f_back
+    index = next((at for at, frame in enumerate(frames) if _is_users(frame)), len(frames) - 1)
+    own = frames[index]
+    at = f"{own.f_code.co_filename}:{own.f_lineno}"
+    return StackPlace(at, _calls(frames[:index]), _within(frames[index:]), mark)
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not (frame.f_code.co_filename.startswith(("<frozen", *_INSTALLED)) or _module(frame).startswith(_PACKAGE))
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _calls(frames: list[FrameType]) -> str:
+    """What the user's line calls: the outermost of these frames that has a name for users."""
+    if any(_module(frame) in ("bdb", "pdb") for frame in frames):
+        return DEBUGGER
+    names = (_activity(frame) or _method(frame) or _function(frame) for frame in reversed(frames))
+    return next(filter(None, names), "")
+
+
+def _within(frames: list[FrameType]) -> str:
+    """For what the user's line, in the first of these frames, is executed."""
+    if (name := next(filter(None, (_activity(frame) or _method(frame) for frame in frames)), "")) != "":
+        return name
+    code = frames[0].f_code
+    return "" if code.co_name == "<module>" else f"`{code.co_qualname}`"
+
+
+def _activity(frame: FrameType) -> str | None:
+    module = _module(frame)
+    return next((_ACTIVITIES[name] for name in _ACTIVITIES if module == name or module.startswith(name + ".")), None)
+
+
+def _method(frame: FrameType) -> str | None:
+    """A method of `Accelerator`, or of what `prepare` returns, as the user calls it."""
+    owner, _, method = frame.f_code.co_qualname.rpartition(".")
+    if owner not in _OWNERS or not _module(frame).startswith(_PACKAGE) or method.startswith("_"):
+        return None
+    return f"`{_OWNERS[owner]}{method}`"
+
+
+def _function(frame: FrameType) -> str | None:
+    """A public function of this package or of torch.distributed."""
+    name, module = frame.f_code.co_qualname, _module(frame)
+    if not name.isidentifier() or name.startswith("_"):
+        return None
+    if module.startswith("accelerate.collectives."):
+        return f"`{name}`"
+    # The module that logs its calls has wrappers only.
+    return f"`torch.distributed.{name}`" if module == "torch.distributed.distributed_c10d" else None

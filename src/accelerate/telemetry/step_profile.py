@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's profiler around some optimizer steps of a run, as `accelerate launch --profile` requests it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class StepProfile:
+    """Profiles the steps `first` to `last` of this process, and writes a trace.
+
+    Args:
+        path: of the trace, in Chrome's format.
+        first: the first step that is recorded, from 1.
+        last: the last one.
+        written: called with the path when the trace is written.
+    """
+
+    def __init__(self, path: Path, first: int, last: int, written: Callable[[Path], None]) -> None:
+        self._path = path
+        self._first, self._last = first, last
+        self._written = written
+        self._steps = 0
+        self._profiler: Any = None
+
+    def begin(self) -> None:
+        """Start before the first step, if that is recorded."""
+        if self._first == self._steps + 1 and self._profiler is None:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+
+    def after_step(self) -> None:
+        """Called after each optimizer step; does nothing once the trace is written."""
+        self._steps += 1
+        if self._steps == self._last and self._profiler is not None:
+            self._profiler.stop()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial = f"{self._path}.partial"
+            self._profiler.export_chrome_trace(partial)
+            os.replace(partial, self._path)
+            self._profiler = None
+            self._written(self._path)
+        elif self._steps < self._last:
+            self.begin()

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is shown of a run: the range, the rule for stragglers, throughput, logged values, and the summary."""
+
+import numpy as np
+import pytest
+from planted_runs import START, planted_records, planted_run, write_lines, write_steps
+
+from accelerate.monitor.findings import WORDS, summarize
+from accelerate.monitor.run import open_runs
+from accelerate.monitor.view import bucket_width, heat_rows, stragglers, view
+
+
+def opened(folder):
+    (run,) = open_runs([str(folder)])
+    run.refresh()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "part", "wait"),
+    [
+        (2, "data", "communication"),
+        (5, "data", "communication"),
+        (3, "backward", "communication"),
+        # DDP: the others wait in their backward.
+        (2, "data", "backward"),
+        (3, "forward", "backward"),
+        # Sharded parameters: they wait in the forward.
+        (4, "data", "forward"),
+    ],
+)
+def test_the_slow_rank_is_marked(tmp_path, ranks, part, wait):
+    run = opened(planted_run(tmp_path, 1000, ranks, 1, part, wait))
+    shown = view(run, pixels=250)
+    assert shown.width == 4 and shown.own.shape == (ranks, 250)
+    marked = shown.slow.mean(axis=1)
+    assert marked[1] == pytest.approx(0.5, abs=0.01) and not marked[np.arange(ranks) != 1].any()
+    assert not shown.slow[1, :124].any()
+    summary = summarize(run)
+    (slow,) = summary.stragglers
+    assert (slow.rank, slow.part) == (1, part) and slow.excess == pytest.approx(0.03, rel=0.05)
+    assert slow.part_excess == pytest.approx(0.03, rel=0.05) and slow.waiting == pytest.approx(0.03, rel=0.05)
+    assert slow.ratio == pytest.approx(1 + 0.03 / 0.092, rel=0.03)
+    assert slow.first == pytest.approx(500, abs=12) and slow.last >= 996
+    assert any(f"Rank 1 loses its time in {WORDS[part]}" in text for text in summary.advice())
+
+
+def test_stragglers_need_a_window_and_an_excess():
+    own = np.full((3, 100), 1.0)
+    step, weight = np.full((3, 100), 1.2), np.ones((3, 100))
+    own[2, 50] = 2.5  # one step of ten: 15 % above the median
+    assert not stragglers(own, step, weight).any()
+    own[2, 50:55] = 2.5
+    found = stragglers(own, step, weight)
+    assert found[2, 51:60].all() and not found[:2].any() and not found[2, :51].any()
+    # 25 % of a time that is a hundredth of the step does not matter.
+    assert not stragglers(own / 100, step, weight).any()
+    assert not stragglers(own[:1], step[:1], weight[:1]).any()
+    # The lower median: one of two ranks can be slow.
+    assert stragglers(np.array([[1.0], [1.3]]), np.ones((2, 1)), np.full((2, 1), 64)).tolist() == [[False], [True]]
+
+
+def test_throughput_is_the_sum_over_ranks(tmp_path):
+    for rank in range(3):
+        records = planted_records(200, rank)
+        # The last steps of rank 2 are not written yet.
+        write_steps(tmp_path, rank, 3, records[: 200 - 10 * (rank == 2)])
+    shown = view(opened(tmp_path), pixels=25)
+    assert shown.unit == "tokens"
+    mean = shown.curves["throughput"].mean
+    assert mean[5] == pytest.approx(3 * 32 * 512 / records["seconds"][40:48].mean(), rel=0.02)
+    assert mean[-1] == pytest.approx(mean[-4], rel=0.05)
+
+
+def test_buckets_do_not_move_while_a_run_grows(tmp_path):
+    records = planted_records(900)
+    write_steps(tmp_path, 0, 1, records[:700])
+    run = opened(tmp_path)
+    before = view(run, pixels=100)
+    write_steps(tmp_path, 0, 1, records[700:], "ab")
+    run.refresh()
+    after = view(run, pixels=120)
+    assert before.width == after.width == 8
+    assert np.array_equal(before.curves["loss"].mean[:87], after.curves["loss"].mean[:87])
+    assert [bucket_width(steps, 100) for steps in (1, 100, 101, 1_000_000)] == [1, 1, 2, 16384]
+
+
+def test_many_ranks_share_rows(tmp_path):
+    shown = view(opened(planted_run(tmp_path, 64, 6, slow=4)), pixels=8)
+    import accelerate.monitor.view as module
+
+    module_rows, module.MOST_ROWS = module.MOST_ROWS, 3
+    try:
+        rows, own, _, slow = heat_rows(shown)
+    finally:
+        module.MOST_ROWS = module_rows
+    assert rows == [(0, 1), (2, 3), (4, 5)]
+    assert np.array_equal(own[2], shown.own[4:6].max(axis=0)) and slow[2].any() and not slow[:2].any()
+
+
+def test_logged_values(tmp_path):
+    records = planted_records(1000)
+    write_steps(tmp_path, 0, 1, records)
+    lines = [{"time": START, "event": "start"}]
+    for at in range(0, 1000, 100):
+        values = {"a": at, "text": "no number", "b": "nan" if at == 300 else 1.0}
+        lines.append({"time": records["time"][at], "step": at + 1, "values": values})
+        # Epochs are no optimizer steps, and one call had no step.
+        lines.append({"time": records["time"][at], "step": at // 100, "values": {"epoch/f1": at}})
+        lines.append({"time": records["time"][at], "step": None, "values": {"c": at}})
+    lines.append({"time": records["time"][-1], "step": 901, "values": {"a": -7.0}})
+    write_lines(tmp_path / "logs" / "values.jsonl", *lines)
+    shown = view(opened(tmp_path), pixels=1000).logged
+    assert set(shown) == {"a", "b", "c", "epoch/f1"}
+    assert shown["a"].x.tolist() == [at + 1 for at in range(0, 1000, 100)]
+    assert shown["a"].mean.tolist() == [*range(0, 900, 100), -7.0]
+    assert np.isnan(shown["b"].mean[3])
+    for name in ("c", "epoch/f1"):
+        assert shown[name].x == pytest.approx(np.arange(0, 1000, 100), abs=3)
+
+
+def test_logged_values_without_telemetry(tmp_path):
+    for step in range(50):
+        write_lines(
+            tmp_path / "values.jsonl", {"time": START + step, "step": step, "values": {"loss": 1 / (step + 1)}}
+        )
+    run = opened(tmp_path)
+    shown = view(run, pixels=10)
+    assert not shown.ranks and run.last_step == 49 and not run.is_empty
+    assert shown.logged["loss"].low[0] < shown.logged["loss"].mean[0] < shown.logged["loss"].high[0] == 1
+    assert summarize(run).sentences() == ["No steps were recorded yet."]
+
+
+def test_the_summary_says_where_the_time_went(tmp_path):
+    records = planted_records(1000)
+    records["data"], records["forward"] = 0.06, 0.02
+    records["backward"] = records["optimizer"] = records["checkpoint"] = 0
+    records["communication"], records["seconds"] = np.nan, 0.1
+    records["loss"][800:] = np.nan
+    records["flags"][::10] = 1
+    records["host_memory"] = 1e9 + 1e6 * np.arange(1000)
+    write_steps(tmp_path, 0, 1, records)
+    summary = summarize(opened(tmp_path))
+    shares = {part: round(share, 3) for part, share in summary.shares.items() if share}
+    assert shares == {"data": 0.6, "forward": 0.2, "other": 0.2}
+    assert summary.duration == pytest.approx(100) and summary.skipped == 100
+    assert summary.bad_loss == pytest.approx(801, abs=8) and summary.memory_growth == pytest.approx(1e9, rel=0.01)
+    text = "\n".join([*summary.sentences(), *summary.advice()])
+    for part in (
+        "waiting for the data loader (60",
+        "num_workers",
+        "100 steps were skipped",
+        "not finite",
+        "1 GB in 1,000",
+    ):
+        assert part in text
+
+
+def test_a_run_without_any_record(tmp_path):
+    (tmp_path / "telemetry").mkdir()
+    run = opened(tmp_path)
+    assert run.is_empty and view(run).ranks == [] and summarize(run).ranks == 0

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is printed and shown: checkpoints in one line, short representations, a report once, and profiles of steps."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.core.errors import ConfigurationError
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.telemetry.progress import tqdm
+from accelerate.utils import ProjectConfiguration
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def make_run(**arguments):
+    accelerator = Accelerator(cpu=True, **arguments)
+    model = torch.nn.Linear(4, 1)
+    loader = DataLoader(TensorDataset(torch.randn(12, 4)), 4)
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+
+
+def save_and_resume(folder):
+    """In a process without pytest's handlers of logging."""
+    import logging
+
+    logging.getLogger().handlers.clear()
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+    accelerator, model, _, _ = make_run(project_config=project)
+    accelerator.save_state()
+    accelerator.save_model(model, f"{folder}/weights")
+    shown = repr(accelerator.resume(signals=()))
+    return repr(accelerator), shown
+
+
+def test_checkpoints_are_told_in_one_line(ranks, tmp_path):
+    for quiet in (False, True):
+        case = ranks(2)
+        env = {"ACCELERATE_QUIET": "true"} if quiet else {}
+        folder = str(tmp_path / str(quiet))
+        (accelerator, report), _ = case.run(save_and_resume, folder, env=env)
+        saved = f"{folder}/checkpoints/checkpoint_0"
+        expected = [
+            f"accelerate: saved {saved}: epoch 0, step 0",
+            f"accelerate: saved the weights of Linear in {folder}/weights",
+            f"accelerate: resumed {saved}: epoch 0, step 0",
+        ]
+        lines = [[line for line in out.stderr.splitlines() if "accelerate:" in line] for out in case.outputs]
+        assert lines == [[] if quiet else expected, []]
+        assert (
+            accelerator == "<Accelerator: rank 0 of 2, DistributedDataParallel, cpu, 1 model, 1 optimizer, 1 loader>"
+        )
+        assert report == f"<LoadReport of {saved}: epoch 0, step 0, saved by 2 processes>"
+
+
+def test_a_report_is_shown_once(capsys, monkeypatch):
+    accelerator, *_ = make_run(gradient_accumulation_steps=2)
+    report = accelerator.explain()
+    assert capsys.readouterr().out == f"{report}\n" and "\n" not in repr(report)
+    assert report.__rich__().plain == str(report)
+    shown = []
+    shell = type("ZMQInteractiveShell", (), {})
+    display = types.SimpleNamespace(HTML=str, display=shown.append)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=shell, display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    accelerator.explain()
+    assert capsys.readouterr().out == "" and len(shown) == 1 and shown[0].startswith("<table>")
+    assert repr(accelerator).startswith("<Accelerator: ") and "2 accumulation steps, 1 model" in repr(accelerator)
+
+
+def test_a_bar_counts_samples_of_all_processes():
+    pytest.importorskip("tqdm")
+    _, _, _, loader = make_run()
+    bar = tqdm(loader)
+    assert (bar.unit, bar.unit_scale) == (" samples", 4) and len(list(bar)) == 3
+    assert tqdm(loader, unit="batch").unit == "batch" and tqdm([1]).unit == "it"
+
+
+def test_chosen_steps_are_profiled(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_PROFILE", "2:3:0")
+    accelerator, model, optimizer, loader = make_run(telemetry=tmp_path)
+    for _ in range(2):
+        for (x,) in loader:
+            with torch.profiler.record_function(f"step {optimizer.steps_made + 1}"):
+                accelerator.backward(model(x).sum())
+            optimizer.step()
+    accelerator.end_training()
+    path = tmp_path / "profile" / "rank_00000.json"
+    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+    assert {name for name in names if name and name.startswith("step ")} == {"step 2", "step 3"}
+    lines = (tmp_path / "telemetry" / "rank_00000.events.jsonl").read_text().splitlines()
+    assert [json.loads(line)["path"] for line in lines if '"profile"' in line] == [str(path)]
+    assert "steps 2 to 3 of rank 0" in capsys.readouterr().err
+    monkeypatch.setenv("ACCELERATE_PROFILE", "2:3:1")
+    assert Accelerator(cpu=True)._profile is None
+    monkeypatch.setenv("ACCELERATE_PROFILE", "3:2")
+    with pytest.raises(ConfigurationError, match="first and the last step"):
+        Accelerator(cpu=True)
