@@ -15,7 +15,8 @@ PEER_VENV ?= .venv-peer
 PEER ?= accelerate==1.15.0
 TRACKERS_VENV ?= .venv-trackers
 INSTALL_VENV ?= .venv-install
-WORKERS ?= 2
+# For two cores: many tests wait for processes that they have started.
+WORKERS ?= 3
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin

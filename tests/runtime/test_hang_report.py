@@ -18,8 +18,8 @@ def status(state, calls="", at="train.py:91", within="", pending=(), call=None, 
     ]
     last = {one["group"]: one["number"] for one in pending}
     return {
-        "state": state, "calls": calls, "at": at, "within": within, "pending": pending, "recent": [], "last": last,
-        "call": call, "seconds": seconds,
+        "state": state, "calls": calls, "at": at, "within": within, "pending": pending, "recent": [],
+        "before": [], "last": last, "call": call, "seconds": seconds,
     }  # fmt: skip
 
 

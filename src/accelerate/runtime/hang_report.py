@@ -58,7 +58,8 @@ def explain(found: Mapping[int, Status], world: int, ended: Collection[int] = ()
     else:
         lines = [f"The run stands still for {seconds}: {'; '.join(waits)}."]
     differing = _differences(found)
-    lines += [f"  - {line}" for line in (*_last_calls(others), *differing)]
+    before = {rank: ", ".join(status["before"]) for rank, status in waiting.items() if differing and status["before"]}
+    lines += [f"  - {line}" for line in (*_last_calls(others), *differing, *_grouped(before, _had))]
     if silent:
         lines.append(
             "A rank that does not answer is stopped, was killed, or is in a call that holds the interpreter lock."
@@ -81,6 +82,10 @@ def _grouped(texts: Mapping[int, str], say: Callable[[list[int], str], str] | No
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
     return [(say or _wait)(members, text) for text, members in ranks.items()]
+
+
+def _had(ranks: list[int], text: str) -> str:
+    return f"before, on {ranks_in_words(ranks)}: {text}"
 
 
 def _wait(ranks: list[int], text: str) -> str:

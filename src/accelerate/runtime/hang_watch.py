@@ -36,6 +36,8 @@ LOOKS = 8
 DEBUG_INTERVAL = 0.25
 # Seconds in which the thread ends when the process leaves the run.
 STOP = 2.0
+# Collectives before the last one that a report lists.
+BEFORE = 3
 # Shares of the time on a CPU: below the first, a process does nothing; above the second, it computes.
 QUIET, BUSY = 0.05, 0.3
 
@@ -57,6 +59,8 @@ def start(limit: float | None = None) -> None:
     if limit is None:
         found = env.get_float("ACCELERATE_HANG_REPORT")
         limit = LIMIT if found is None else found
+        if ends := env.get_float("ACCELERATE_COLLECTIVE_TIMEOUT"):
+            limit = min(limit, ends / 2)
     if limit > 0 or env.get_flag("ACCELERATE_DEBUG_MODE"):
         _Watch.running = HangWatch(threading.get_ident(), limit)
 
@@ -177,6 +181,8 @@ class HangWatch:
         found: dict[int, Status] = {}
         deadline = time.monotonic() + 2 * self.interval + 1.0
         watches = threading.current_thread() is self._thread
+        if watches:
+            self._answered = number
         while time.monotonic() < deadline:
             for rank, key in keys.items():
                 if rank == self.rank:
@@ -221,14 +227,15 @@ class HangWatch:
         """Where this process is, in plain JSON data.
 
         state: WAITS in a collective, MOVES, or IDLE. at, calls, within: as in `StackPlace`. seconds: since the last
-        progress. call: the last collective of this package. pending, recent, last: torch's collectives, and the
-        number of the last one in each group.
+        progress. call, before: the last collective of this package, and those before it. pending, recent, last:
+        torch's collectives, and the number of the last one in each group.
         """
         place = place_of(self._watched)
         now = time.monotonic()
         entry = LEDGER.last()
         calls = recorded()
         waiting = [one for one in calls if one.is_pending]
+        ended = [one for one in LEDGER.recent(BEFORE + 1) if one.left is not None]
         inside = entry is not None and entry.left is None
         moved = now - self._since < 2 * self.interval
         # A wait for NCCL may keep a core busy.
@@ -241,6 +248,7 @@ class HangWatch:
             "within": "" if place is None else place.within,
             "seconds": now - self._since,
             "call": None,
+            "before": [f"{one.operation} ({one.file}:{one.line})" for one in ended[-BEFORE:]],
             "pending": [one._asdict() for one in waiting[:KEPT]],
             "last": newest(calls),
             "recent": [one._asdict() for one in calls[-KEPT:]],

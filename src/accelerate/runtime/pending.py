@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from typing import Any, NamedTuple
@@ -44,10 +45,12 @@ def recorded() -> list[Recorded]:
     """The collectives in torch's recorders, in the order in which they began; empty where nothing is recorded."""
     if not dist.is_available() or not dist.is_initialized():
         return []
-    now, found = time.time_ns(), []
-    for dump in _DUMPS:
-        entries = [] if dump is None else json.loads(dump()).get("entries", [])
-        found += [_parsed(entry, now) for entry in entries]
+    now = time.time_ns()
+    found: list[Recorded] = []
+    for dump in filter(None, _DUMPS):
+        # The format is not documented: what another version of torch writes must not end the watch.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            found += [_parsed(entry, now) for entry in json.loads(dump()).get("entries", [])]
     return found
 
 

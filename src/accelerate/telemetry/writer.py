@@ -22,6 +22,7 @@ import psutil
 
 from ..core import env
 from ..core.errors import ConfigurationError
+from ..runtime import hang_watch
 from .records import (
     HEADER_SIZE,
     STEP,
@@ -97,6 +98,9 @@ class TelemetryWriter:
         """Step an event that happens now."""
         self._events.append({"time": time.time(), "event": name, **fields})
 
+    def _hang(self, message: str) -> None:
+        self.event("hang", message=message)
+
     def release(self) -> None:
         """Write everything and close the files, when the last user releases them."""
         self._users -= 1
@@ -109,6 +113,7 @@ class TelemetryWriter:
             return
         self._stop.set()
         atexit.unregister(self.close)
+        hang_watch.on_report.remove(self._hang)
         self.event("end", **self._process())
         self.flush(wait=True)
         with self._lock:
@@ -143,6 +148,7 @@ class TelemetryWriter:
             self._fail(error)
             return
         self.event("start", **self._process())
+        hang_watch.on_report.append(self._hang)
         threading.Thread(target=self._run, name="accelerate-telemetry", daemon=True).start()
         atexit.register(self.close)
 
