@@ -15,7 +15,10 @@ PEER_VENV ?= .venv-peer
 PEER ?= accelerate==1.15.0
 TRACKERS_VENV ?= .venv-trackers
 INSTALL_VENV ?= .venv-install
-WORKERS ?= 2
+DOCS_VENV ?= .venv-docs
+DOCS_PORT ?= 8000
+# For two cores: many tests wait for processes that they have started.
+WORKERS ?= 3
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -31,11 +34,12 @@ CLIENTS_4_STAMP := $(CLIENTS_4_VENV)/.installed
 PEER_STAMP := $(PEER_VENV)/.installed
 TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
 INSTALL_STAMP := $(INSTALL_VENV)/.installed
+DOCS_STAMP := $(DOCS_VENV)/.installed
 # The peer without its dependencies, to run the clients with it in their own environment.
 PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
 .PHONY: help install install-engines engine-programs demo test test-all test-engines test-faults test-clients test-trackers test-install check \
-	check-style check-types check-names format bench bench-plan bench-clients gpu-check clean
+	check-style check-types check-names format bench bench-plan bench-clients gpu-check docs docs-serve clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -103,9 +107,18 @@ bench-clients: $(CLIENTS_STAMP)  ## compare the clients' time and memory on this
 gpu-check: $(STAMP)  ## run the checks that need a GPU; succeeds without one
 	$(BIN)/python benchmarks/gpu_check.py $(if $(wildcard $(PEER_STAMP)),--peer $(PEER_VENV)/bin/python)
 
+# A page that is absent, or a link that leads nowhere, is an error.
+docs: $(DOCS_STAMP)  ## build the documentation site in build/site
+	$(DOCS_VENV)/bin/python tools/reference.py
+	$(DOCS_VENV)/bin/python tools/reference.py --api
+	$(DOCS_VENV)/bin/python -m sphinx -q -W --keep-going -c docs -d build/site-cache . build/site
+
+docs-serve: docs  ## serve the site at localhost (DOCS_PORT, 8000)
+	$(DOCS_VENV)/bin/python -m http.server --bind 127.0.0.1 --directory build/site $(DOCS_PORT)
+
 clean:  ## remove the environments and all generated files
-	rm -rf $(VENV) $(PEER_VENV) $(CLIENTS_VENV) $(CLIENTS_4_VENV) $(TRACKERS_VENV) $(INSTALL_VENV)
-	rm -rf build dist src/*.egg-info runs outputs
+	rm -rf $(VENV) $(PEER_VENV) $(CLIENTS_VENV) $(CLIENTS_4_VENV) $(TRACKERS_VENV) $(INSTALL_VENV) $(DOCS_VENV)
+	rm -rf build dist src/*.egg-info runs outputs docs/reference/api
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -176,4 +189,10 @@ $(TRACKERS_STAMP): $(STAMP) tests/tracking/real/requirements.txt
 $(INSTALL_STAMP): $(STAMP)
 	$(call shared_venv,$(INSTALL_VENV))
 	$(INSTALL_VENV)/bin/python -m pip install --quiet --upgrade pip setuptools twine
+	touch $@
+
+# The API reference is read from the imported package, so the environment needs torch.
+$(DOCS_STAMP): $(STAMP) docs/requirements.txt
+	$(call shared_venv,$(DOCS_VENV))
+	$(DOCS_VENV)/bin/python -m pip install --quiet --no-compile --requirement docs/requirements.txt
 	touch $@

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import contextlib
 import importlib
+import io
 import re
 import subprocess
 from collections.abc import Callable
@@ -18,7 +21,7 @@ PROJECT = Path(__file__).parents[1]
 DOCUMENTS = [
     path
     for path in sorted(PROJECT.rglob("*.md"))
-    if not {".venv", ".venv-peer", "results", "node_modules"} & set(path.relative_to(PROJECT).parts)
+    if not any(part.startswith(".") or part in ("build", "results") for part in path.relative_to(PROJECT).parts)
 ]
 
 
@@ -26,22 +29,40 @@ def blocks(path: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
-# A block that begins with an import of torch is a whole program; the others are parts of one.
+# A block that begins with an import of torch is a whole program; the others are parts of one. A comment before it sets
+# the number of processes. A block of text after it is what the first process prints.
+PROGRAM = re.compile(
+    r"^(?:<!-- processes: (\d) -->\n)?```python\n(import torch\n.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL,
+)
 PROGRAMS = [
-    pytest.param(block, id=f"{path.name}-{number}")
+    pytest.param(program, printed, int(processes or 1), id=f"{path.name}-{number}")
     for path in DOCUMENTS
-    for number, block in enumerate(blocks(path))
-    if block.startswith("import torch\n")
+    for number, (processes, program, printed) in enumerate(PROGRAM.findall(path.read_text()))
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program, printed, processes", PROGRAMS)
 def test_programs_run(
-    program: str, ranks: Callable[[int], Ranks], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: str,
+    printed: str,
+    processes: int,
+    ranks: Callable[[int], Ranks],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "train.py").write_text(program)
     monkeypatch.chdir(tmp_path)
-    ranks(1).run(run_script, tmp_path / "train.py")
+    results = ranks(processes).run(output_of, tmp_path / "train.py")
+    if printed:
+        assert results[0] == printed
+
+
+def output_of(script: Path) -> str:
+    """On a rank of the pool: what a script prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        run_script(script)
+    return output.getvalue()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(PROJECT)))
@@ -77,3 +98,61 @@ def test_changes_shown_to_contributors_apply(change: str, tmp_path: Path) -> Non
 
 def test_four_changes_are_shown() -> None:
     assert len(CHANGES) == 4
+
+
+def test_generated_pages_match_the_registries() -> None:
+    """The pages of the reference are those that the registries give."""
+    reference = importlib.import_module("tools.reference")
+    assert reference.main(["--check"]) == 0, "run: python tools/reference.py"
+
+
+def test_all_documents_are_in_the_index() -> None:
+    index = (PROJECT / "docs/index.md").read_text()
+    tree = set(re.findall(r"^[\w./]+$", index.split("```{toctree}", 1)[1], re.MULTILINE))
+    linked = set(re.findall(r"\]\(([\w./]+)\.md", index))
+    pages = {str(path.relative_to(PROJECT / "docs").with_suffix("")) for path in (PROJECT / "docs").glob("*.md")}
+    assert pages - {"index"} <= tree and pages - {"index"} <= linked
+    assert {page for page in tree if "api" not in page} == linked
+    listed = re.findall(r"\]\(docs/(\w+)\.md", (PROJECT / "README.md").read_text().split("## Documentation")[1])
+    assert [page for page in listed if page != "index"] == [
+        page for page in re.findall(r"\]\((\w+)\.md", index) if page != "index"
+    ]
+
+
+TROUBLESHOOTING = (PROJECT / "docs/troubleshooting.md").read_text()
+
+
+def sources() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in (PROJECT / "src/accelerate").rglob("*.py")}
+
+
+def test_each_error_class_has_an_entry() -> None:
+    bases = {
+        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
+        for tree in sources().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    errors = {name for name in dir(builtins) if isinstance(getattr(builtins, name), type)}
+    errors = {name for name in errors if issubclass(getattr(builtins, name), BaseException)}
+    own: set[str] = set()
+    while found := {name for name, parents in bases.items() if parents & (errors | own)} - own:
+        own |= found
+    assert len(own) > 20
+    assert {name for name in own if f"`{name}`" not in TROUBLESHOOTING} == set()
+
+
+def test_quoted_messages_occur_in_the_source() -> None:
+    """Each heading in code is a message; between its dots it has text that the package contains."""
+    texts = "\n".join(
+        "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "\0" for part in getattr(node, "values", [node])
+        )
+        for tree in sources().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    )
+    headings = re.findall(r"^### `(.*)`$", TROUBLESHOOTING, re.MULTILINE)
+    assert len(headings) > 40
+    pieces = {piece.strip() for heading in headings for piece in heading.split("...")} - {"", "CUDA out of memory"}
+    assert {piece for piece in pieces if piece not in texts} == set()

@@ -90,6 +90,26 @@ def test_a_new_step_is_in_the_next_answer(tmp_path):
         assert unpacked(answer[1])["runs"][0]["last"] == 101
 
 
+def test_an_old_summary_is_replaced_when_the_run_rests(tmp_path, monkeypatch):
+    records = planted_records(300)
+    write_steps(tmp_path, 0, 1, records[:100])
+    (run,) = open_runs([str(tmp_path)])
+    clock = [100.0]
+    with Server([run], port=0) as server:
+        monkeypatch.setattr("accelerate.monitor.server.time.monotonic", lambda: clock[0])
+        server.answer(None, None, 100, "")
+        write_steps(tmp_path, 0, 1, records[100:], "ab")
+        clock[0] += 1
+        found = unpacked(server.answer(None, None, 100, ""))
+        assert found["runs"][0]["last"] == 300 and "to 100 " in found["runs"][0]["summary"]["sentences"][0]
+        assert server.answer(None, None, 100, found["version"]) is None
+        clock[0] += 2
+        found = unpacked(server.answer(None, None, 100, found["version"]))
+        assert "to 300 " in found["runs"][0]["summary"]["sentences"][0]
+        clock[0] += 9
+        assert server.answer(None, None, 100, found["version"]) is None
+
+
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost:9999", "[::1]:80", "LOCALHOST"])
 def test_names_of_this_machine_are_accepted(run, name):
     with serving(run) as server:

@@ -419,24 +419,50 @@ def _variable(name: str, kind: str = "text", **more: Any) -> Option:
 
 # Variables of this package that no flag sets.
 VARIABLES: tuple[Option, ...] = (
-    _variable("ACCELERATE_CONFIG_DS_FIELDS"),
-    _variable("ACCELERATE_DEBUG_TIMEOUT", "float"),
-    _variable("ACCELERATE_EXACT", "truth"),
-    _variable("ACCELERATE_FP8_OVERRIDE_DGRAD", "truth"),
-    _variable("ACCELERATE_FP8_OVERRIDE_FPROP", "truth"),
-    _variable("ACCELERATE_FP8_OVERRIDE_WGRAD", "truth"),
-    _variable("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "truth"),
-    _variable("ACCELERATE_INIT_INCLUDE_BUFFERS", "truth"),
-    _variable("ACCELERATE_LAUNCH_TIME"),
-    _variable("ACCELERATE_LOG_LEVEL", check=_log_level),
-    _variable("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", choices=tuple(kind.value for kind in SageMakerDistributedType)),
-    _variable("ACCELERATE_STATUS_DIR"),
-    _variable("ACCELERATE_STRATEGY"),
-    _variable("ACCELERATE_TORCH_DEVICE"),
-    _variable("ACCELERATE_TRANSFORMS"),
-    _variable("ACCELERATE_USE_SAGEMAKER", "truth"),
-    _variable("FORK_LAUNCHED", "truth"),
-    _variable("FSDP_IGNORED_MODULES"),
+    _variable(
+        "ACCELERATE_CONFIG_DS_FIELDS",
+        help="Set by the launcher: keys of `deepspeed_config` in the configuration file.",
+    ),
+    _variable(
+        "ACCELERATE_DEBUG_TIMEOUT",
+        "float",
+        help="Seconds that a rank waits for the others in debug mode. Default: 20.",
+    ),
+    _variable("ACCELERATE_EXACT", "truth", help="Default of `Accelerator(exact=...)`."),
+    _variable(
+        "ACCELERATE_FP8_OVERRIDE_DGRAD", "truth", help="TERecipeKwargs: products of input gradients in high precision."
+    ),
+    _variable(
+        "ACCELERATE_FP8_OVERRIDE_FPROP", "truth", help="TERecipeKwargs: products of the forward in high precision."
+    ),
+    _variable(
+        "ACCELERATE_FP8_OVERRIDE_WGRAD",
+        "truth",
+        help="TERecipeKwargs: products of weight gradients in high precision.",
+    ),
+    _variable("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "truth", help="TERecipeKwargs: scale blocks (MXFP8)."),
+    _variable(
+        "ACCELERATE_INIT_INCLUDE_BUFFERS",
+        "truth",
+        help="Default of `include_buffers` of `init_empty_weights` and `init_on_device`.",
+    ),
+    _variable("ACCELERATE_LAUNCH_TIME", help="Set by the launcher: its start, in the name of a recorded run."),
+    _variable("ACCELERATE_LOG_LEVEL", help="Level of the loggers of `get_logger`.", check=_log_level),
+    _variable(
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
+        help="Set in a SageMaker job: its data parallelism.",
+        choices=tuple(kind.value for kind in SageMakerDistributedType),
+    ),
+    _variable("ACCELERATE_STATUS_DIR", help="Set by the launcher: folder in which each rank publishes its state."),
+    _variable("ACCELERATE_STRATEGY", help="Default of `Accelerator(strategy=...)`."),
+    _variable("ACCELERATE_TORCH_DEVICE", help="Device of the process, instead of the accelerator of its local rank."),
+    _variable("ACCELERATE_TRANSFORMS", help="Default of `Accelerator(transforms=...)`: names, with commas."),
+    _variable("ACCELERATE_USE_SAGEMAKER", "truth", help="Set in a SageMaker job."),
+    _variable("FORK_LAUNCHED", "truth", help="Set in processes that `notebook_launcher` and `debug_launcher` start."),
+    _variable(
+        "FSDP_IGNORED_MODULES",
+        help="Default of `ignored_modules` of FullyShardedDataParallelPlugin: a regular expression.",
+    ),
 )
 
 # Variables of torch's launcher, by which a process knows its rank.

@@ -71,7 +71,9 @@ def html(run: Run) -> str:
         items.append(f"<li{' class=slow' if text.startswith('Rank ') else ''}>{escape(text)}</li>")
     items += [f'<li class="try">Try: {escape(text)}</li>' for text in summary.advice()]
     body.append(f"<section id=findings><div class=card><h2>Summary</h2><ul>{''.join(items)}</ul></div></section>")
-    body.append(f"<section id=charts>{''.join([*_curves(narrow), *_ranks(wide), *_parts(wide, summary)])}</section>")
+    body.append(
+        f"<section id=charts>{''.join([*_curves(narrow), *_ranks(wide, summary), *_parts(wide, summary)])}</section>"
+    )
     body.append(_events(run) + "</main>")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -195,17 +197,18 @@ def _curves(shown: View) -> list[str]:
     return found
 
 
-def _ranks(shown: View) -> list[str]:
+def _ranks(shown: View, summary: Summary) -> list[str]:
     rows, own, _, slow = heat_rows(shown)
     if not np.isfinite(own).any():
         return []
     title = "Step time of each rank"
-    picture, (low, high) = svg.heat(title, shown.x, rows, own, slow, 1180)
+    named = {straggler.rank for straggler in summary.stragglers}
+    picture, (low, high) = svg.heat(title, shown.x, rows, own, slow, named, 1180)
     stops = ",".join(f"rgb({r:.0f},{g:.0f},{b:.0f})" for r, g, b in svg.RAMP.tolist())
     legend = (
         f'{_seconds(low)} <span class=ramp style="background:linear-gradient(90deg,{stops})"></span> {_seconds(high)}'
     )
-    legend = f"<span>{legend}{' &nbsp; ▲ slow rank' if slow.any() else ''}</span>"
+    legend = f"<span>{legend}{' &nbsp; ▲ slow rank' if named else ''}</span>"
     return [_card(title, "without communication and waiting", picture, True, legend)]
 
 

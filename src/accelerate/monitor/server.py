@@ -35,6 +35,7 @@ _PORTS = 100
 # Seconds for which what was read answers further requests, and for which a summary of a growing run is shown.
 _AGE, _SUMMARY_AGE = 0.1, 2.0
 _MOST_PIXELS = 4000
+_MOST_SUMMARIES = 64
 _MOST_EVENTS = 400
 # Equal events of several ranks within as many seconds are shown as one.
 _TOGETHER = 5.0
@@ -77,7 +78,8 @@ class Server(ThreadingHTTPServer):
         self.host = host or "127.0.0.1"
         if ":" in self.host:
             self.address_family = socket.AF_INET6
-        self._summaries: dict[int, tuple[tuple[int, Any, Any], float, Summary]] = {}
+        # (run, start, stop) -> the version of the run, when it was made, and the summary
+        self._summaries: dict[tuple[int, int | None, int | None], tuple[int, float, Summary]] = {}
         chosen = range(DEFAULT_PORT, DEFAULT_PORT + _PORTS) if port is None else [port]
         for candidate in chosen:
             try:
@@ -132,18 +134,28 @@ class Server(ThreadingHTTPServer):
     def answer(self, start: int | None, stop: int | None, pixels: int, known: str) -> bytes | None:
         """The data of the page, None if the browser has it: `known` is the version that it has."""
         versions = [run.refresh(_AGE) for run in self.runs]
-        version = ".".join(map(str, versions))
+        version = self._version(versions, start, stop)
         if known == version:
             return None
         found = [self._describe(at, run, start, stop, pixels) for at, run in enumerate(self.runs)]
+        version = self._version(versions, start, stop)
         return packed({"version": version, "now": time.time(), "program": __version__, "runs": found})
+
+    def _version(self, versions: list[int], start: int | None, stop: int | None) -> str:
+        """The versions of the runs and of their summaries: one that is out of date is made anew after a while."""
+        now = time.monotonic()
+        made = []
+        for at, version in enumerate(versions):
+            old = self._summaries.get((at, start, stop))
+            made.append(old[0] if old and now - old[1] < _SUMMARY_AGE else version)
+        return ".".join(map(str, [*versions, *made]))
 
     def _describe(self, at: int, run: Run, start: int | None, stop: int | None, pixels: int) -> dict[str, Any]:
         with run.lock:
             # Of several runs one may have no step of the range.
             outside = start is not None and start > max(1, run.last_step)
             shown = view(run, run.last_step + 1 if outside else start, stop, pixels)
-            summary = self._summary(at, run, None if outside else start, stop)
+            summary = self._summary((at, start, stop), run, None if outside else start)
             return {
                 "name": run.name,
                 "folder": str(run.folder),
@@ -170,13 +182,15 @@ class Server(ThreadingHTTPServer):
                 **described(shown),
             }
 
-    def _summary(self, at: int, run: Run, start: int | None, stop: int | None) -> Summary:
-        key, now = (run.version, start, stop), time.monotonic()
-        old = self._summaries.get(at)
-        if old and (old[0] == key or (old[0][1:] == key[1:] and now - old[1] < _SUMMARY_AGE)):
+    def _summary(self, key: tuple[int, int | None, int | None], run: Run, start: int | None) -> Summary:
+        now = time.monotonic()
+        old = self._summaries.get(key)
+        if old and (old[0] == run.version or now - old[1] < _SUMMARY_AGE):
             return old[2]
-        summary = summarize(run, start, stop)
-        self._summaries[at] = key, now, summary
+        summary = summarize(run, start, key[2])
+        while len(self._summaries) >= _MOST_SUMMARIES:
+            self._summaries.pop(next(iter(self._summaries)), None)
+        self._summaries[key] = run.version, now, summary
         return summary
 
 

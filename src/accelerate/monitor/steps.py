@@ -207,6 +207,9 @@ class RankSteps:
     def _find(self, file: IO[bytes], segment: list[int], step: int) -> int:
         """The number of the first record of a segment whose step is at least `step`."""
         low, high = segment[0], segment[1]
+        if high - low == segment[3] - segment[2] + 1:
+            # A record for each step, the usual case.
+            return min(max(low + step - segment[2], low), high)
         while low < high:
             middle = (low + high) // 2
             if int(self._read(file, middle, middle + 1)["step"][0]) < step:

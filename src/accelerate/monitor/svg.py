@@ -121,9 +121,9 @@ def stack(title: str, x: Array, parts: dict[str, Array], shown: Format, width: i
 
 
 def heat(
-    title: str, x: Array, rows: Sequence[tuple[int, int]], values: Array, slow: Array, width: int
+    title: str, x: Array, rows: Sequence[tuple[int, int]], values: Array, slow: Array, named: set[int], width: int
 ) -> tuple[str, tuple[float, float]]:
-    """A row of cells for each rank, with a line below those of slow ranks.
+    """A row of cells for each rank, with a line below slow steps. Rows with a rank in `named` have a mark.
 
     Returns:
         The picture, and the values of its first and last colour.
@@ -155,8 +155,9 @@ def heat(
             )
         if row % skip == 0:
             name = str(first) if first == last else f"{first}–{last}"
-            mark = ' class="end slow"' if slow[row].any() else ' class="end"'
-            label = ("▲ " if slow[row].any() else "") + name
+            is_slow = any(first <= rank <= last for rank in named)
+            mark = ' class="end slow"' if is_slow else ' class="end"'
+            label = ("▲ " if is_slow else "") + name
             content.append(f'<text x="{LEFT - 8}" y="{bottom - each / 2 + 4:.1f}"{mark}>{label}</text>')
     return axes.svg(title, content, None), (low, high)
 

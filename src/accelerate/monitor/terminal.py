@@ -58,7 +58,7 @@ def picture(run: Run, width: int = 100) -> RenderableType:
         curves = view(run, pixels=narrow)
         parts: list[RenderableType] = [_title(run, summary), *notes, _curves(curves, narrow)]
         if shown.ranks:
-            parts += [_ranks(shown, wide), _phases(summary, wide)]
+            parts += [_ranks(shown, summary, wide), _phases(summary, wide)]
             parts.append(Panel("\n".join([*summary.sentences(), *(f"Try: {text}" for text in summary.advice())])))
         if found := _events(run):
             parts.append(found)
@@ -107,7 +107,7 @@ def stretched(values: Array, width: int) -> Array:
     return values[np.arange(width) * len(values) // width] if len(values) else values
 
 
-def _ranks(shown: View, width: int) -> RenderableType:
+def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
     """The heat map, a line for each rank."""
     rows, own, _, slow = heat_rows(shown)
     known = own[np.isfinite(own)]
@@ -117,12 +117,13 @@ def _ranks(shown: View, width: int) -> RenderableType:
     order = sorted(range(len(rows)), key=lambda row: (-int(slow[row].sum()), row))[:_MOST_RANKS]
     for row in sorted(order):
         line = Text(no_wrap=True, overflow="crop")
-        for value, is_slow in zip(stretched(own[row], width), stretched(slow[row], width), strict=True):
+        for value, marked in zip(stretched(own[row], width), stretched(slow[row], width), strict=True):
             shade = _SHADES[int(min(max((value - low) / span, 0), 0.999) * 5)] if np.isfinite(value) else " "
-            line.append(shade, "red" if is_slow else "cyan")
+            line.append(shade, "red" if marked else "cyan")
         first, last = rows[row]
         name = f"rank {first}" if first == last else f"ranks {first}-{last}"
-        table.add_row(Text(name + (" slow" if slow[row].any() else ""), "red" if slow[row].any() else "dim"), line)
+        is_slow = any(first <= straggler.rank <= last for straggler in summary.stragglers)
+        table.add_row(Text(name + (" slow" if is_slow else ""), "red" if is_slow else "dim"), line)
     left_out = f", {len(order)} of {len(rows)} shown" if len(order) < len(rows) else ""
     return Panel(table, title=f"step time without communication, a line for each rank{left_out}", title_align="left")
 

@@ -319,8 +319,8 @@ export function heatHeight(rows) {
   return MARGIN.top + MARGIN.bottom + Math.min(360, Math.max(rows * 22, 44));
 }
 
-// rows: [[first rank, last rank]]; values and slow: flat arrays of rows * xs.length.
-export function drawHeat(chart, range, xs, rows, values, slow, { selection = null }) {
+// rows: [[first rank, last rank]]; values and slow: flat arrays of rows * xs.length; named: ranks whose row has a mark.
+export function drawHeat(chart, range, xs, rows, values, slow, named, { selection = null }) {
   const count = xs.length, context = chart.begin(range), [from, to] = visible(xs, range), shown = [];
   for (let row = 0; row < rows.length; row++)
     for (let i = from; i < to; i++) shown.push(values[row * count + i]);
@@ -349,12 +349,11 @@ export function drawHeat(chart, range, xs, rows, values, slow, { selection = nul
     for (let row = 0; row < rows.length; row++)
       context.drawImage(cells, 0, row, to - from, 1, left, MARGIN.top + row * each, right - left, each - gap);
   }
-  const isSlow = rows.map(() => false);
+  const isSlow = rows.map(([first, last]) => named.some((rank) => first <= rank && rank <= last));
   context.fillStyle = mark;
   for (let row = 0; row < rows.length; row++)
     for (let i = from; i < to; i++)
       if (slow[row * count + i]) {
-        isSlow[row] = true;
         let stop = i;
         while (stop < to && slow[row * count + stop]) stop++;
         const left = edges(chart, xs, i)[0], right = edges(chart, xs, stop - 1)[1], thick = Math.min(4, each / 3);

@@ -3,7 +3,7 @@
 
 import { Chart, FORMATS, MARGIN, color, compact, drawHeat, drawLines, drawStack, heatHeight, nearest, ramp } from "./charts.js";
 
-const POLL = 400; // milliseconds between two questions for something new
+const POLL = 250; // milliseconds between two questions for something new
 const $ = (id) => document.getElementById(id);
 const token = new URLSearchParams(location.search).get("token");
 const query = (values) => new URLSearchParams(token ? { ...values, token } : values).toString();
@@ -280,11 +280,11 @@ function heatCard({ run, at }) {
   const slow = run.summary.slow.map(([rank]) => rank);
   made.canvas.ariaLabel = `${title}. ` + (slow.length ? `Slow ranks: ${slow.join(", ")}` : "No rank is slow");
   made.draw = () => {
-    drawHeat(made.chart, range(), run.x, run.rows, which, run.slow, { selection: state.selection });
+    drawHeat(made.chart, range(), run.x, run.rows, which, run.slow, slow, { selection: state.selection });
     const [low, high] = made.chart.limits;
     const bar = element("span", { className: "swatch" });
     bar.style.cssText = `width:70px;height:9px;margin:0 6px;background:linear-gradient(90deg,${[0, 0.25, 0.5, 0.75, 1].map((part) => `rgb(${ramp(part)})`).join()})`;
-    made.scale.replaceChildren(FORMATS.seconds(low), bar, FORMATS.seconds(high), ...(run.slow.some(Boolean) ? ["   ▲ slow rank"] : []));
+    made.scale.replaceChildren(FORMATS.seconds(low), bar, FORMATS.seconds(high), ...(slow.length ? ["   ▲ slow rank"] : []));
   };
   made.chart.tip = (step, event) => {
     const i = nearest(run.x, step), space = made.chart.height - MARGIN.top - MARGIN.bottom;

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sphinx: the Markdown files of the repository as a site that needs no network. `make docs` builds it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import accelerate
+
+# The source folder is the repository, so that links between its documents lead to pages of the site.
+ROOT = Path(__file__).parents[1]
+
+project = "accelerate"
+version = release = accelerate.__version__
+root_doc = "docs/index"
+include_patterns = ["docs/**.md", "*.md", "examples/README.md", "benchmarks/**.md"]
+exclude_patterns = [".*", "build", "runs", "outputs", "src", "tests", "**/__pycache__"]
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+myst_heading_anchors = 4
+
+# Docstrings are Google style; single backticks are code.
+default_role = "code"
+smartquotes = False
+napoleon_custom_sections = [("Fields", "params_style"), ("Sizes", "params_style")]
+napoleon_numpy_docstring = False
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 80
+python_use_unqualified_type_names = True
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"accelerate {version}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_copyright = False
+copybutton_exclude = ".linenos, .gp, .go"
+
+
+def _show_examples_as_code(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Turn the indented lines below `Example:` of a docstring into a block of code."""
+    for number, line in enumerate(lines):
+        if line.strip() in ("Example:", "Examples:"):
+            indent = line[: len(line) - len(line.lstrip())]
+            lines[number : number + 1] = [f"{indent}.. rubric:: Example", "", f"{indent}.. code-block:: python", ""]
+            return
+
+
+def _drop_links_to_folders(app: Any, name: str, source: list[str]) -> None:
+    """Leave the text of a link to a folder: a file view shows the folder, and a site has no page for it."""
+    here = (ROOT / name).parent
+
+    def text(match: re.Match[str]) -> str:
+        return match[1] if (here / match[2]).is_dir() else match[0]
+
+    source[0] = re.sub(r"\[([^\]]*)\]\(([\w./-]+)\)", text, source[0])
+
+
+def _allow_outside_of_the_index(app: Any, tree: Any) -> None:
+    """Results of benchmarks are linked from the pages that quote them, and need no place in the index."""
+    if app.env.docname.startswith("benchmarks/results/"):
+        app.env.metadata[app.env.docname]["orphan"] = True
+
+
+def _write_start_page(app: Any, error: Exception | None) -> None:
+    """Write the page at the root of the site, which leads to the index."""
+    if error is None and app.builder.format == "html":
+        page = '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><title>accelerate</title>\n'
+        (Path(app.outdir) / "index.html").write_text(page)
+
+
+def setup(app: Any) -> None:
+    """Connect the functions above."""
+    app.connect("autodoc-process-docstring", _show_examples_as_code, priority=400)
+    app.connect("source-read", _drop_links_to_folders)
+    app.connect("doctree-read", _allow_outside_of_the_index)
+    app.connect("build-finished", _write_start_page)
