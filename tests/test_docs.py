@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import functools
 import importlib
 import io
 import re
@@ -122,6 +123,7 @@ def test_all_documents_are_in_the_index() -> None:
 TROUBLESHOOTING = (PROJECT / "docs/troubleshooting.md").read_text()
 
 
+@functools.cache
 def sources() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in (PROJECT / "src/accelerate").rglob("*.py")}
 

@@ -250,7 +250,8 @@ def _directive(path: str, value: Any) -> str:
     if not inspect.isclass(value):
         return f"```{{eval-rst}}\n.. autofunction:: {path}\n```\n"
     lines = [f".. autoclass:: {path}", "   :members:"]
-    lines.append("   :inherited-members: Exception, str, dict, tuple, Module, Dataset, DataLoader")
+    if not issubclass(value, BaseException):
+        lines.append("   :inherited-members: str, dict, tuple, Module, Dataset, DataLoader")
     return "\n".join(["```{eval-rst}", *lines, "```", ""])
 
 
