@@ -4,12 +4,15 @@
     python benchmarks/plan.py --memory bert gpt llama mixture --order llama --ranks 2 4
 
 Each run trains on gloo with the variables of the configuration that the plan writes. The count is that of torch's CPU
-allocator, from the profiler's memory events, at the peak of the second step. Times are minima of steps.
+allocator over all threads, gloo's among them, at the highest peak of the second to fourth step. Times are minima of
+steps, in several rounds over all layouts. Two layouts are a tie if their times differ by less than the same layout
+differs between rounds; ties do not count in Kendall's tau.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -18,6 +21,7 @@ import socket
 import time
 from contextlib import nullcontext
 from itertools import combinations
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,6 +32,7 @@ from accelerate.parallel.report.fake_step import loss_of
 from accelerate.planning import estimate, layouts, machine, trace
 from accelerate.planning.model import BatchShape, fake_batch, parse_batch
 
+ROUNDS = 3
 LAYOUTS = ("single", "ddp", "fsdp", "fsdp+ckpt")
 # The fifth: tensor parallelism where the model has a plan for it; the others shard over 2 of 4 ranks.
 FIFTH = {"llama": "tp2", "mixture": "hsdp2x2", "bert": "hsdp2x2", "gpt": "hsdp2x2"}
@@ -51,8 +56,30 @@ def build(kind: str) -> nn.Module:
     return tf.MixtralForCausalLM(tf.MixtralConfig(intermediate_size=512, **wide, **heads))
 
 
-def train(kind: str, batch: BatchShape, variables: dict, steps: int, results) -> None:
+def count_in_all_threads() -> None:
+    """Make torch's allocator on the CPU count what every thread allocates and frees, from now on.
+
+    The profiler records events of its own thread, each with the allocator's count. By itself the allocator counts
+    while the profiler watches the thread only, so that what gloo's threads free would stay in the count.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
+
+
+def counts(profile: torch.profiler.profile) -> list[tuple[int, int]]:
+    """(time in ns, allocated bytes of the process) at each allocation and free of the thread of the step."""
+    found, nodes = [], list(profile.profiler.kineto_results.experimental_event_tree())
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children
+        if hasattr(node.extra_fields, "total_allocated"):
+            found.append((node.start_time_ns, node.extra_fields.total_allocated))
+    return found
+
+
+def train(kind: str, batch: BatchShape, accumulation: int, variables: dict, steps: int, results) -> None:
     """One rank of a run: its peak of memory, or its shortest step if `steps` are timed."""
+    count_in_all_threads()
     env.publish(variables)
     torch.set_num_threads(1)
     kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -63,33 +90,30 @@ def train(kind: str, batch: BatchShape, variables: dict, steps: int, results) ->
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer = accelerator.prepare(model, optimizer)
         inputs = fake_batch(model, batch)
-        since = step(accelerator, model, optimizer, inputs)
+        since = step(accelerator, model, optimizer, inputs, accumulation)
         gc.collect()
-        step(accelerator, model, optimizer, inputs)
-    now = peak = 0
-    events = profile.profiler.kineto_results.events() if profile else ()
-    for event in sorted((one for one in events if one.name() == "[memory]"), key=lambda one: one.start_ns()):
-        now += event.nbytes()
-        if event.start_ns() >= since:
-            peak = max(peak, now)
+        for _ in range(1 if steps else 3):
+            step(accelerator, model, optimizer, inputs, accumulation)
+    peak = max((count for when, count in counts(profile) if when >= since), default=0) if profile else 0
     times = []
     for _ in range(steps):
         start = time.perf_counter()
-        step(accelerator, model, optimizer, inputs)
+        step(accelerator, model, optimizer, inputs, accumulation)
         times.append(time.perf_counter() - start)
     if accelerator.is_main_process:
         results.put((peak, min(times, default=0.0)))
     accelerator.end_training()
 
 
-def step(accelerator, model, optimizer, inputs) -> int:
-    """One step; returns the time at its end."""
-    with accelerator.accumulate(model):
-        loss = loss_of(model(**inputs))
-        accelerator.backward(loss)
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
+def step(accelerator, model, optimizer, inputs, accumulation: int) -> int:
+    """One optimizer step; returns the time at its end."""
+    for _ in range(accumulation):
+        with accelerator.accumulate(model):
+            loss = loss_of(model(**inputs))
+            accelerator.backward(loss)
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
     return time.time_ns()
 
 
@@ -106,7 +130,7 @@ def run(kind: str, training: trace.PlannedTraining, layout: layouts.PlannedLayou
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": layout.ranks, "LOCAL_WORLD_SIZE": layout.ranks}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         variables = {**shared, **(ranks | address if layout.ranks > 1 else {})}
-        arguments = (kind, training.batch.of_rank(layout), variables, steps, results)
+        arguments = (kind, training.batch.of_rank(layout), layout.accumulation, variables, steps, results)
         workers.append(context.Process(target=train, args=arguments))
         workers[-1].start()
     found = results.get(timeout=1200)
@@ -115,10 +139,12 @@ def run(kind: str, training: trace.PlannedTraining, layout: layouts.PlannedLayou
     return found
 
 
-def kendall(pairs: list[tuple[float, float]]) -> float:
-    """Kendall's tau of (estimated, measured)."""
-    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in combinations(pairs, 2)]
-    return (sum(one > 0 for one in signs) - sum(one < 0 for one in signs)) / len(signs)
+def kendall(found: list[tuple[float, float, float]]) -> tuple[float, int]:
+    """Kendall's tau of (estimated, measured, noise of the measured) without ties, and the number of ties."""
+    pairs = list(combinations(found, 2))
+    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in pairs if abs(a[1] - b[1]) > max(a[2], b[2])]
+    tau = (sum(one > 0 for one in signs) - sum(one < 0 for one in signs)) / max(len(signs), 1)
+    return tau, len(pairs) - len(signs)
 
 
 def main() -> None:
@@ -150,7 +176,7 @@ def compare_memory(kind: str, batch: BatchShape, chosen: list[tuple[str, int]]) 
             raise SystemExit(f"{kind} {name}: {planned.failure}")
         measured, _ = run(kind, training, layout, 0)
         total = planned.total
-        low, high = estimate.memory_interval(layout, total, planned.spare, machine.CPU_MEMORY_SPREAD)
+        low, high = estimate.memory_interval(layout, total, machine.CPU_MEMORY_SPREAD)
         emit(
             name=f"memory {kind} {name} on {ranks}", unit="MB", planned=round((low + high) / 2e6, 1),
             low=round(low / 1e6, 1), high=round(high / 1e6, 1),
@@ -163,20 +189,25 @@ def compare_order(kind: str, batch: BatchShape, ranks: int, steps: int) -> None:
     training = training_of(kind, batch)
     names = ("ddp", "fsdp", "fsdp+ckpt", "hsdp2x2", f"tp{ranks}")
     chosen = [layout for layout in layouts.candidates(ranks) if layout.name in names]
+    chosen += [layout.accumulated(2) for layout in chosen if layout.name in ("ddp", "fsdp")]
     here = machine.measure(ranks)
-    pairs = []
-    for layout, planned in trace.trace_all(training, chosen):
-        row = estimate.estimate(layout, planned, here)
-        if row.failure:
-            continue
-        # Repeated minima: other processes disturb a measurement, in one direction only.
-        measured = min(run(kind, training, layout, steps)[1] for _ in range(2))
-        pairs.append((row.seconds.middle, measured))
+    planned = [(layout, estimate.estimate(layout, one, here)) for layout, one in trace.trace_all(training, chosen)]
+    planned = [(layout, row) for layout, row in planned if not row.failure]
+    # Other processes disturb a measurement in one direction only, and each round for all layouts.
+    rounds = [[run(kind, training, layout, steps)[1] for layout, _ in planned] for _ in range(ROUNDS)]
+    found = []
+    for (layout, row), times in zip(planned, zip(*rounds, strict=True), strict=True):
+        best, second = sorted(times)[:2]
+        found.append((row.seconds.middle, best, second - best))
         emit(
             name=f"time {kind} {layout.name} on {ranks}", unit="s", planned=round(row.seconds.middle, 3),
-            low=round(row.seconds.low, 3), high=round(row.seconds.high, 3), measured=round(measured, 3),
+            low=round(row.seconds.low, 3), high=round(row.seconds.high, 3), measured=round(best, 3),
+            noise=round(second - best, 3),
         )  # fmt: skip
-    emit(name=f"tau {kind} on {ranks}", unit="", tau=round(kendall(pairs), 2))
+    tau, ties = kendall(found)
+    emit(
+        name=f"tau {kind} on {ranks}", unit="", tau=round(tau, 2), ties=ties, pairs=len(found) * (len(found) - 1) // 2
+    )
 
 
 def training_of(kind: str, batch: BatchShape) -> trace.PlannedTraining:

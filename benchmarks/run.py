@@ -40,6 +40,14 @@ SCRIPTS = [
         "step.py", {"step": Row("overhead per step: Linear(16, 1), batch 8, SGD + LambdaLR, accumulate", "added", 12)}
     ),
     Script(
+        "telemetry.py",
+        {
+            "telemetry": Row("telemetry: a recorded step over one that is not", "added", 5),
+            "telemetry status": Row("telemetry: a step whose state the launcher sees", "added", 1),
+            "telemetry both": Row("telemetry: both", "added", 6),
+        },
+    ),
+    Script(
         "importing.py",
         {
             "import": Row("import torch, accelerate / import torch", "ratio", 1.02),

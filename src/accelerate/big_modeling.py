@@ -264,6 +264,7 @@ def load_checkpoint_and_dispatch(
         strict=strict,
         full_state_dict=full_state_dict,
         broadcast_from_rank0=broadcast_from_rank0,
+        fill_meta=device_map is not None,
     )
     if device_map is None:
         return model

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.big_modeling import init_empty_weights
-from accelerate.core.errors import CheckpointError
+from accelerate.big_modeling import init_empty_weights, load_checkpoint_and_dispatch
+from accelerate.core.errors import CheckpointError, ConfigurationError
 from accelerate.placement import load as load_module
 from accelerate.placement.load import load_checkpoint_in_model, load_offloaded_weights, load_state_dict
 from accelerate.placement.offload import OffloadedWeightsLoader, offload_weight
@@ -370,3 +370,40 @@ def test_loading_holds_no_more_than_the_model_and_a_tensor(kind, grows, tmp_path
     assert anonymous < grows + 16 + 8  # MiB: one tensor, and what the allocator keeps
     # Pages of the file count as resident too, until it is opened anew.
     assert resident < grows + 64 + 32 + 2 * 16 + 16
+
+
+@pytest.mark.parametrize(
+    ("device_map", "message"),
+    [
+        ({"": "gpu"}, "'gpu' is not a device: use the number"),
+        ({"embed": "cpu", "": "cuda:97"}, "puts the entire model on 'cuda:97', and this machine has"),
+        ({"": "xla"}, "puts the entire model on 'xla', and this machine has no xla device"),
+    ],
+    ids=str,
+)
+def test_devices_that_are_not_there(trained, tmp_path, device_map, message):
+    save_file(stored(trained), tmp_path / "x.safetensors", metadata={"format": "pt"})
+    model = on_meta()
+    with pytest.raises(ConfigurationError, match=message):
+        load_checkpoint_in_model(model, tmp_path / "x.safetensors", device_map)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}, {"": "disk"}], ids=str)
+def test_a_checkpoint_of_another_model(trained, tmp_path, device_map):
+    path = tmp_path / "x.safetensors"
+    save_file({f"encoder.{name}": value for name, value in stored(trained).items()}, path, metadata={"format": "pt"})
+    model = on_meta() if device_map else Model()
+    before = {name: value.clone() for name, value in model.state_dict().items() if not value.is_meta}
+    with pytest.raises(CheckpointError, match=r"no weight of Model: it has encoder.body.*, and the model has body.0"):
+        load_checkpoint_in_model(model, path, device_map, offload_folder=tmp_path / "offload")
+    assert not (tmp_path / "offload").exists()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    # Some of the weights: an error where the others have no values.
+    save_file({"embed.weight": trained.embed.weight.detach()}, path, metadata={"format": "pt"})
+    if device_map:
+        with pytest.raises(
+            CheckpointError, match=r"does not have body.0.bias, .* of Model, which is on the meta device"
+        ):
+            load_checkpoint_and_dispatch(model, path, device_map=device_map, offload_folder=tmp_path / "offload")
+        assert model.embed.weight.is_meta

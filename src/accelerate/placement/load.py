@@ -19,7 +19,7 @@ from ..core.modules import model_has_dtensor
 from .names import DeviceMap, Place, as_device_map, device_for, entry_for, tensor_at
 from .offload import load_offloaded_weight, offload_weight, save_offload_index
 from .sizes import as_dtype
-from .tensors import PACKED, as_device, quantize_8bit, set_module_tensor_to_device
+from .tensors import PACKED, as_device, check_devices, quantize_8bit, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 from .weight_files import SafetensorsFile, checkpoint_files, open_weights, shapes_in
 
@@ -57,6 +57,8 @@ def load_checkpoint_in_model(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    fill_meta: bool = False,
 ) -> None:
     """Load a checkpoint (a file, the index of a sharded one, or a folder with either) into `model`, in place.
 
@@ -74,8 +76,11 @@ def load_checkpoint_in_model(
     `full_state_dict=False` says that the checkpoint has the shards of this process, for a sharded model;
     `broadcast_from_rank0` that rank 0 alone reads it and sends it to all (both without a device map).
 
+    With `fill_meta` a weight of the model that is on the meta device and not in the checkpoint is a CheckpointError.
+
     Tie the weights of the model first. Raises ValueError where a folder for offloaded weights is missing, a tensor
-    has no device in the map, or another shape than the model's.
+    has no device in the map, or another shape than the model's; ConfigurationError for a device that this machine does
+    not have; CheckpointError for a checkpoint without any weight of the model. Nothing is loaded then.
     """
     tied = find_tied_parameters(model)
     casts = _Casts(as_dtype(dtype), keep_in_fp32_modules)
@@ -96,11 +101,13 @@ def load_checkpoint_in_model(
             raise ValueError(
                 "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`."
             )
+        check_devices(device_map)
         files = checkpoint_files(checkpoint)
         placement = _Placement(model, device_map, offload_folder, casts, offload_buffers, offload_8bit_bnb)
         result = placement.check(checkpoint, files)
         result.find_missing(model, tied)
         result.check_strict(model, checkpoint, strict)
+        result.check_fits(model, checkpoint, fill_meta)
         placement.load(files, spill=offload_state_dict)
     # The name that was loaded is the one to keep: the others may have the values that the model was initialised with.
     retie_parameters(model, [sorted(group, key=lambda name: name not in result.loaded) for group in tied])
@@ -137,6 +144,22 @@ class _Result:
             kind = type(model).__name__
             raise CheckpointError(f"{checkpoint} does not fit {kind} (strict=True): {'; '.join(differences)}")
 
+    def check_fits(self, model: nn.Module, checkpoint: Any, fill_meta: bool) -> None:
+        """Raise CheckpointError where nothing would be loaded, or with `fill_meta` a weight would get no values."""
+        kind = type(model).__name__
+        if self.unexpected and self.missing and not self.loaded:
+            raise CheckpointError(
+                f"{checkpoint} has no weight of {kind}: it has {_some(self.unexpected)}, and the model has "
+                f"{_some(self.missing)}. It is of another architecture, or its names have another prefix. Nothing was "
+                "loaded."
+            )
+        empty = {name for name in self.missing if tensor_at(model, name).is_meta} if fill_meta else set()
+        if empty:
+            raise CheckpointError(
+                f"{checkpoint} does not have {_some(empty)} of {kind}, which is on the meta device and would have no "
+                "values. Initialize these weights on a device, or tie them. Nothing was loaded."
+            )
+
     def log_differences(self, model: nn.Module, checkpoint: Any) -> None:
         kind = type(model).__name__
         if self.unexpected:
@@ -147,6 +170,11 @@ class _Result:
             )
         if self.missing:
             logger.warning(f"Some weights of {kind} are not in the checkpoint {checkpoint}: {sorted(self.missing)}.")
+
+
+def _some(names: set[str]) -> str:
+    """The first names."""
+    return ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _survey(files: list[str]) -> dict[str, tuple[int, ...] | None]:
@@ -214,6 +242,11 @@ def _load_unsharded(model: nn.Module, checkpoint: Any, tied: list[list[str]]) ->
         _check_shapes(model, checkpoint, shapes)
     result = _Result()
     result.missing = set(model.state_dict())
+    if by_module:
+        found = _Result()
+        found.loaded, found.unexpected = shapes.keys() & result.missing, shapes.keys() - result.missing
+        found.missing = result.missing - shapes.keys()
+        found.check_fits(model, checkpoint, fill_meta=False)
 
     def flush(part: dict[str, Any]) -> None:
         if not part:

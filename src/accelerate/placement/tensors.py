@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ TiedCopies = dict[int, dict[torch.device, torch.Tensor]]
 def as_device(device: Place) -> torch.device:
     """A torch device with its index. A number is an accelerator's.
 
-    Raises ConfigurationError for a number on a machine without accelerators.
+    Raises ConfigurationError for a number on a machine without accelerators, and for what is no device.
     """
     if isinstance(device, int):
         kind = devices.accelerator_type()
@@ -36,12 +37,34 @@ def as_device(device: Place) -> torch.device:
                 "Use 'cpu', 'disk' or the full name of a device."
             )
         return torch.device(kind, device)
-    found = torch.device(device)
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(
+            f"{device!r} is not a device: use the number of an accelerator, 'cpu', 'disk' or a name such as 'cuda:0'"
+        ) from error
     if found.index is not None or found.type in ("cpu", "meta"):
         return found
     if found.type == devices.accelerator_type():
         return torch.device(found.type, torch.accelerator.current_device_index())
     return found
+
+
+def check_devices(device_map: Mapping[str, Any]) -> None:
+    """Raise ConfigurationError for an entry of a device map that names a device which this machine does not have."""
+    kind = devices.accelerator_type()
+    for name, place in device_map.items():
+        if place == "disk":
+            continue
+        device = as_device(place)
+        if device.type in ("cpu", "meta"):
+            continue
+        count = devices.device_count(kind) if device.type == kind else 0
+        if (device.index or 0) >= count:
+            has = f"{count} {kind} devices" if count else f"no {device.type} device"
+            raise ConfigurationError(
+                f"the device map puts {name or 'the entire model'} on {place!r}, and this machine has {has}"
+            )
 
 
 def main_device() -> torch.device:

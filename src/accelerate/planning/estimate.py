@@ -84,7 +84,7 @@ def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
             kinds[kind] = 0
     total = sum(kinds.values())
     # Kernels allocate by themselves, and there are gaps between blocks.
-    low, high = memory_interval(layout, total, round(step.spare * machine.memory_scale), machine.memory_spread)
+    low, high = memory_interval(layout, total, machine.memory_spread)
     first, last = step.work
     seconds = _seconds(last, machine) + (layout.accumulation - 1) * _seconds(first, machine) + extra
     seconds *= machine.time_scale
@@ -93,14 +93,12 @@ def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
     return Estimate(layout, Interval(low, high), kinds, times, sent, high <= machine.memory)
 
 
-def memory_interval(layout: PlannedLayout, total: int, spare: int, spread: float) -> Interval:
-    """The interval of an estimate, of which `spare` bytes may be free."""
+def memory_interval(layout: PlannedLayout, total: int, spread: float) -> Interval:
+    """The interval of an estimate."""
     if "tp" in dict(layout.sizes):
         # How long the tensors of functional collectives live depends on when they are waited for.
         spread *= 2
-    # Without what a backend may keep, a step needs hardly less than its trace.
-    below = spread / 3 if spare else spread
-    return Interval((total - spare) * (1 - below), total * (1 + spread))
+    return Interval(total * (1 - spread), total * (1 + spread))
 
 
 def _sent(work: Work) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import re
@@ -145,7 +146,7 @@ def found(ranks: int | None = None) -> Machine:
 
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "point-to-point")
 _SIZES = (4 << 10, 4 << 20)  # bytes of the messages that are measured
-_REPEATS = 5
+_REPEATS = 15
 
 
 def measure(ranks: int) -> Machine:
@@ -163,8 +164,9 @@ def measure(ranks: int) -> Machine:
         raise ConfigurationError(f"the speed of this machine with {ranks} processes could not be measured")
     seconds = results.get()
     links = {}
-    for kind, (small, large) in seconds["links"].items():
-        latency = max(small, 1e-6)
+    for kind, (between, small, large) in seconds["links"].items():
+        # Ranks that compute reach a message at different times, and its threads have to wake up.
+        latency = max(small, between - seconds["product"], 1e-6)
         links[kind] = (latency, (_SIZES[1] - _SIZES[0]) / max(large - small, 1e-9))
     return Machine(
         ranks=ranks,
@@ -209,12 +211,19 @@ def _measure(rank: int, ranks: int, port: int, threads: int, results: Any) -> No
         "links": {},
     }
     for kind in _COLLECTIVES if ranks > 1 else ():
-        seconds["links"][kind] = [_best(_collective(kind, size, ranks, rank)) for size in _SIZES]
+        small_message, large_message = (_collective(kind, size, ranks, rank) for size in _SIZES)
+        between = functools.partial(_after, lambda: a @ b, small_message)
+        seconds["links"][kind] = [_best(step) for step in (between, small_message, large_message)]
     dist.barrier()
     if rank == 0:
         results.put(seconds)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _after(first: Callable[[], Any], then: Callable[[], Any]) -> None:
+    first()
+    then()
 
 
 def _collective(kind: str, size: int, ranks: int, rank: int) -> Callable[[], Any]:

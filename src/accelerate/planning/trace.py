@@ -60,13 +60,11 @@ class Step:
         memory: bytes by kind at the peak.
         work: of the batches before the last one of an accumulation window, and of the last one with the optimizer's
             step.
-        spare: bytes of `memory` that a backend may have freed at the peak.
         failure: why the layout has no estimate; None if it has one.
     """
 
     memory: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     work: tuple[Work, Work] = field(default_factory=lambda: (Work(), Work()))
-    spare: int = 0
     failure: str | None = None
 
     @property
@@ -179,22 +177,17 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout) -> Step:
         ledger.label([*model.parameters(), *model.buffers()], WEIGHTS)
         if layout.replicated:
             buckets = _buckets(model)
-        peaks = []
-        for window in range(3 if training.device == "cpu" and layout.ranks > 1 else 2):
-            if window == 2:
-                ledger.keep_messages()
+        for _ in range(2):
             start, works = ledger.mark(), []
             for _ in range(micro):
                 with ledger.fresh_work() as work:
                     _batch(accelerator, model, optimizer, fake_batch(model, batch), ledger)
                     works.append(work)
-            peaks.append(ledger.peak(start, granularity=512 if training.device != "cpu" else 64))
-    memory = peaks[-1]
-    spare = max(0, sum(memory.values()) - sum(peaks[1].values()))
+        memory = ledger.peak(start, granularity=512 if training.device != "cpu" else 64)
     if layout.replicated:
         memory[MESSAGES] += buckets
         works[-1].send("all-reduce", layout.ranks, min(_BUCKET, buckets), max(1, round(buckets / _BUCKET)))
-    return Step(memory, (works[0], works[-1]), spare)
+    return Step(memory, (works[0], works[-1]))
 
 
 def launch_variables(configuration: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,11 +75,15 @@ class StepMeter:
         folder: of the run, if it is recorded.
     """
 
-    folder: Path | None = None
+    __slots__ = (
+        "__weakref__", "_base", "_batches", "_device", "_epoch", "_late", "_loader", "_look_at", "_loss", "_memory",
+        "_pending", "_samples", "_share", "_step_samples", "_tokens", "_trained", "folder", "status", "step",
+    )  # fmt: skip
 
     def __init__(self, status: StatusFile | None, device: torch.device, share: float = 1.0) -> None:
-        self.status = status
-        self.step = 0
+        self.status: StatusFile | None = status
+        self.folder: Path | None = None
+        self.step: int = 0
         self._base = 0  # steps before the checkpoint that was loaded
         self._epoch = 0
         self._batches = 0
@@ -226,11 +230,15 @@ class StepRecorder(StepMeter):
     backward follows its batches is an evaluation, which is in no record.
     """
 
+    __slots__ = (
+        "_backward", "_backwards", "_checkpoint", "_communication", "_data", "_flags", "_forward", "_last", "_losses",
+        "_mark", "_norm", "_optimizer", "_read_samples", "_read_tokens", "_release", "_transfer", "_writer",
+    )  # fmt: skip
+
     def __init__(
         self, writer: TelemetryWriter, status: StatusFile | None, device: torch.device, share: float = 1.0
     ) -> None:
         self._writer = writer
-        self.folder: Path | None = writer.folder
         self._flags = FLAG_FIRST
         self._backwards = 0
         now = perf_counter()
@@ -238,6 +246,7 @@ class StepRecorder(StepMeter):
         self._mark = now  # where the forward began
         self._clear()
         super().__init__(status, device, share)
+        self.folder: Path | None = writer.folder
         self._release = weakref.finalize(self, writer.release)
 
     def _clear(self) -> None:
@@ -377,23 +386,24 @@ class StepRecorder(StepMeter):
         if step <= self.step:
             return  # another optimizer of the same step
         self.step = step
-        seconds = now - self._last
-        self._last = now
-        flags = self._flags | FLAG_SKIPPED if optimizer.step_was_skipped else self._flags
-        self._flags = 0
+        flags = self._flags
+        if flags:
+            self._flags = 0
+        # Only a gradient scaler skips steps, ours or that of an engine.
+        if (optimizer.scaler is not None or type(optimizer) is not MeteredOptimizer) and optimizer.step_was_skipped:
+            flags |= FLAG_SKIPPED
         losses, norm, tokens, late = self._losses, self._norm, self._read_tokens, None
         loss: Any = losses[0] if len(losses) == 1 else _mean(losses)
         if self._late is not None or type(loss) is not float:
             loss, norm, late = self._copied(loss, norm, tokens)
-        rate = optimizer.param_groups[0]["lr"]
+        rate = optimizer.optimizer.param_groups[0]["lr"]
         self._writer.append(
             (
-                time(),
+                now,
                 step,
-                1,
                 self._epoch,
                 flags,
-                seconds,
+                now - self._last,
                 self._data,
                 self._transfer,
                 self._forward,
@@ -401,7 +411,6 @@ class StepRecorder(StepMeter):
                 self._communication,
                 self._optimizer,
                 self._checkpoint,
-                seconds,
                 self._read_samples,
                 tokens,
                 loss,
@@ -410,9 +419,14 @@ class StepRecorder(StepMeter):
                 late,
             )
         )
+        self._last = now
         if self.status is not None:
             self._publish_step(loss, tokens)
-        self._clear()
+        # As `_clear`, without a call.
+        self._data = self._transfer = self._forward = self._backward = 0.0
+        self._communication = self._optimizer = self._checkpoint = 0.0
+        self._read_samples = self._read_tokens = self._norm = _NAN
+        self._losses = []
 
     def _copied(self, loss: Any, norm: Any, tokens: float) -> tuple[float, float, Any]:
         """Loss and norm, and a function that returns them later where they are on a device."""

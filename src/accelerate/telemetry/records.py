@@ -69,9 +69,6 @@ class StepsHeader:
     """All fields, also those of newer versions."""
 
 
-Header = StepsHeader  # its former name
-
-
 def steps_file(folder: Path, rank: int) -> Path:
     """The file of steps of a rank; `folder` is that of the run."""
     return folder / FOLDER / f"rank_{rank:05d}.steps"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 STARTING, TRAINING, EVALUATING, SAVING, ENDED = range(5)
 STATES = ("starting", "training", "evaluating", "saving", "ended")
 
-_STEP = struct.Struct("<IIQdIIIfddff")
+_STEP = struct.Struct("<IIQdIIIfddf")
 _CHECKPOINT = struct.Struct("<dH")
 _CHECKPOINT_AT = 128
 _PATH_AT = _CHECKPOINT_AT + _CHECKPOINT.size
@@ -60,23 +60,9 @@ class StatusFile:
             file.truncate(_SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
 
-    def write(
-        self,
-        state: int,
-        step: int,
-        time: float,
-        epoch: int,
-        batch: int,
-        batches: int,
-        loss: float,
-        samples: float,
-        tokens: float,
-        memory: float,
-    ) -> None:
-        """Publish the fields of `Status`, without those of the checkpoint."""
-        _STEP.pack_into(
-            self._map, 0, _MAGIC, state, step, time, epoch, batch, batches, loss, samples, tokens, memory, 0.0
-        )
+    def write(self, *fields: float) -> None:
+        """Publish the first ten fields of `Status`: those before the checkpoint."""
+        _STEP.pack_into(self._map, 0, _MAGIC, *fields)
 
     def write_checkpoint(self, path: str, time: float) -> None:
         """Publish the checkpoint that was saved last."""
@@ -108,7 +94,7 @@ def read_status(path: Path) -> Status | None:
         return None
     if len(data) < _SIZE:
         return None
-    magic, state, step, time, epoch, batch, batches, loss, samples, tokens, memory, _ = _STEP.unpack_from(data)
+    magic, state, step, time, epoch, batch, batches, loss, samples, tokens, memory = _STEP.unpack_from(data)
     if magic != _MAGIC or state >= len(STATES):
         return None
     saved, length = _CHECKPOINT.unpack_from(data, _CHECKPOINT_AT)

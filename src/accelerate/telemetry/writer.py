@@ -37,16 +37,17 @@ logger: logging.Logger = logging.getLogger(__name__)
 # Seconds between two writes, which is what a killed process loses, and between two looks at the memory.
 INTERVAL = 0.2
 _MEMORY_INTERVAL = 1.0
-# Records at which the older half of a file is merged pairwise, and most records that wait for a slow disk.
+# Steps at which the older half of a file is merged pairwise, and most records that wait for a slow disk.
 MOST_RECORDS = 1 << 18
 _MOST_WAITING = 1 << 16
 _ROW = struct.Struct("<d4I16f")
 assert _ROW.size == STEP.itemsize
 
-# A record without the two fields of memory, which the thread adds. Its last element is None, or a function that
-# returns tokens, loss and norm, which are on a device: None where they are not here yet, unless its argument is True.
-Record = tuple[Any, ...]
-_TOKENS = list(STEP.names or ()).index("tokens")
+# What a step leaves: the moment on the clock of `perf_counter`, step, epoch, flags, seconds, the phases, samples,
+# tokens, loss, norm, learning rate, and None, or a function that returns tokens, loss and norm, which are on a device:
+# None while they are not here, unless its argument is True. The thread makes a record of it.
+Step = tuple[Any, ...]
+_SAMPLES, _TOKENS, _RATE = 12, 13, 16
 
 
 class TelemetryWriter:
@@ -69,10 +70,10 @@ class TelemetryWriter:
         self._events_path = events_file(folder, rank)
         self._header = header_bytes(rank, **details)
         self._device_memory = device_memory
-        self._records: deque[Record] = deque(maxlen=_MOST_WAITING)
-        self._held: Record | None = None  # the oldest, while the device computes its values
+        self._records: deque[Step] = deque(maxlen=_MOST_WAITING)
+        self._held: Step | None = None  # the oldest, while the device computes its values
         self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
-        self.append: Callable[[Record], None] = self._records.append
+        self.append: Callable[[Step], None] = self._records.append
         self._users = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -94,7 +95,7 @@ class TelemetryWriter:
         return found
 
     def event(self, name: str, **fields: Any) -> None:
-        """Record an event that happens now."""
+        """Step an event that happens now."""
         self._events.append({"time": time.time(), "event": name, **fields})
 
     def _hang(self, message: str) -> None:
@@ -182,17 +183,20 @@ class TelemetryWriter:
         if not self._records and self._held is None:
             return
         self._measure_memory()
+        offset = time.time() - time.perf_counter()
         rows = []
         while self._held is not None or self._records:
-            record = self._held or self._records.popleft()
+            found = self._held or self._records.popleft()
             self._held = None
-            if record[-1] is not None:
-                values = record[-1](wait)
+            if found[-1] is not None:
+                values = found[-1](wait)
                 if values is None:
-                    self._held = record
+                    self._held = found
                     break
-                record = (*record[:_TOKENS], *values, *record[_TOKENS + len(values) :])
-            rows.append(_ROW.pack(*record[:-1], *self._memory))
+                found = (*found[:_TOKENS], *values, *found[_RATE:])
+            moment, step, epoch, flags, seconds, *phases = found[:_SAMPLES]
+            values = (seconds, *phases, seconds, *found[_SAMPLES:-1], *self._memory)
+            rows.append(_ROW.pack(moment + offset, step, 1, epoch, flags, *values))
         self._append_rows(b"".join(rows), len(rows))
         if self._count >= MOST_RECORDS:
             self._merge()
@@ -258,7 +262,7 @@ class TelemetryWriter:
 
 
 def merged(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
-    """Records with neighbours merged pairwise. A pair in which the steps are not ascending stays as it is."""
+    """Steps with neighbours merged pairwise. A pair in which the steps are not ascending stays as it is."""
     if len(rows) < 2:
         return rows
     paired = rows[: len(rows) // 2 * 2].reshape(-1, 2)
@@ -277,7 +281,7 @@ def merged(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any
     return np.concatenate([*pieces, rows[len(paired) * 2 :]])
 
 
-def _discard(record: Record) -> None:
+def _discard(record: Step) -> None:
     pass
 
 

@@ -49,9 +49,6 @@ _SAME_FLOPS = {
     ),
 }
 
-# Of gloo, for each process group.
-_THREADS = 2
-
 
 @dataclass(eq=False)
 class Allocation:
@@ -97,7 +94,6 @@ class Ledger(TorchDispatchMode):
     def __init__(self, fake: bool = False) -> None:
         super().__init__()
         self._is_fake = fake
-        self._queue: list[tuple[Allocation, Any, Any]] | None = None
         self.work: Work = Work()
         self.blocks: list[Allocation] = []
         self._alive: dict[int, Allocation] = {}
@@ -223,14 +219,6 @@ class Ledger(TorchDispatchMode):
                 found[ROUNDING] += -block.size % granularity
         return found
 
-    def keep_messages(self) -> None:
-        """Let messages live as long as they may with gloo (torch 2.13).
-
-        Each of its threads keeps its last message, with the buffer through which gloo gathers and scatters, until it
-        sends another one.
-        """
-        self._queue = []
-
     @contextlib.contextmanager
     def fresh_work(self) -> Iterator[Work]:
         """A block whose work is counted by itself."""
@@ -247,14 +235,7 @@ class Ledger(TorchDispatchMode):
         if kind is None:
             return
         sizes = [tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs]]
-        size = max(sizes, default=0)
-        self.work.send(kind, _group_size(args), size)
-        if self._queue is not None and func.namespace == "c10d" and kind in ("all-gather", "reduce-scatter"):
-            self._events += 1
-            if len(self._queue) == _THREADS:
-                self._queue.pop(0)[0].freed = self._events
-            self.blocks.append(Allocation(size, self._events, MESSAGES))
-            self._queue.append((self.blocks[-1], inputs, outputs))
+        self.work.send(kind, _group_size(args), max(sizes, default=0))
 
     def _count_work(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Any], outputs: list[Any]) -> None:
         packet = func._overloadpacket
