@@ -28,7 +28,8 @@ myst_heading_anchors = 4
 
 # Docstrings are Google style; single backticks are code.
 default_role = "code"
-smartquotes = False
+# The dashes of parameter lists only: quotes in docstrings are Python.
+smartquotes_action = "D"
 napoleon_custom_sections = [("Fields", "params_style"), ("Sizes", "params_style")]
 napoleon_numpy_docstring = False
 autodoc_member_order = "bysource"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -74,10 +75,18 @@ def _default(row: Option) -> str:
     return "" if row.default in (None, False, "") else code(as_text(row.default))
 
 
+def _flags_as_code(text: str) -> str:
+    """The text of a help message; its flags are code, if they are not part of code already."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"(?<![\w-])(--\w+(=\w+)?)", r"`\1`", part) for part in parts[::2]]
+    return "`".join(parts)
+
+
 def _meaning(row: Option) -> str:
+    help = _flags_as_code(row.help)
     if not row.choices or len(row.choices) > 24:
-        return row.help
-    return f"{row.help} One of {', '.join(map(code, row.choices))}.".strip()
+        return help
+    return f"{help} One of {', '.join(map(code, row.choices))}.".strip()
 
 
 def _published(row: Option) -> str:
@@ -102,7 +111,7 @@ def launch_options() -> str:
         "the key means that a file cannot hold the option.\n",
     ]
     for group in options.GROUPS:
-        text.append(f"## {group.title[0].upper() + group.title[1:]}\n\n{group.help}\n")
+        text.append(f"## {group.title[0].upper() + group.title[1:]}\n\n{_flags_as_code(group.help)}\n")
         rows = [
             (
                 "<br>".join(code(flag) for flag in row.spellings if "-" not in flag.lstrip("-")),
@@ -128,7 +137,7 @@ def environment() -> str:
         "yourself.\n",
         table(
             ("variable", "option", "set for the processes", "meaning"),
-            [(code(name), code(own[name].flag), _published(own[name]), own[name].help) for name in sorted(own)],
+            [(code(name), code(own[name].flag), _published(own[name]), _meaning(own[name])) for name in sorted(own)],
         ),
         "## Further variables of this package\n",
         table(
@@ -237,34 +246,32 @@ PAGES = {
 # -- pages of the site only
 
 
-def _directive(path: str, value: Any, duplicate: bool) -> str:
-    options = ["   :no-index:"] if duplicate else []
-    if inspect.isclass(value):
-        kind = "autoclass"
-        options += ["   :members:", "   :inherited-members: Exception, str, dict, tuple, Module, Dataset, DataLoader"]
-    elif callable(value):
-        kind = "autofunction"
-    else:
-        kind = "autodata"
-    return "\n".join(["```{eval-rst}", f".. {kind}:: {path}", *options, "```", ""])
+def _directive(path: str, value: Any) -> str:
+    if not inspect.isclass(value):
+        return f"```{{eval-rst}}\n.. autofunction:: {path}\n```\n"
+    lines = [f".. autoclass:: {path}", "   :members:"]
+    lines.append("   :inherited-members: Exception, str, dict, tuple, Module, Dataset, DataLoader")
+    return "\n".join(["```{eval-rst}", *lines, "```", ""])
 
 
 def _page(title: str, intro: str, module: str, names: Iterable[str], seen: set[int]) -> str:
     """A page with the documentation of names that a module exports. A name documented before is mentioned only."""
     home = importlib.import_module(module)
     text = [f"# {title}\n", intro]
-    again = []
+    again, constants = [], []
     for name in sorted(set(names), key=lambda name: (name[0].islower(), name)):
         value = getattr(home, name)
         if inspect.ismodule(value):
             continue
         if not callable(value):
-            text.append(table(("name", "value"), [(code(name), code(_short(value)))]))
+            constants.append((code(name), code(_short(value))))
         elif id(value) in seen:
             again.append(name)
         else:
             seen.add(id(value))
-            text.append(_directive(f"{module}.{name}", value, duplicate=False))
+            text.append(_directive(f"{module}.{name}", value))
+    if constants:
+        text.append(table(("name", "value"), constants))
     if again:
         text.append("Also here, and documented above: " + ", ".join(map(code, again)) + ".\n")
     return "\n".join(text)

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator
 from accelerate.core import memory
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.runtime import hang_watch
 from accelerate.telemetry import writer
 from accelerate.telemetry.records import FLAG_FIRST, HEADER_SIZE, PHASES, STEP, events_file, read_steps, steps_file
 from accelerate.telemetry.status import read_status, status_file
@@ -235,6 +236,15 @@ def test_a_full_disk_stops_the_recording_only(ranks, tmp_path):
     assert steps == 20 and len(warnings) == 1 and "cannot be written" in warnings[0]
     assert 0 <= len(read_steps(steps_file(tmp_path, 0))) <= 10
     assert (steps_file(tmp_path, 0).stat().st_size - HEADER_SIZE) % STEP.itemsize == 0
+
+
+def test_a_stand_still_is_an_event(tmp_path):
+    recorder = TelemetryWriter.shared(tmp_path, 0, world_size=1, host="", device="cpu", started=0.0)
+    for call in hang_watch.on_report:
+        call("The run stands still")
+    recorder.release()
+    assert [event.get("message") for event in events(tmp_path)] == [None, "The run stands still", None]
+    assert recorder._hang not in hang_watch.on_report
 
 
 def test_a_long_run_stays_bounded(tmp_path, monkeypatch):

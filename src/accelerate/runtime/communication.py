@@ -96,7 +96,8 @@ def _reports(found: dict[str, dict[int, Any]] | None, others: list[int], closed:
     if found is None:
         return ["the store of the run is gone: the process that hosts it (rank 0, or the launcher) has ended"]
     lines, silent = [], []
-    unknown = [rank for rank in others if not _has_mark(found, rank)]
+    # A closed connection usually means that a rank without a mark is gone, and cannot answer.
+    unknown = [] if closed else [rank for rank in others if not _has_mark(found, rank)]
     places = hang_watch.request(unknown) if unknown else {}
     for rank in others:
         failed, waiting = found[marks.FAILED].get(rank), found[marks.WAITING].get(rank)
