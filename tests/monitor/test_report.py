@@ -62,7 +62,7 @@ def test_html_is_one_file_without_scripts(run, tmp_path, capsys):
     assert "url(" not in text and "@import" not in text and "prefers-color-scheme: dark" in text
     assert "&lt;script&gt;x&lt;/script&gt; | &amp; stuck" in text
     assert checker.tags.count("svg") == 11
-    for part in ("Rank 2 on node0 was slow in ", "▲ 2", "Parts of a step", "eval/accuracy"):
+    for part in ("Rank 2 on node0 was slow in ", "▲ 2", "Phases of a step", "eval/accuracy"):
         assert part in text
     coordinates = re.findall(r'points="([^"]+)"', text)
     assert coordinates and all(
@@ -78,7 +78,7 @@ def test_json_has_the_figures(run, capsys):
     expected.refresh()
     assert np.allclose(found["curves"]["loss"]["mean"], view(expected, pixels=1000).curves["loss"].mean)
     (slow,) = found["summary"]["stragglers"]
-    assert slow["rank"] == 2 and slow["part"] == "data" and slow["excess"] == pytest.approx(0.03, rel=0.05)
+    assert slow["rank"] == 2 and slow["phase"] == "data" and slow["excess"] == pytest.approx(0.03, rel=0.05)
     assert sum(found["summary"]["shares"].values()) == pytest.approx(1, rel=1e-3)
     assert found["ranks"][2]["host"] == "node0" and len(found["events"]) == 5
 

@@ -38,8 +38,8 @@ def test_the_slow_rank_is_marked(tmp_path, ranks, part, wait):
     assert not shown.slow[1, :124].any()
     summary = summarize(run)
     (slow,) = summary.stragglers
-    assert (slow.rank, slow.part) == (1, part) and slow.excess == pytest.approx(0.03, rel=0.05)
-    assert slow.part_excess == pytest.approx(0.03, rel=0.05) and slow.waiting == pytest.approx(0.03, rel=0.05)
+    assert (slow.rank, slow.phase) == (1, part) and slow.excess == pytest.approx(0.03, rel=0.05)
+    assert slow.phase_excess == pytest.approx(0.03, rel=0.05) and slow.waiting == pytest.approx(0.03, rel=0.05)
     assert slow.ratio == pytest.approx(1 + 0.03 / 0.092, rel=0.03)
     assert slow.first == pytest.approx(500, abs=12) and slow.last >= 996
     assert any(f"Rank 1 loses its time in {WORDS[part]}" in text for text in summary.advice())

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
+from accelerate.core import memory
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime import hang_watch
 from accelerate.telemetry import writer
@@ -260,6 +261,15 @@ def test_a_long_run_stays_bounded(tmp_path, monkeypatch):
     assert rows["steps"].sum() == rows["samples"].sum() == 1000 and (np.diff(rows["step"].astype(int)) > 0).all()
     assert (rows["steps"][-16:] == 1).all() and rows["steps"][0] > 16 and set(rows["data"]) == {1.0}
     assert (rows["longest"] == rows["step"]).all() and (rows["loss"] == rows["step"]).all()
+
+
+def test_an_out_of_memory_error_is_an_event(tmp_path):
+    accelerator, _, _ = train(tmp_path, epochs=1)
+    hooks = len(memory.exhausted_hooks)
+    memory.report_exhausted(RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes\nmore"))
+    accelerator.end_training()
+    (found,) = [event["message"] for event in events(tmp_path) if event["event"] == "out_of_memory"]
+    assert found.endswith("8 bytes") and len(memory.exhausted_hooks) == hooks - 1
 
 
 def test_records_around_a_resume_are_not_merged():

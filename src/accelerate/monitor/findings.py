@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from .run import Run
-from .view import PARTS, Array, View, view
+from .view import ALL_PHASES, Array, View, view
 
 # Buckets of the range that is summarized.
 _BUCKETS = 256
-# A rank that is slow in a smaller part of the windows is not named.
+# A rank that is slow in a smaller share of the windows is not named.
 _LEAST_SHARE = 0.05
 
 WORDS = {
@@ -26,9 +26,9 @@ WORDS = {
     "communication": "communication that the backward pass does not hide",
     "optimizer": "the optimizer",
     "checkpoint": "saving checkpoints",
-    "other": "the script's own code between these parts",
+    "other": "the script's own code between these phases",
 }
-# part -> the share of the time from which on there is something to try, and what.
+# phase -> the share of the time from which on there is something to try, and what.
 REMEDIES = {
     "data": (0.15, "raise `num_workers` of the DataLoader, or move preprocessing out of the training loop"),
     "transfer": (0.1, "use `pin_memory=True` and `DataLoaderConfiguration(non_blocking=True)`"),
@@ -45,7 +45,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that was slow, and the part of the step in which it lost most."""
+    """A rank that was slow, and the phase of the step in which it lost most."""
 
     rank: int
     host: str
@@ -53,13 +53,13 @@ class Straggler:
     last: int
     """The steps between which it was slow."""
     share: float
-    """The part of the summarized steps in which it was slow."""
+    """The share of the summarized steps in which it was slow."""
     excess: float
     """Seconds of its own time in a step above the median of all ranks, while it was slow."""
     ratio: float
     """Its own time / the median."""
-    part: str
-    part_excess: float
+    phase: str
+    phase_excess: float
     waiting: float
     """Seconds by which the others communicate and wait longer in a step than it does, on average."""
 
@@ -70,7 +70,7 @@ class Straggler:
         return (
             f"Rank {self.rank}{where} was slow in {_percent(self.share)} of the steps (from {self.first:,} to "
             f"{self.last:,}): {_ms(self.excess)} a step, {_percent(self.ratio - 1)} above the median, of which "
-            f"{_ms(self.part_excess)} in {WORDS[self.part]}.{wait}"
+            f"{_ms(self.phase_excess)} in {WORDS[self.phase]}.{wait}"
         )
 
 
@@ -90,7 +90,7 @@ class Summary:
     throughput: float
     unit: str
     shares: dict[str, float]
-    """For each of `PARTS` its part of the time."""
+    """For each of `ALL_PHASES` its share of the time."""
     loss: tuple[float, float]
     """At the beginning and at the end."""
     bad_loss: int | None
@@ -111,10 +111,12 @@ class Summary:
             f"Steps {self.first:,} to {self.last:,} on {self.ranks} rank{'s' * (self.ranks > 1)} took "
             f"{duration(self.duration)}: {_ms(self.seconds)} a step{rate}."
         ]
-        parts = sorted(((share, part) for part, share in self.shares.items() if share >= 0.01), reverse=True)
-        if parts:
+        phases = sorted(((share, phase) for phase, share in self.shares.items() if share >= 0.01), reverse=True)
+        if phases:
             found.append(
-                "The time went into " + ", ".join(f"{WORDS[part]} ({_percent(share)})" for share, part in parts) + "."
+                "The time went into "
+                + ", ".join(f"{WORDS[phase]} ({_percent(share)})" for share, phase in phases)
+                + "."
             )
         found += [straggler.sentence() for straggler in self.stragglers[:8]]
         if len(self.stragglers) > 8:
@@ -134,22 +136,22 @@ class Summary:
     def advice(self) -> list[str]:
         """What to try, most useful first."""
         found = []
-        stragglers = {straggler.part: straggler for straggler in reversed(self.stragglers)}
-        for part, one in stragglers.items():
-            same = sum(other.part == part for other in self.stragglers)
+        stragglers = {straggler.phase: straggler for straggler in reversed(self.stragglers)}
+        for phase, one in stragglers.items():
+            same = sum(other.phase == phase for other in self.stragglers)
             who = f"rank {one.rank}" + (f" and {same - 1} others" if same > 1 else "")
             what = {
                 "data": "its data loader: the storage that it reads from, and the load of its CPU",
                 "other": "what only this rank does between steps: logging, printing, evaluation",
                 "checkpoint": "how fast its storage is",
-            }.get(part, f"the load, clock and temperature of {one.host or 'its machine'}")
-            found.append(f"{who[0].upper()}{who[1:]} loses its time in {WORDS[part]}: look at {what}.")
-        for part, share in sorted(self.shares.items(), key=lambda item: -item[1]):
-            least, remedy = REMEDIES.get(part, (2.0, ""))
-            if self.stragglers and (part == "communication" or part in stragglers):
+            }.get(phase, f"the load, clock and temperature of {one.host or 'its machine'}")
+            found.append(f"{who[0].upper()}{who[1:]} loses its time in {WORDS[phase]}: look at {what}.")
+        for phase, share in sorted(self.shares.items(), key=lambda item: -item[1]):
+            least, remedy = REMEDIES.get(phase, (2.0, ""))
+            if self.stragglers and (phase == "communication" or phase in stragglers):
                 continue  # the slow ranks, and the wait for them
             if share >= least:
-                found.append(f"{_percent(share)} of the time is {WORDS[part]}: {remedy}.")
+                found.append(f"{_percent(share)} of the time is {WORDS[phase]}: {remedy}.")
         if self.bad_loss is not None:
             found.append(
                 "Lower the learning rate, clip gradients, or look at the batch of the step before the loss broke."
@@ -178,7 +180,9 @@ def _summary(run: Run, shown: View) -> Summary:
     known = weight.sum(axis=1)
     per_rank = np.nansum(np.nan_to_num(shown.seconds) * weight, axis=1)
     seconds = float(per_rank.sum() / known.sum())
-    shares = {part: float(np.nansum(np.nan_to_num(shown.phases[part]) * weight) / per_rank.sum()) for part in PARTS}
+    shares = {
+        phase: float(np.nansum(np.nan_to_num(shown.phases[phase]) * weight) / per_rank.sum()) for phase in ALL_PHASES
+    }
     columns = np.flatnonzero(known_anywhere(weight))
     first = max(run.first_step, int(shown.x[columns[0]] - shown.width / 2 + 0.5))
     last = min(run.last_step, int(shown.x[columns[-1]] + shown.width / 2))
@@ -224,8 +228,8 @@ def _growth(shown: View) -> float:
     at = at[len(at) // 2 :]
     if len(at) < 16 or memory[at[-1]] < 1.05 * memory[at[0]]:
         return 0.0
-    parts = [part.mean() for part in np.array_split(memory[at], 8)]
-    if any(later <= earlier for earlier, later in itertools.pairwise(parts)):
+    means = [piece.mean() for piece in np.array_split(memory[at], 8)]
+    if any(later <= earlier for earlier, later in itertools.pairwise(means)):
         return 0.0
     return float((memory[at[-1]] - memory[at[0]]) / (shown.x[at[-1]] - shown.x[at[0]]) * 1000)
 
@@ -245,10 +249,10 @@ def _stragglers(run: Run, shown: View) -> list[Straggler]:
             median = np.sort(np.nan_to_num(values), axis=0)[middle]
             return float(np.average(np.nan_to_num(values[row]) - median, weights=weight))
 
-        phases = {part: shown.phases[part][:, at] for part in PARTS if part != "communication"}
-        phases["backward"] = phases["backward"] - (shown.waits - np.nan_to_num(shown.phases["communication"]))[:, at]
-        parts = {part: over(values) for part, values in phases.items()}
-        part = max(parts, key=parts.__getitem__)
+        seconds = {phase: shown.phases[phase][:, at] for phase in ALL_PHASES if phase != "communication"}
+        seconds["backward"] = seconds["backward"] - (shown.waits - np.nan_to_num(shown.phases["communication"]))[:, at]
+        above = {phase: over(values) for phase, values in seconds.items()}
+        phase = max(above, key=above.__getitem__)
         excess = over(own)
         waits = np.delete(shown.waits[:, at], row, axis=0).mean(axis=0) - shown.waits[row, at]
         usual = float(np.average(np.nan_to_num(own[row]), weights=weight)) - excess
@@ -261,8 +265,8 @@ def _stragglers(run: Run, shown: View) -> list[Straggler]:
                 len(at) / windows,
                 excess,
                 1 + excess / usual if usual > 0 else math.inf,
-                part,
-                parts[part],
+                phase,
+                above[phase],
                 float(np.average(waits, weights=weight)),
             )
         )
@@ -279,12 +283,12 @@ def _percent(share: float) -> str:
 
 def duration(seconds: float) -> str:
     """A length of time for people: 45 s, 12 min 5 s, 3 h 20 min."""
-    whole = round(seconds)
-    if whole < 60:
+    rounded = round(seconds)
+    if rounded < 60:
         return f"{seconds:.3g} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60} s"
+    return f"{rounded // 3600:,} h {rounded % 3600 // 60} min"
 
 
 def size(count: float) -> str:

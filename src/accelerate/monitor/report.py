@@ -91,16 +91,22 @@ def markdown(run: Run) -> str:
     if advice := summary.advice():
         lines += ["", "## What to try", "", *(f"- {text}" for text in advice)]
     if summary.shares:
-        lines += ["", "## Where the time went", "", "| part | seconds of a step | share |", "|---|---|---|"]
-        for part, share in summary.shares.items():
+        lines += ["", "## Where the time went", "", "| phase | seconds of a step | share |", "|---|---|---|"]
+        for phase, share in summary.shares.items():
             if share > 0:
-                lines.append(f"| {part} | {share * summary.seconds:.4g} | {share * 100:.1f} % |")
+                lines.append(f"| {phase} | {share * summary.seconds:.4g} | {share * 100:.1f} % |")
     if summary.stragglers:
-        lines += ["", "## Slow ranks", "", "| rank | host | steps | excess per step | part |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            "## Slow ranks",
+            "",
+            "| rank | host | steps | excess per step | phase |",
+            "|---|---|---|---|---|",
+        ]
         for found in summary.stragglers:
             lines.append(
                 f"| {found.rank} | {found.host} | {found.first:,} to {found.last:,} | {found.excess:.4g} s "
-                f"({(found.ratio - 1) * 100:.0f} %) | {found.part} |"
+                f"({(found.ratio - 1) * 100:.0f} %) | {found.phase} |"
             )
     if events := grouped_events(run, _MOST_EVENTS):
         lines += ["", "## Events", "", "| time | ranks | event | |", "|---|---|---|---|"]
@@ -213,16 +219,18 @@ def _ranks(shown: View, summary: Summary) -> list[str]:
 
 
 def _parts(shown: View, summary: Summary) -> list[str]:
-    parts = {name: values for name, values in described(shown)["phases"].items() if summary.shares.get(name, 0) > 0}
-    if not parts:
+    seconds_of = {
+        name: values for name, values in described(shown)["phases"].items() if summary.shares.get(name, 0) > 0
+    }
+    if not seconds_of:
         return []
     legend = "".join(
         f'<span><span class=swatch style="background:var(--{name})"></span>{name} {share * 100:.0f} %</span>'
         for name, share in summary.shares.items()
-        if name in parts
+        if name in seconds_of
     )
-    picture = svg.stack("Parts of a step", shown.x, parts, _seconds, 1180, 230)
-    return [_card("Parts of a step", "mean over ranks", picture, True, legend)]
+    picture = svg.stack("Phases of a step", shown.x, seconds_of, _seconds, 1180, 230)
+    return [_card("Phases of a step", "mean over ranks", picture, True, legend)]
 
 
 def _event_cells(event: dict[str, Any], run: Run) -> tuple[str, str, str, str]:

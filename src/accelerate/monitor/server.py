@@ -27,7 +27,7 @@ from ..core.errors import ConfigurationError
 from ..core.version import __version__
 from .findings import Summary, summarize
 from .run import Run
-from .view import PARTS, View, heat_rows, view
+from .view import ALL_PHASES, View, heat_rows, view
 
 # The port that is tried first, and how many after it.
 DEFAULT_PORT = 6606
@@ -177,7 +177,7 @@ class Server(ThreadingHTTPServer):
                     "memory": summary.memory,
                     "sentences": summary.sentences(),
                     "advice": summary.advice(),
-                    "slow": [[straggler.rank, straggler.part] for straggler in summary.stragglers],
+                    "slow": [[straggler.rank, straggler.phase] for straggler in summary.stragglers],
                 },
                 **described(shown),
             }
@@ -212,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
         elif url.path in ("/page.js", "/charts.js", "/page.css"):
             self._send_page(url.path)
         elif not self.server.accepts_token(query.get("token", "")):
-            self._refuse(HTTPStatus.FORBIDDEN, "The token is missing or wrong. Use the whole address printed.")
+            self._refuse(HTTPStatus.FORBIDDEN, "The token is missing or wrong. Use the full address printed.")
         elif url.path in _PAGE_FILES:
             self._send_page(url.path)
         elif url.path == "/api/view":
@@ -291,9 +291,9 @@ def described(shown: View) -> dict[str, Any]:
     with np.errstate(all="ignore"):
         weight = np.maximum(shown.weight.sum(axis=0), 1) if len(shown.ranks) else np.ones(len(shown.x))
         phases = {
-            part: (np.nan_to_num(shown.phases[part]) * shown.weight).sum(axis=0) / weight
-            for part in PARTS
-            if len(shown.ranks) and not np.isnan(shown.phases[part]).all()
+            phase: (np.nan_to_num(shown.phases[phase]) * shown.weight).sum(axis=0) / weight
+            for phase in ALL_PHASES
+            if len(shown.ranks) and not np.isnan(shown.phases[phase]).all()
         }
     return {
         "width": shown.width,
@@ -350,13 +350,13 @@ def packed(value: dict[str, Any]) -> bytes:
 
     The first four bytes are the length of the JSON text. An array is `{"at": first element, "shape": [...]}`.
     """
-    parts: list[bytes] = []
+    buffers: list[bytes] = []
     position = 0
 
     def plain(value: Any) -> Any:
         nonlocal position
         if isinstance(value, np.ndarray):
-            parts.append(value.astype("<f4").tobytes())
+            buffers.append(value.astype("<f4").tobytes())
             at, position = position, position + value.size
             return {"at": at, "shape": value.shape}
         if isinstance(value, dict):
@@ -369,4 +369,4 @@ def packed(value: dict[str, Any]) -> bytes:
 
     text = json.dumps(plain(value)).encode()
     text += b" " * (-len(text) % 4)
-    return b"".join([len(text).to_bytes(4, "little"), text, *parts])
+    return b"".join([len(text).to_bytes(4, "little"), text, *buffers])

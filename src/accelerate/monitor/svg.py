@@ -56,7 +56,7 @@ class Axes:
         return np.asarray(TOP + (1 - np.clip(part, 0, 1)) * (self.height - TOP - BOTTOM))
 
     def svg(self, title: str, content: Sequence[str], shown: Format | None) -> str:
-        """The whole picture, with grid lines and numbers. `title` is for those who cannot see it."""
+        """The full picture, with grid lines and numbers. `title` is for those who cannot see it."""
         found = []
         if shown:
             for value in ticks(*self.scale, max(2, self.height / 34)):
@@ -104,14 +104,14 @@ def line(title: str, x: Array, curve: Curve, shown: Format, width: int, height: 
     return axes.svg(title, content, shown)
 
 
-def stack(title: str, x: Array, parts: dict[str, Array], shown: Format, width: int, height: int) -> str:
-    """Areas on top of each other; `parts` are in the order from the axis upwards, with the names of their colours."""
-    total = np.sum(list(parts.values()), axis=0)
+def stack(title: str, x: Array, areas: dict[str, Array], shown: Format, width: int, height: int) -> str:
+    """Areas on top of each other; `areas` are in the order from the axis upwards, with the names of their colours."""
+    total = np.sum(list(areas.values()), axis=0)
     known = total[np.isfinite(total)]
     high = min(float(np.quantile(known, 0.98)) * 1.3, float(known.max())) or 1.0
     axes, base, content = Axes(x, width, height, (0.0, high * 1.04)), np.zeros(len(x)), []
     edges = np.repeat(axes.x(np.append(x - (x[1] - x[0]) / 2 if len(x) > 1 else x - 0.5, axes.last)), 2)[1:-1]
-    for name, values in parts.items():
+    for name, values in areas.items():
         upper = base + values
         both = np.concatenate([np.repeat(axes.y(upper), 2), np.repeat(axes.y(base), 2)[::-1]])
         points = _points(np.concatenate([edges, edges[::-1]]), both)

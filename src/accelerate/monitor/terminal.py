@@ -16,7 +16,7 @@ from rich.text import Text
 from .findings import Summary, duration, size, summarize
 from .run import Run
 from .server import grouped_events
-from .view import PARTS, Array, Curve, View, heat_rows, view
+from .view import ALL_PHASES, Array, Curve, View, heat_rows, view
 
 # Seconds between two pictures.
 INTERVAL = 0.5
@@ -56,13 +56,15 @@ def picture(run: Run, width: int = 100) -> RenderableType:
         wide, narrow = max(16, width - 26), max(16, (width - 12) // 3)
         shown, summary = view(run, pixels=wide), summarize(run)
         curves = view(run, pixels=narrow)
-        parts: list[RenderableType] = [_title(run, summary), *notes, _curves(curves, narrow)]
+        renderables: list[RenderableType] = [_title(run, summary), *notes, _curves(curves, narrow)]
         if shown.ranks:
-            parts += [_ranks(shown, summary, wide), _phases(summary, wide)]
-            parts.append(Panel("\n".join([*summary.sentences(), *(f"Try: {text}" for text in summary.advice())])))
+            renderables += [_ranks(shown, summary, wide), _phases(summary, wide)]
+            renderables.append(
+                Panel("\n".join([*summary.sentences(), *(f"Try: {text}" for text in summary.advice())]))
+            )
         if found := _events(run):
-            parts.append(found)
-    return Group(*parts)
+            renderables.append(found)
+    return Group(*renderables)
 
 
 def _title(run: Run, summary: Summary) -> Text:
@@ -130,12 +132,12 @@ def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
 
 def _phases(summary: Summary, width: int) -> RenderableType:
     bar, legend = Text(no_wrap=True, overflow="crop"), Text()
-    for part in PARTS:
-        share = summary.shares.get(part, 0)
+    for phase in ALL_PHASES:
+        share = summary.shares.get(phase, 0)
         if share > 0:
-            bar.append("█" * max(1, round(share * width)), _COLORS[part])
-            legend.append("█ ", _COLORS[part]).append(f"{part} {share * 100:.0f} %  ")
-    return Panel(Group(bar, legend), title="parts of a step", title_align="left")
+            bar.append("█" * max(1, round(share * width)), _COLORS[phase])
+            legend.append("█ ", _COLORS[phase]).append(f"{phase} {share * 100:.0f} %  ")
+    return Panel(Group(bar, legend), title="phases of a step", title_align="left")
 
 
 def _events(run: Run) -> RenderableType | None:

@@ -16,12 +16,12 @@ from .steps import COLUMN, Array, Buckets
 
 # The window of the straggler rule has at least as many steps.
 WINDOW = 10
-# A rank is slow if its own time exceeds the median of all ranks by this part, and by that part of the step.
+# A rank is slow if its own time exceeds the median of all ranks by this share, and by that share of the step.
 EXCESS, OF_STEP = 0.2, 0.02
 # Rows of the heat map. With more ranks a row shows the slowest of neighbouring ones.
 MOST_ROWS = 256
-# Parts of a step in the order in which they are stacked; `other` is what no phase covers.
-PARTS = (*PHASES, "other")
+# The phases of a step in the order in which they are stacked; `other` is what no phase covers.
+ALL_PHASES = (*PHASES, "other")
 
 
 @dataclass
@@ -65,7 +65,7 @@ class View:
     slow: Array
     """Where a rank is a straggler, of shape (ranks, buckets)."""
     phases: dict[str, Array]
-    """For each of `PARTS` seconds of a step, of shape (ranks, buckets)."""
+    """For each of `ALL_PHASES` seconds of a step, of shape (ranks, buckets)."""
     skipped: Array
     """Skipped steps on any rank."""
     unit: str

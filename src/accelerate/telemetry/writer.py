@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import psutil
 
-from ..core import env
+from ..core import env, memory
 from ..core.errors import ConfigurationError
 from ..runtime import hang_watch
 from .records import (
@@ -95,11 +95,14 @@ class TelemetryWriter:
         return found
 
     def event(self, name: str, **fields: Any) -> None:
-        """Step an event that happens now."""
+        """Record an event that happens now."""
         self._events.append({"time": time.time(), "event": name, **fields})
 
     def _hang(self, message: str) -> None:
         self.event("hang", message=message)
+
+    def _out_of_memory(self, error: BaseException) -> None:
+        self.event("out_of_memory", message=(str(error).splitlines() or [type(error).__name__])[0][:500])
 
     def release(self) -> None:
         """Write everything and close the files, when the last user releases them."""
@@ -114,6 +117,7 @@ class TelemetryWriter:
         self._stop.set()
         atexit.unregister(self.close)
         hang_watch.on_report.remove(self._hang)
+        memory.exhausted_hooks.remove(self._out_of_memory)
         self.event("end", **self._process())
         self.flush(wait=True)
         with self._lock:
@@ -149,6 +153,7 @@ class TelemetryWriter:
             return
         self.event("start", **self._process())
         hang_watch.on_report.append(self._hang)
+        memory.exhausted_hooks.append(self._out_of_memory)
         threading.Thread(target=self._run, name="accelerate-telemetry", daemon=True).start()
         atexit.register(self.close)
 

@@ -280,15 +280,15 @@ function areas(chart, line, from, to) {
   }
 }
 
-// parts: [{values, color}], stacked from the axis upwards.
-export function drawStack(chart, range, xs, parts, { format, selection = null }) {
+// areas: [{values, color}], stacked from the axis upwards.
+export function drawStack(chart, range, xs, areas, { format, selection = null }) {
   const context = chart.begin(range), [from, to] = visible(xs, range), sums = [];
-  for (let i = from; i < to; i++) sums.push(parts.reduce((sum, part) => sum + (part.values[i] || 0), 0));
+  for (let i = from; i < to; i++) sums.push(areas.reduce((sum, part) => sum + (part.values[i] || 0), 0));
   chart.scale = [0, (Math.min(quantile(sums, 0.985) * 1.3, Math.max(...sums.filter(Number.isFinite), 0)) || 1) * 1.04];
   chart.axes(format);
   chart.clip();
   const base = new Float64Array(to - from);
-  for (const part of parts) {
+  for (const part of areas) {
     context.fillStyle = part.color;
     context.beginPath();
     // Steps, not slopes: a bucket has one value.

@@ -12,7 +12,7 @@ const state = {
   data: null,
   mode: "all", // "all", {tail: steps} or {start, stop}
   hidden: new Set(), // runs that are not shown
-  step: false, // the heat map shows the whole step instead of a rank's own time
+  step: false, // the heat map shows the full step instead of a rank's own time
   hover: null,
   selection: null,
 };
@@ -58,13 +58,13 @@ function range() {
   return [state.mode.start, state.mode.stop];
 }
 
-let asked = 0, pending = null, failures = 0;
+let requested = 0, pending = null, failures = 0;
 
 async function ask(again) {
-  // `again`: another range or size is shown, so that the version says nothing.
+  // `again`: another range or size is shown, so that an equal version means nothing.
   if (pending && !again) return;
   if (pending) pending.abort();
-  const control = pending = new AbortController(), number = ++asked;
+  const control = pending = new AbortController(), number = ++requested;
   const values = { pixels: Math.max(100, Math.round($("charts").clientWidth - MARGIN.left)) };
   if (state.data && state.mode !== "all" && state.data.runs.some((run) => !run.empty)) {
     const [start, stop] = range();
@@ -77,7 +77,7 @@ async function ask(again) {
     failures = 0;
     if (answer.status === 200) {
       const data = unpacked(await answer.arrayBuffer());
-      if (number === asked) {
+      if (number === requested) {
         state.data = data;
         render();
       }
@@ -237,7 +237,7 @@ const CURVES = [
   ["gradient_norm", "Gradient norm", "", "number"],
   ["throughput", "Throughput", "", "number", { zero: true, band: false }],
 ];
-const PARTS = ["data", "transfer", "forward", "backward", "communication", "optimizer", "checkpoint", "other"];
+const PHASES = ["data", "transfer", "forward", "backward", "communication", "optimizer", "checkpoint", "other"];
 
 const hasValues = (values) => values && values.some((value) => !Number.isNaN(value));
 
@@ -274,8 +274,8 @@ function heatCard({ run, at }) {
       found.legend.append(found.scale);
     },
   });
-  made.unitText.textContent = state.step ? "whole step" : "without communication and waiting";
-  made.button.textContent = state.step ? "Show own time" : "Show whole step";
+  made.unitText.textContent = state.step ? "full step" : "without communication and waiting";
+  made.button.textContent = state.step ? "Show own time" : "Show full step";
   made.chart.height = heatHeight(run.rows.length);
   const slow = run.summary.slow.map(([rank]) => rank);
   made.canvas.ariaLabel = `${title}. ` + (slow.length ? `Slow ranks: ${slow.join(", ")}` : "No rank is slow");
@@ -292,24 +292,24 @@ function heatCard({ run, at }) {
     const row = Math.min(run.rows.length - 1, Math.max(0, Math.floor(y / space * run.rows.length))), place = row * run.x.length + i;
     const [first, last] = run.rows[row], host = run.ranks.find(({ rank }) => rank === first)?.host;
     return [[`rank ${first === last ? first : `${first}–${last}`}${host ? ` on ${host}` : ""}`, `step ${FORMATS.step(step)}`],
-      ["own time", FORMATS.seconds(run.own[place])], ["whole step", FORMATS.seconds(run.step[place])],
+      ["own time", FORMATS.seconds(run.own[place])], ["full step", FORMATS.seconds(run.step[place])],
       ...(run.slow[place] ? [["slow: above the median of ranks", ""]] : [])];
   };
 }
 
 function phaseCard({ run, at }) {
-  const parts = PARTS.filter((part) => run.phases[part] && run.phases[part].some((value) => value > 0));
-  if (!parts.length) return;
-  const title = several() ? `Parts of a step: ${run.name}` : "Parts of a step";
+  const phases = PHASES.filter((part) => run.phases[part] && run.phases[part].some((value) => value > 0));
+  if (!phases.length) return;
+  const title = several() ? `Phases of a step: ${run.name}` : "Phases of a step";
   const made = card(`phases${at}`, title, "mean over ranks", 220, { wide: true });
-  made.legend.replaceChildren(...parts.map((part) => element("span", {}, swatch(`--${part}`), part)));
+  made.legend.replaceChildren(...phases.map((part) => element("span", {}, swatch(`--${part}`), part)));
   made.canvas.ariaLabel = `${title}: ` + run.summary.sentences.slice(1, 2).join(" ");
-  made.draw = () => drawStack(made.chart, range(), run.x, parts.map((part) => ({ values: run.phases[part], color: color(`--${part}`) })),
+  made.draw = () => drawStack(made.chart, range(), run.x, phases.map((part) => ({ values: run.phases[part], color: color(`--${part}`) })),
     { format: FORMATS.seconds, selection: state.selection });
   made.chart.tip = (step) => {
-    const i = nearest(run.x, step), whole = parts.reduce((sum, part) => sum + run.phases[part][i], 0);
+    const i = nearest(run.x, step), whole = phases.reduce((sum, part) => sum + run.phases[part][i], 0);
     return [[`step ${FORMATS.step(step)}`, FORMATS.seconds(whole)],
-      ...[...parts].reverse().map((part) => [part, FORMATS.seconds(run.phases[part][i]), `--${part}`])];
+      ...[...phases].reverse().map((part) => [part, FORMATS.seconds(run.phases[part][i]), `--${part}`])];
   };
 }
 
