@@ -16,6 +16,7 @@ from .names import Place, join, owner_of
 from .offload import OffloadedWeightsLoader, PrefixedDataset
 from .sizes import named_module_tensors
 from .streaming import FetchRequest
+from .subclasses import data_address, stored_bytes
 from .tensors import QUANTIZED, TiedCopies, as_device, register, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 
@@ -167,7 +168,7 @@ class AlignDevicesHook(ModelHook):
             tied = self.tied_params_map or {}
             # bitsandbytes quantises weights from main memory on their way to the device.
             tensors = {
-                name: tensor.nbytes
+                name: stored_bytes(tensor)
                 for name, tensor in offloaded
                 if type(tensor).__name__ not in QUANTIZED and source.can_stream(name, device, tied)
             }
@@ -217,9 +218,9 @@ class AlignDevicesHook(ModelHook):
         if tied:
             # A tied weight that is not there yet is this hook's to take away; one that is serves as it is.
             target = as_device(self.execution_device)
-            copies = tied.get(value.data_ptr())
+            copies = tied.get(data_address(value))
             if copies is not None and target not in copies:
-                self._borrowed.append((value.data_ptr(), target))
+                self._borrowed.append((data_address(value), target))
         set_module_tensor_to_device(
             module,
             name,

@@ -18,6 +18,7 @@ from .module_hooks import guard_moves
 from .names import Place, as_device_map, is_within, join, owner_of, tensor_at
 from .offload import INDEX_NAME, OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
 from .sizes import named_module_tensors
+from .subclasses import data_address
 from .tensors import TiedCopies, as_device
 from .tied import find_tied_parameters, retie_parameters
 
@@ -225,7 +226,7 @@ def _tied_copies(model: nn.Module, tied: list[list[str]], weights: OffloadedWeig
     for name in (name for group in tied for name in group):
         for tensor in (tensor_at(model, name), kept.get(name)):
             if tensor is not None and tensor.device.type != "meta":
-                copies[tensor.data_ptr()] = {}
+                copies[data_address(tensor)] = {}
     return copies
 
 

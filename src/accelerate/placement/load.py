@@ -8,7 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -19,11 +19,22 @@ from ..core.modules import model_has_dtensor
 from .names import DeviceMap, Place, as_device_map, device_for, entry_for, tensor_at
 from .offload import load_offloaded_weight, offload_weight, save_offload_index
 from .sizes import as_dtype
-from .tensors import PACKED, as_device, check_devices, quantize_8bit, set_module_tensor_to_device
+from .tensors import PACKED, as_device, check_devices, main_device, quantize_8bit, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 from .weight_files import SafetensorsFile, checkpoint_files, open_weights, shapes_in
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+
+class Quantizer(Protocol):
+    """Quantizes the weights whose names it contains."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def __call__(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight `name`, quantized, on the same device."""
+        ...
+
 
 # How many bytes are handed to `load_state_dict` at once: each call visits all modules, each byte takes memory.
 _PORTION = 32 * 2**20
@@ -59,6 +70,7 @@ def load_checkpoint_in_model(
     broadcast_from_rank0: bool = False,
     *,
     fill_meta: bool = False,
+    quantizer: Quantizer | None = None,
 ) -> None:
     """Load a checkpoint (a file, the index of a sharded one, or a folder with either) into `model`, in place.
 
@@ -78,6 +90,8 @@ def load_checkpoint_in_model(
 
     With `fill_meta` a weight of the model that is on the meta device and not in the checkpoint is a CheckpointError.
 
+    `quantizer` quantizes the weights whose names it contains, each when it is read (with a device map).
+
     Tie the weights of the model first. Raises ValueError where a folder for offloaded weights is missing, a tensor
     has no device in the map, or another shape than the model's; ConfigurationError for a device that this machine does
     not have; CheckpointError for a checkpoint without any weight of the model. Nothing is loaded then.
@@ -85,6 +99,10 @@ def load_checkpoint_in_model(
     tied = find_tied_parameters(model)
     casts = _Casts(as_dtype(dtype), keep_in_fp32_modules)
     if device_map is None:
+        if quantizer is not None:
+            raise ConfigurationError(
+                "quantizer: weights are quantized on their way to a device of `device_map`; give one"
+            )
         sharded = model_has_dtensor(model)
         if sharded and dtype is not None:
             raise ConfigurationError(
@@ -103,7 +121,7 @@ def load_checkpoint_in_model(
             )
         check_devices(device_map)
         files = checkpoint_files(checkpoint)
-        placement = _Placement(model, device_map, offload_folder, casts, offload_buffers, offload_8bit_bnb)
+        placement = _Placement(model, device_map, offload_folder, casts, offload_buffers, offload_8bit_bnb, quantizer)
         result = placement.check(checkpoint, files)
         result.find_missing(model, tied)
         result.check_strict(model, checkpoint, strict)
@@ -362,12 +380,14 @@ class _Placement:
         casts: _Casts,
         offload_buffers: bool,
         offload_8bit: bool,
+        quantizer: Quantizer | None,
     ) -> None:
         self.model = model
         self.device_map = as_device_map(device_map)
         self.folder = offload_folder
         self.casts = casts
         self.offload_8bit = offload_8bit
+        self.quantizer = quantizer
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         self.known = parameters | buffers
@@ -425,22 +445,35 @@ class _Placement:
         if place in ("cpu", "disk") and tensor.is_floating_point() and not keeps_precision:
             tensor, statistics = quantize_8bit(tensor)
             wanted = None
+        quantized = self.quantizer is not None and name in self.quantizer
+        if quantized:
+            tensor = self._quantize(name, tensor, wanted, place)
+            wanted = tensor.dtype
         if place == "disk" and name in self.to_disk:
-            if isinstance(weights, SafetensorsFile) and statistics is None and wanted in (None, tensor.dtype):
+            as_it_is = not quantized and statistics is None and wanted in (None, tensor.dtype)
+            if as_it_is and isinstance(weights, SafetensorsFile):
                 self._refer(name, tensor, weights.path)
                 return
-            self.copied += tensor.nbytes
+            self.copied += 0 if quantized else tensor.nbytes
             self._offload(name, tensor, wanted, statistics, self.folder, self.index)
         elif place in ("cpu", "disk") and spill_folder is not None:
             self._offload(name, tensor, wanted, statistics, spill_folder, self.spilled)
         else:
             # A buffer that is not offloaded runs with its module: it waits on the CPU until the model is dispatched.
             device: Place = "cpu" if place == "disk" else place
-            if device == "cpu" and not isinstance(weights, SafetensorsFile):
+            if device == "cpu" and not quantized and not isinstance(weights, SafetensorsFile):
                 tensor = tensor.clone()
             set_module_tensor_to_device(
                 self.model, name, device, value=tensor, dtype=wanted, fp16_statistics=statistics, clear_cache=False
             )
+
+    def _quantize(self, name: str, tensor: torch.Tensor, dtype: torch.dtype | None, place: Place) -> torch.Tensor:
+        """A weight quantized on the device where it runs, then on the CPU if it is kept there or on disk."""
+        assert self.quantizer is not None
+        device = main_device() if place in ("cpu", "disk") else as_device(place)
+        dtype = tensor_at(self.model, name).dtype if dtype is None else dtype
+        result = self.quantizer(name, tensor.to(device=device, dtype=dtype))
+        return result.to("cpu") if place in ("cpu", "disk") else result
 
     def _refer(self, name: str, tensor: torch.Tensor, path: str) -> None:
         """Offload a weight without a copy: it is read from the checkpoint."""

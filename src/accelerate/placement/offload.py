@@ -18,6 +18,7 @@ from ..core.files import atomic_write, require_regular
 from .names import Place, is_within
 from .sizes import as_dtype
 from .streaming import WeightStream
+from .subclasses import data_address, describe, inner_tensors, is_quantized_tensor, rebuild
 from .tensors import TiedCopies, as_device
 from .weight_files import SafetensorsFiles
 
@@ -28,12 +29,15 @@ Index = MutableMapping[str, dict[str, Any]]
 def offload_weight(weight: torch.Tensor, weight_name: str, offload_folder: Any, index: Index | None = None) -> Any:
     """Write one weight to `offload_folder/<weight_name>.dat`, its bytes and nothing else, and enter it in `index`.
 
-    Returns the index. A tensor that is mapped to an earlier file of that name keeps its values.
+    Returns the index. A tensor that is mapped to an earlier file of that name keeps its values. A weight that torchao
+    has quantized is a file for each plain tensor in it, `<weight_name>.<attribute>.dat`.
     """
+    if is_quantized_tensor(weight):
+        return _offload_quantized(weight, weight_name, offload_folder, index)
     if is_traceable_wrapper_subclass(weight):
         raise TypeError(
-            f"{weight_name} is a {type(weight).__name__}, which holds more than its numbers: only plain tensors can "
-            "be written to an offload folder"
+            f"{weight_name} is a {type(weight).__name__}, which holds more than its numbers: only plain tensors and "
+            "those of torchao can be written to an offload folder"
         )
     if weight.device.type == "meta":
         raise ValueError(f"{weight_name} is on the meta device: it has no data to write to {offload_folder}")
@@ -49,6 +53,21 @@ def offload_weight(weight: torch.Tensor, weight_name: str, offload_folder: Any, 
     return index
 
 
+def _offload_quantized(weight: torch.Tensor, name: str, folder: Any, index: Index | None) -> Index | None:
+    """Write the plain tensors of a quantized weight like weights; its entry has theirs."""
+    try:
+        entry: dict[str, Any] = {"subclass": describe(weight)}
+    except TypeError as error:
+        raise TypeError(f"{name} is a {type(weight).__name__} that cannot be offloaded to disk: {error}") from None
+    inner: Index = {}
+    for attribute, tensor in inner_tensors(weight).items():
+        offload_weight(tensor, f"{name}.{attribute}", folder, inner)
+    entry["tensors"] = {key.removeprefix(f"{name}."): value for key, value in inner.items()}
+    if index is not None:
+        index[name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape), **entry}
+    return index
+
+
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
     """The weight in a file of `offload_weight`, by its entry in the index (`dtype`, `shape`).
 
@@ -58,10 +77,14 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     try:
         dtype = as_dtype(weight_info["dtype"])
         empty = torch.empty(tuple(weight_info["shape"]), dtype=dtype, device="meta")
+        if "subclass" in weight_info:
+            return _load_quantized(weight_file, weight_info, empty)
         size = require_regular(weight_file) if empty.numel() else 0
     except FileNotFoundError as error:
         raise CheckpointError(f"the offloaded weight {weight_file} cannot be read: {error}") from None
-    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OSError) as error:
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OSError, ImportError) as error:
         raise CheckpointError(f"the index entry of {weight_file} does not describe it: {error!r}") from error
     if size < empty.nbytes:
         raise CheckpointError(
@@ -74,6 +97,14 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     except RuntimeError as error:
         raise CheckpointError(f"the offloaded weight {weight_file} cannot be read: {error}") from None
     return flat.view(empty.shape)
+
+
+def _load_quantized(
+    weight_file: str | os.PathLike[str], entry: Mapping[str, Any], empty: torch.Tensor
+) -> torch.Tensor:
+    stem = os.fspath(weight_file).removesuffix(".dat")
+    inner = {name: load_offloaded_weight(f"{stem}.{name}.dat", info) for name, info in entry["tensors"].items()}
+    return rebuild(entry["subclass"], inner, empty)
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
@@ -171,7 +202,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         original in `tied`.
         """
         value = self.state_dict.get(self.aliases.get(key, key))
-        return value is None or (device.type != "cpu" and value.data_ptr() not in tied)
+        return value is None or (device.type != "cpu" and data_address(value) not in tied)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         key = self.aliases.get(key, key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with 8- or 4-bit weights through bitsandbytes: which are replaced, by what, and where they may go."""
+"""Linear layers with quantised weights: with bitsandbytes, which are replaced, by what, and where they may go."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,9 +20,13 @@ from .dispatch import dispatch
 from .load import load_checkpoint_in_model
 from .memory import get_balanced_memory, get_max_memory
 from .names import is_within
+from .quantize_torchao import is_torchao_config, load_quantized
 from .sizes import named_module_tensors
 from .tensors import QUANTIZED, main_device, set_module_tensor_to_device
 from .tied import find_tied_parameters
+
+if TYPE_CHECKING:
+    from torchao.core.config import AOBaseConfig
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -42,12 +46,17 @@ def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
         raise ImportError("quantising to 4 bits needs the package bitsandbytes >= 0.39: pip install bitsandbytes")
 
 
+def tied_modules(model: nn.Module) -> set[str]:
+    """The modules that share a parameter with another one."""
+    return {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
+
+
 def unquantized_modules(model: nn.Module) -> list[str]:
     """Modules that keep their precision by default: the output layer, and modules that share its weights.
 
     A model that is itself the body of a larger one has no output layer: all of it may be quantised.
     """
-    tied = {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
+    tied = tied_modules(model)
     prefix = getattr(model, "base_model_prefix", None)
     if not tied and prefix is not None and not hasattr(model, prefix):
         return []
@@ -170,35 +179,58 @@ def _mentions(name: str, fragments: Sequence[str]) -> bool:
 
 def load_and_quantize_model(
     model: nn.Module,
-    bnb_quantization_config: BnbQuantizationConfig,
+    bnb_quantization_config: BnbQuantizationConfig | AOBaseConfig,
     weights_location: str | os.PathLike[str] | None = None,
     device_map: str | Mapping[str, Any] | None = None,
     no_split_module_classes: Sequence[str] | None = None,
     max_memory: MutableMapping[int | str, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
+    *,
+    skip_modules: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Quantise the linear layers of `model` with bitsandbytes, as configured, and return the model.
+    """Quantise the linear layers of `model` with bitsandbytes or torchao, as configured, and return the model.
 
     A model on the meta device gets the weights at `weights_location`, each quantised as it arrives where `device_map`
     puts it (default: all on the accelerator in use, or on the CPU). One that holds weights is quantised on that
     device. Offloaded 8-bit layers are stored quantised; 4-bit layers can only be offloaded by a map of your own, and
     are then kept in `torch_dtype`.
 
-    Raises ImportError without bitsandbytes, RuntimeError for a meta model without `weights_location`.
+    A configuration of torchao's, such as `Int8WeightOnlyConfig()`, quantises with torchao: only weights, in the dtype
+    of the model, on any device that torchao supports; all that is offloaded is stored quantised. `skip_modules`
+    stay unquantised (default: the output layer). Layers with tied weights always do.
+
+    Raises ImportError without bitsandbytes, RuntimeError for a meta model without `weights_location`,
+    ConfigurationError where torchao cannot quantise a weight on its device.
     """
     config = bnb_quantization_config
+    if not isinstance(config, BnbQuantizationConfig):
+        if not is_torchao_config(config):
+            raise ConfigurationError(
+                f"{config!r}: load_and_quantize_model takes a BnbQuantizationConfig or a configuration of torchao, "
+                "such as torchao.quantization.Int8WeightOnlyConfig()"
+            )
+        _require_weights(model, weights_location)
+        left_out = unquantized_modules(model) if skip_modules is None else [*skip_modules, *tied_modules(model)]
+        return load_quantized(
+            model,
+            config,
+            weights_location,
+            device_map,
+            no_split_module_classes,
+            max_memory,
+            offload_folder,
+            offload_state_dict,
+            left_out,
+        )
+    if skip_modules is not None:
+        raise ConfigurationError("skip_modules goes with torchao: give BnbQuantizationConfig(skip_modules=...)")
     require_bitsandbytes(config)
     skip = list(unquantized_modules(model) if config.skip_modules is None else config.skip_modules)
     skip += config.keep_in_fp32_modules or []
     if config.load_in_4bit and isinstance(device_map, Mapping) and len(device_map) > 1:
         skip += [name for name, place in device_map.items() if place in offloaded_places()]
-    on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
-    if on_meta and weights_location is None:
-        raise RuntimeError(
-            "`weights_location` needs to be the folder path containing the weights of the model, but we found "
-            f"{weights_location} "
-        )
+    on_meta = _require_weights(model, weights_location)
     model.is_loaded_in_4bit = config.load_in_4bit  # type: ignore[assignment]
     model.is_loaded_in_8bit = config.load_in_8bit  # type: ignore[assignment]
     replace_linear_layers(model, config, skip)
@@ -219,6 +251,17 @@ def load_and_quantize_model(
     check_device_map(model, places)
     dispatch(model, places, offload_dir=offload_folder)
     return model
+
+
+def _require_weights(model: nn.Module, weights_location: str | os.PathLike[str] | None) -> bool:
+    """Whether the model is on the meta device, where it needs weights."""
+    on_meta = any(parameter.device.type == "meta" for parameter in model.parameters())
+    if on_meta and weights_location is None:
+        raise RuntimeError(
+            "`weights_location` needs to be the folder path containing the weights of the model, but we found "
+            f"{weights_location} "
+        )
+    return on_meta
 
 
 def _quantize_in_place(model: nn.Module, config: BnbQuantizationConfig) -> nn.Module:

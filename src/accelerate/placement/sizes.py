@@ -14,6 +14,7 @@ from torch import nn
 
 from ..core.enums import CustomDtype
 from .names import normalized_classes
+from .subclasses import is_quantized_tensor, stored_bytes
 
 Dtype = str | torch.dtype | CustomDtype
 NamedPart = tuple[str, nn.Module | torch.Tensor]
@@ -124,7 +125,7 @@ def compute_module_sizes(
             width = special[name]
         elif wanted is not None and not _is_integer(tensor.dtype):
             width = min(wanted, width)
-        size = tensor.numel() * width
+        size = stored_bytes(tensor) if is_quantized_tensor(tensor) else tensor.numel() * width
         sizes[""] += size
         at = name.find(".")
         while at >= 0:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..core.device_kinds import DEVICES
+from .subclasses import convert_inner, inner_tensors
 
 # A smaller set of weights is read when it is needed: handing it to another thread takes as long as reading it.
 MINIMUM = 2**18  # bytes
@@ -50,7 +51,8 @@ class _Fetched:
             stream = torch.accelerator.current_stream(device)
             stream.wait_event(self.copied)
             for value in self.values.values():
-                value.record_stream(stream)
+                for inner in inner_tensors(value).values():
+                    inner.record_stream(stream)
         return self.values
 
 
@@ -129,14 +131,18 @@ class WeightStream:
         device = request.device
         if device.type == "cpu":
             for value in values.values():
-                _read_pages(value)
+                for inner in inner_tensors(value).values():
+                    _read_pages(inner)
             return _Fetched(values)
         stream = self._copies.get(device)
         if stream is None:
             stream = self._copies[device] = torch.Stream(device=device)
         with stream:
             # The allocator of pinned memory keeps a block until the copies from it are done.
-            copies = {name: value.pin_memory().to(device, non_blocking=True) for name, value in values.items()}
+            copies = {
+                name: convert_inner(value, lambda inner: inner.pin_memory().to(device, non_blocking=True))
+                for name, value in values.items()
+            }
             return _Fetched(copies, stream.record_event())
 
 

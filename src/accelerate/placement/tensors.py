@@ -13,6 +13,7 @@ from ..core import devices
 from ..core.errors import ConfigurationError
 from .names import Place, owner_of
 from .sizes import as_dtype
+from .subclasses import data_address
 
 # Parameters of bitsandbytes, which quantise their data when it first reaches a device. Known by name: the package
 # is optional, and old releases of it have fewer of these classes.
@@ -126,7 +127,7 @@ def _copies_of(source: Any, tied: TiedCopies | None) -> dict[torch.device, torch
     """The entry of a tied tensor in the map of tied copies, or None for one that is not tied."""
     if not tied or not isinstance(source, torch.Tensor) or source.device.type == "meta":
         return None
-    return tied.get(source.data_ptr())
+    return tied.get(data_address(source))
 
 
 def register(owner: nn.Module, leaf: str, tensor: torch.Tensor) -> None:

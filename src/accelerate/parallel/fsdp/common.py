@@ -12,6 +12,7 @@ from torch import nn
 
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.errors import ConfigurationError, PrepareError
+from ...placement.subclasses import is_quantized_tensor
 from ...precision.base import Precision
 from ..gradients import GradientReducer, all_reduce, buckets, gradients_of, local
 from ..prepared import CommunicationVolume
@@ -42,6 +43,12 @@ def refuse_unshardable(model: torch.nn.Module, layout: str, ignored: Any) -> Non
             raise PrepareError(
                 f"{name} is a scalar (a parameter without dimensions), which {layout} does not shard. Give it one "
                 "dimension of one element (torch.tensor([value])), or put its module into ignored_modules"
+            )
+        if is_quantized_tensor(parameter) and id(parameter) not in skipped:
+            raise PrepareError(
+                f"{name} is a {type(parameter).__name__}, quantized by torchao, which {layout} does not shard. For "
+                "inference use prepare_model(model, evaluation_mode=True), which keeps the whole model on each "
+                "process, or a device map; or put its module into ignored_modules"
             )
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or not module.sparse:
