@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..core.errors import PrepareError
 from ..core.modules import named_bottom_up
+from ..placement.subclasses import inner_tensors
 
 # What wrappers around a module (activation checkpointing, compilation, replication) add to the names below it.
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
@@ -94,7 +95,9 @@ def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dis
             continue
         if tensor.device != device:
             tensor.data = tensor.data.to(device)
-        locals_.append(tensor.data)
+        # Parts of quantized weights are sent as bytes: gloo has no messages in float8.
+        parts = inner_tensors(tensor.data).values()
+        locals_ += [part.view(torch.uint8) if part.itemsize == 1 else part for part in parts]
     _broadcast(locals_, group)
 
 
