@@ -107,6 +107,13 @@ def test_generated_pages_match_the_registries() -> None:
     assert reference.main(["--check"]) == 0, "run: python tools/reference.py"
 
 
+def test_each_module_of_utils_has_a_subject() -> None:
+    """The site documents every name of `accelerate.utils`; it groups them by the module that defines them."""
+    reference = importlib.import_module("tools.reference")
+    for home in importlib.import_module("accelerate.utils").EXPORTS:
+        assert reference.subject_of(home) in reference.SUBJECTS
+
+
 def test_all_documents_are_in_the_index() -> None:
     index = (PROJECT / "docs/index.md").read_text()
     tree = set(re.findall(r"^[\w./]+$", index.split("```{toctree}", 1)[1], re.MULTILINE))

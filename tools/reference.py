@@ -283,7 +283,8 @@ def _short(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def _subject(home: str) -> str:
+def subject_of(home: str) -> str:
+    """The subject of the names that a module defines."""
     fitting = [
         (len(prefix), subject)
         for subject, prefixes in SUBJECTS.items()
@@ -313,7 +314,7 @@ def api_pages() -> Iterator[tuple[str, str]]:
     utils = importlib.import_module("accelerate.utils")
     names_by_subject: dict[str, list[str]] = {subject: [] for subject in SUBJECTS}
     for home_name, exported in utils.EXPORTS.items():
-        names_by_subject[_subject(home_name)] += exported
+        names_by_subject[subject_of(home_name)] += exported
     contents = []
     for subject, exported in names_by_subject.items():
         name = "utils_" + subject.lower().replace(" ", "_").replace("-", "_")

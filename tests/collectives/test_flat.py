@@ -123,7 +123,7 @@ def test_a_subclass_that_only_decorates_is_plain():
 @settings(max_examples=150, deadline=None)
 @given(st.lists(tensors(), min_size=1, max_size=6), st.integers(2, 4), st.data(), st.booleans())
 def test_a_lane_gives_fresh_tensors(leaves, world, data, inference):
-    channel = Channel(data.draw(st.integers(0, world - 1)), world, serves_all=True)
+    channel = Channel(data.draw(st.integers(0, world - 1)), world, serves_all=True, name="test")
     others = [rank for rank in range(world) if rank != channel.rank]
 
     def swap(group, header, sent, splits, call):

@@ -75,7 +75,9 @@ class Series:
     """The values that a run has logged under one name."""
 
     def __init__(self) -> None:
-        self.steps, self.times, self.values = array("d"), array("d"), array("d")
+        self.steps: array[float] = array("d")
+        self.times: array[float] = array("d")
+        self.values: array[float] = array("d")
 
     def add(self, step: float, time: float, value: float) -> None:
         """Append a value. `step` is NaN if it was logged without one."""

@@ -34,8 +34,9 @@ class Run:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name = folder, name
-        self.lock = threading.RLock()
+        self.folder = folder
+        self.name = name
+        self.lock: threading.RLock = threading.RLock()
         """Held while the run is read or viewed."""
         self.version = 0
         """Increases with everything new that was read."""

@@ -73,11 +73,11 @@ class Server(ThreadingHTTPServer):
     allow_reuse_address = os.name != "nt"
 
     def __init__(self, runs: Sequence[Run], host: str | None = None, port: int | None = None) -> None:
-        self.runs = list(runs)
-        self.token = None if host is None else secrets.token_urlsafe(16)
-        self.host = host or "127.0.0.1"
+        self.runs: list[Run] = list(runs)
+        self.token: str | None = None if host is None else secrets.token_urlsafe(16)
+        self.host: str = host or "127.0.0.1"
         if ":" in self.host:
-            self.address_family = socket.AF_INET6
+            self.address_family: socket.AddressFamily = socket.AF_INET6
         # (run, start, stop) -> the version of the run, when it was made, and the summary
         self._summaries: dict[tuple[int, int | None, int | None], tuple[int, float, Summary]] = {}
         chosen = range(DEFAULT_PORT, DEFAULT_PORT + _PORTS) if port is None else [port]
@@ -104,7 +104,8 @@ class Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         """Bind the port. HTTPServer would look up the name of the machine, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.host, int(self.server_address[1])
+        self.server_name: str = self.host
+        self.server_port: int = int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore browsers that close a connection; report everything else."""

@@ -100,7 +100,7 @@ class RankSteps:
         header, record = read_header(self.path)
         self.header: StepsHeader = header
         self.record = record
-        self.columns = _Columns(record)
+        self.columns: _Columns = _Columns(record)
         self.count = 0
         """Records read."""
         self.last: np.void | None = None

@@ -41,9 +41,12 @@ class Axes:
     """A chart: its size, and the places of steps and values."""
 
     def __init__(self, x: Array, width: int, height: int, scale: tuple[float, float] = (0.0, 1.0)) -> None:
-        self.width, self.height, self.scale = width, height, scale
+        self.width = width
+        self.height = height
+        self.scale = scale
         half = (x[1] - x[0]) / 2 if len(x) > 1 else 0.5
-        self.first, self.last = float(x[0] - half), float(x[-1] + half)
+        self.first: float = float(x[0] - half)
+        self.last: float = float(x[-1] + half)
 
     def x(self, step: Array | float) -> Array:
         """Pixels from the left edge."""

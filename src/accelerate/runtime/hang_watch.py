@@ -87,7 +87,8 @@ class HangWatch:
     """
 
     def __init__(self, thread: int, limit: float) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank: int = dist.get_rank()
+        self.world: int = dist.get_world_size()
         self.limit = limit
         self._on_device = dist.get_backend() != "gloo"
         self.interval: float = min(INTERVAL, limit / LOOKS or INTERVAL)
