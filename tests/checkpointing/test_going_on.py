@@ -225,5 +225,5 @@ def test_a_save_and_a_resume_log_one_line_each(tmp_path, caplog):
     Run(tmp_path).accelerator.resume(signals=())
     assert [record.getMessage() for record in caplog.records if record.levelname == "INFO"] == [
         *(f"[RANK 0] saved {folder}: epoch 0, step 1" for folder in folders),
-        f"[RANK 0] resumed {folders[0]}: epoch 0, step 1, 1 damaged skipped",
+        f"[RANK 0] resumed {folders[0]}: epoch 0, step 1, skipped 1 damaged",
     ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import pytest
 from rank_pool import on_ranks
 from ranks import run_ranks
 
@@ -77,6 +78,7 @@ def test_a_mismatch_is_explained_and_ends_by_the_limit():
     assert "stands still" not in second.stderr, second.stderr
 
 
+@pytest.mark.thorough
 def test_a_slow_rank_does_not_end_the_run():
     """examples/debugging/straggler.py."""
     first, _ = run_ranks(EXAMPLES / "straggler.py", 2, env={"ACCELERATE_HANG_REPORT": "2"}, timeout=60)

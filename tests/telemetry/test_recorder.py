@@ -187,6 +187,7 @@ while True:
 """
 
 
+@pytest.mark.thorough
 def test_a_killed_process_loses_a_moment(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(KILLED)
