@@ -13,6 +13,8 @@ from accelerate.big_modeling import cpu_offload, disk_offload, dispatch_model, i
 from accelerate.core.errors import CheckpointError, ConfigurationError
 from accelerate.core.imports import is_available
 from accelerate.placement import streaming
+from accelerate.placement.align import get_state_dict_offloaded_model
+from accelerate.placement.module_hooks import remove_hook_from_submodules
 from accelerate.placement.offload import load_offloaded_weight, offload_state_dict, offload_weight
 from accelerate.placement.quantize import load_and_quantize_model
 from accelerate.placement.sizes import compute_module_sizes
@@ -166,3 +168,37 @@ def test_a_changed_index_imports_nothing_else(tmp_path):
         index["w"]["subclass"]["class"] = path
         with pytest.raises(CheckpointError, match="does not describe"):
             load_offloaded_weight(tmp_path / "w.dat", index["w"])
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_taken_back_from_disk(kind, x, tmp_path):
+    model = quantized(kind)
+    expected = outputs(model, x)
+    spread = dispatch_model(model, SPREAD, offload_dir=tmp_path / "o")
+    state = get_state_dict_offloaded_model(spread)
+    assert type(state["2.weight"]) is type(state["0.weight"])
+    spread = dispatch_model(spread, {"": "disk"}, offload_dir=tmp_path / "p")
+    remove_hook_from_submodules(spread)
+    restored = quantized(kind)
+    restored.load_state_dict(state, assign=True)
+    assert torch.equal(outputs(restored, x), expected)
+    assert torch.equal(outputs(dispatch_model(spread, {"": "cpu"}), x), expected)
+
+
+def test_activations_that_are_quantized_too(x, tmp_path):
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    model = plain()
+    quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    expected = outputs(model, x)
+    assert torch.equal(outputs(disk_offload(model, tmp_path), x), expected)
+
+
+def test_main_memory_may_be_relieved_while_loading(x, tmp_path):
+    torch.save(plain().state_dict(), tmp_path / "model.bin")
+    with init_empty_weights():
+        model = plain()
+    load_and_quantize_model(
+        model, config("int4"), tmp_path / "model.bin", "auto", offload_folder=tmp_path / "o", offload_state_dict=True
+    )
+    assert torch.equal(outputs(model, x), outputs(quantized("int4"), x))
