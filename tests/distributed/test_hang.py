@@ -4,9 +4,9 @@
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
-import pytest
 from rank_pool import on_ranks
 from ranks import run_ranks
 
