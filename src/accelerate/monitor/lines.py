@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# Bytes that one call reads, so that a page does not wait for a long file. The next call goes on.
+# Bytes that one call reads, so that a page does not wait for a long file. The next call continues.
 MOST_BYTES = 8 << 20
 # JSON has no such numbers; they are written as text.
 _SPECIAL = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page on localhost: its files, the data that it asks for, and who may ask."""
+"""The page on localhost: its files, the data that it requests, and who may request it."""
 
 from __future__ import annotations
 

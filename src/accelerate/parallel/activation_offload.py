@@ -23,7 +23,7 @@ MINIMUM = 2**20  # bytes
 class ActivationOffload:
     """Moves what a forward saves for the backward to host memory, and back when the backward needs it.
 
-    Parameters, and their views, stay where they are. Copies to the host run on a stream of their own, beside the
+    Parameters, and their views, stay where they are. Copies to the host run on a separate stream, during the
     forward. Recomputed blocks (activation checkpointing) keep only their inputs, and these are moved. On the CPU
     activations are in host memory already: the model is not changed.
 
@@ -47,7 +47,7 @@ class ActivationOffload:
         """Wrap the model's forward, in place.
 
         Raises:
-            PrepareError: the device does not copy to host memory beside its computation.
+            PrepareError: the device does not copy to host memory while it computes.
         """
         device = self.device = PartialState().device
         if device.type == "cpu":
@@ -116,7 +116,7 @@ class SavedInHostMemory:
         return self.to_device(packed)
 
     def to_host(self, tensor: torch.Tensor) -> _InHostMemory:
-        """Start the copy of a tensor to pinned memory, on a stream of its own."""
+        """Start the copy of a tensor to pinned memory, on a separate stream."""
         if self._copies is None:
             self._copies = torch.Stream(device=self.device)
         copies = self._copies

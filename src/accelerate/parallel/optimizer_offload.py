@@ -25,7 +25,7 @@ def offload_state(optimizer: torch.optim.Optimizer, chunk: int = CHUNK) -> None:
 
     Args:
         optimizer: one of torch's elementwise optimizers, of plain parameters.
-        chunk: the most bytes of state in a chunk; a larger parameter is a chunk of its own.
+        chunk: the most bytes of state in a chunk; a larger parameter is a separate chunk.
 
     Raises:
         PrepareError: the step of this optimizer cannot be divided, or its parameters are sharded.
@@ -106,17 +106,17 @@ class StreamedState:
         """(group, parameters) of each call; the parameters of a call are of one group."""
         found: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
         for group in optimizer.param_groups:
-            room = 0
+            left = 0
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
                 # Adam's two moments; before the first step the size is not known.
                 size = 2 * parameter.nbytes
-                if size > room or not found or found[-1][0] is not group:
+                if size > left or not found or found[-1][0] is not group:
                     found.append((group, []))
-                    room = self.chunk
+                    left = self.chunk
                 found[-1][1].append(parameter)
-                room -= size
+                left -= size
         return found
 
     def to_device(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> Any:

@@ -111,10 +111,10 @@ class WeightStream:
     def _expected(self) -> list[int]:
         """The modules that should run next, as many as may be fetched ahead."""
         found: list[int] = []
-        last, room = self._last, self._largest
+        last, left = self._last, self._largest
         while (number := self._next.get(last)) is not None and number not in (*found, self._last[1]):
-            room -= self._requests[number].size
-            if room < 0 and found:
+            left -= self._requests[number].size
+            if left < 0 and found:
                 break
             found.append(number)
             last = (last[1], number)

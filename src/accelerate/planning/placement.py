@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device maps that leave room for what a forward needs: activations, the key-value cache, and one offloaded layer."""
+"""Device maps that leave memory for what a forward needs: activations, the key-value cache, and one offloaded layer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DeviceUse:
     Fields:
         budget: what it may hold; None for the disk, which has no limit.
         weights: parameters and buffers that are kept there.
-        layer: room for what is kept elsewhere and runs here: twice the largest layer, since the next one is fetched
+        layer: memory for what is kept elsewhere and runs here: twice the largest layer, since the next one is fetched
             ahead, and the buffers, which stay here.
         activations: of a forward.
         cache: keys and values of the blocks that run here.
@@ -65,7 +65,7 @@ def place(
     dtype: Dtype | None = None,
     disk: bool = True,
 ) -> Placement:
-    """Plan a device map as `infer_auto_device_map` does, with room for a forward, and prove that it fits.
+    """Plan a device map as `infer_auto_device_map` does, with memory for a forward, and prove that it fits.
 
     Args:
         model: the model, which may be on the meta device.
@@ -97,18 +97,18 @@ def place(
     layers = _cached_layers(model, unsplittable) if cache_tokens else []
     cache = _cache_bytes(model, batch, cache_tokens, dtype) if cache_tokens else 0
     cached, offloaded = Counter[Any](), 0
-    # What a device has to leave free depends on the map, and the map on what is free. The room only shrinks.
+    # What a device has to leave free depends on the map, and the map on what is free. The free memory only shrinks.
     while True:
-        room = {
+        free = {
             device: size - (activations if device in computing else 0) - cached[device] * cache
             for device, size in limits.items()
         }
-        room[computing[0]] -= offloaded
-        short = {device: -size for device, size in room.items() if size < 0}
+        free[computing[0]] -= offloaded
+        short = {device: -size for device, size in free.items() if size < 0}
         if short:
             raise _missing(model, dtype, limits, short, activations, cache * max(len(layers), 1) if cache else 0)
         device_map = infer_auto_device_map(
-            model, dict(room), no_split_module_classes=no_split_module_classes, dtype=dtype, offload_buffers=True
+            model, dict(free), no_split_module_classes=no_split_module_classes, dtype=dtype, offload_buffers=True
         )
         found = Counter(_runs_on(device_for(layer, device_map), computing) for layer in layers)
         arriving = _arriving(model, device_map, computing, unsplittable, dtype)

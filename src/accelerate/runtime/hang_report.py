@@ -76,12 +76,12 @@ def status_line(status: Status) -> str:
     return f"waits in {_waiting(status)}" if status["state"] == WAITS else f"is {_elsewhere(status)}"
 
 
-def _grouped(texts: Mapping[int, str], say: Callable[[list[int], str], str] | None = None) -> list[str]:
+def _grouped(texts: Mapping[int, str], describe: Callable[[list[int], str], str] | None = None) -> list[str]:
     """One clause for the ranks with the same text."""
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
-    return [(say or _wait)(members, text) for text, members in ranks.items()]
+    return [(describe or _wait)(members, text) for text, members in ranks.items()]
 
 
 def _had(ranks: list[int], text: str) -> str:
@@ -97,10 +97,10 @@ def _is(ranks: list[int], text: str) -> str:
 
 
 def _has_waited(seconds: str) -> Callable[[list[int], str], str]:
-    def say(ranks: list[int], text: str) -> str:
+    def describe(ranks: list[int], text: str) -> str:
         return f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} waited {seconds} in {text}"
 
-    return say
+    return describe
 
 
 def _waiting(status: Status) -> str:

@@ -2,7 +2,7 @@
 """A thread of each rank that notices when the run stands still, and reports where every rank is.
 
 Nothing here is on the path of a step. The thread sleeps. It looks at the main thread's stack, the ledger, the batches
-read and the process's CPU time; if they show no progress for the limit, it asks all ranks through the store where they
+read and the process's CPU time; if they show no progress for the limit, it queries all ranks through the store where they
 are. Each rank's thread answers, whatever its main thread does. One rank prints the report.
 """
 
@@ -168,7 +168,7 @@ class HangWatch:
     # -- questions and answers
 
     def _answer(self) -> None:
-        """Answer the last question that another rank has asked."""
+        """Answer the last request of another rank."""
         number = int(self._store.add("accelerate/where", 0))
         if number > self._answered:
             self._answered = number
@@ -194,7 +194,7 @@ class HangWatch:
             if len(found) == len(keys) or self._ended.is_set():
                 break
             if watches:
-                # Another rank may ask meanwhile.
+                # Another rank may send a request meanwhile.
                 self._answer()
             time.sleep(0.02)
         return dict(sorted(found.items()))

@@ -38,7 +38,7 @@ METHODS = (
 
 
 class MeteredOptimizer(AcceleratedOptimizer):
-    """A prepared optimizer that tells the meter of its run when it has stepped. A copy of it is a plain one."""
+    """A prepared optimizer that notifies the meter of its run after each step. A copy of it is a plain one."""
 
     _meter: StepMeter
 

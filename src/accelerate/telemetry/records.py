@@ -57,7 +57,7 @@ PHASES = ("data", "transfer", "forward", "backward", "communication", "optimizer
 
 @dataclass(frozen=True)
 class StepsHeader:
-    """What the header of a file of steps says of the process that began it."""
+    """The header of a file of steps: the process that began it."""
 
     rank: int
     world_size: int

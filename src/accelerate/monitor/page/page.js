@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The page: asks for the visible range at the resolution of the screen, follows the run, and draws.
+// The page: requests the visible range at the resolution of the screen, follows the run, and draws.
 
 import { Chart, FORMATS, MARGIN, color, compact, drawHeat, drawLines, drawStack, heatHeight, nearest, ramp } from "./charts.js";
 
@@ -60,7 +60,7 @@ function range() {
 
 let requested = 0, pending = null, failures = 0;
 
-async function ask(again) {
+async function fetchView(again) {
   // `again`: another range or size is shown, so that an equal version means nothing.
   if (pending && !again) return;
   if (pending) pending.abort();
@@ -98,7 +98,7 @@ function problem(text) {
 
 async function follow() {
   const begin = performance.now();
-  if (!document.hidden) await ask(false);
+  if (!document.hidden) await fetchView(false);
   if (state.data) status();
   setTimeout(follow, Math.max(POLL, 2 * (performance.now() - begin)));
 }
@@ -108,7 +108,7 @@ function changed() {
   // Draws what is there at once; the finer picture follows.
   draw();
   clearTimeout(later);
-  later = setTimeout(() => ask(true), 60);
+  later = setTimeout(() => fetchView(true), 60);
   $("all").ariaPressed = state.mode === "all";
   $("tail").ariaPressed = Boolean(state.mode.tail);
 }
@@ -501,8 +501,8 @@ let resizing = null;
 new ResizeObserver(() => {
   draw();
   clearTimeout(resizing);
-  resizing = setTimeout(() => state.data && ask(true), 150);
+  resizing = setTimeout(() => state.data && fetchView(true), 150);
 }).observe($("charts"));
-document.addEventListener("visibilitychange", () => { if (!document.hidden) ask(false); });
+document.addEventListener("visibilitychange", () => { if (!document.hidden) fetchView(false); });
 theme();
 follow();
