@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device maps that leave memory for what a forward needs: activations, the key-value cache, and one offloaded layer."""
+"""Device maps that leave memory for what a forward needs: activations, the key-value cache, an offloaded layer."""
 
 from __future__ import annotations
 

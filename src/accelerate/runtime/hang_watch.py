@@ -2,8 +2,8 @@
 """A thread of each rank that notices when the run stands still, and reports where every rank is.
 
 Nothing here is on the path of a step. The thread sleeps. It looks at the main thread's stack, the ledger, the batches
-read and the process's CPU time; if they show no progress for the limit, it queries all ranks through the store where they
-are. Each rank's thread answers, whatever its main thread does. One rank prints the report.
+read and the process's CPU time; if they show no progress for the limit, it requests the place
+of every rank through the store. Each rank's thread answers, whatever its main thread does. One rank prints the report.
 """
 
 from __future__ import annotations
