@@ -18,7 +18,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "debugging"
 
 def compute(store, key):
     while not store.check([key]):
-        torch.ones(64, 64) @ torch.ones(64, 64)
+        for _ in range(10):
+            torch.ones(256, 256) @ torch.ones(256, 256)
 
 
 def wait(store, key):

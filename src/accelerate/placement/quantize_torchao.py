@@ -35,7 +35,7 @@ class WeightQuantizer:
 
     def __init__(self, model: nn.Module, config: Any, skip: Sequence[str]) -> None:
         self.config = config
-        self.names = {
+        self.names: set[str] = {
             f"{name}.weight" if name else "weight"
             for name, module in model.named_modules()
             # The attention of torch reads the weight of a NonDynamicallyQuantizableLinear past its forward.

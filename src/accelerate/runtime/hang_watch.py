@@ -38,7 +38,7 @@ DEBUG_INTERVAL = 0.25
 STOP = 2.0
 # Collectives before the last one that a report lists.
 BEFORE = 3
-# Shares of the time on a CPU: below the first, a process does nothing; above the second, it computes.
+# Shares of the time on a CPU, or waiting for one: below the first a process does nothing, above the second it computes.
 QUIET, BUSY = 0.05, 0.3
 
 # Called with the text of each report on the rank that prints it.
@@ -102,7 +102,8 @@ class HangWatch:
         # When the last progress was seen, with the CPU time then; and when a report is next due.
         self._sign: Any = None
         self._since = self._last = time.monotonic()
-        self._cpu = self._last_cpu = time.process_time()
+        self._run_queue = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+        self._cpu = self._last_cpu = self._busy_time()
         self._share = 0.0
         self._due = limit
         self._newest: Any = None
@@ -124,11 +125,20 @@ class HangWatch:
                 # The store is gone, or the group: the run is at its end.
                 return
 
+    def _busy_time(self) -> float:
+        """Seconds on a CPU, and those in which the main thread was ready and another process had the core (Linux)."""
+        try:
+            with open(self._run_queue, "rb") as file:
+                waited = int(file.read().split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            waited = 0.0
+        return time.process_time() + waited
+
     def _look(self) -> None:
         if self._store is None:
             # A separate connection: calls on one connection wait for each other.
             self._store = default_connection().store
-        now, cpu = time.monotonic(), time.process_time()
+        now, cpu = time.monotonic(), self._busy_time()
         self._share = (cpu - self._last_cpu) / max(now - self._last, 1e-3)
         self._last, self._last_cpu = now, cpu
         self._answer()

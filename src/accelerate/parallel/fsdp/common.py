@@ -44,7 +44,9 @@ def refuse_unshardable(model: torch.nn.Module, layout: str, ignored: Any) -> Non
                 f"{name} is a scalar (a parameter without dimensions), which {layout} does not shard. Give it one "
                 "dimension of one element (torch.tensor([value])), or put its module into ignored_modules"
             )
-        if is_quantized_tensor(parameter) and id(parameter) not in skipped:
+        # A tensor with this method describes its own sharding, as the fp8 weights of training do.
+        shards_itself = hasattr(parameter, "fsdp_pre_all_gather")
+        if is_quantized_tensor(parameter) and not shards_itself and id(parameter) not in skipped:
             raise PrepareError(
                 f"{name} is a {type(parameter).__name__}, quantized by torchao, which {layout} does not shard. For "
                 "inference use prepare_model(model, evaluation_mode=True), which keeps the whole model on each "
