@@ -38,7 +38,7 @@ DEBUG_INTERVAL = 0.25
 STOP = 2.0
 # Collectives before the last one that a report lists.
 BEFORE = 3
-# Shares of the time on a CPU, or waiting for one: below the first a process does nothing, above the second it computes.
+# Shares of the time on a CPU or waiting for one: below the first a process does nothing, above the second it computes.
 QUIET, BUSY = 0.05, 0.3
 
 # Called with the text of each report on the rank that prints it.
