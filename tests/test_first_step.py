@@ -141,6 +141,17 @@ class Lookahead(torch.optim.SGD):
         torch.optim.SGD(self.param_groups[0]["params"], lr=0.1).step()
 
 
+def test_a_plain_training_before_a_prepared_one(caplog):
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(*build())
+    model, optimizer, loader = build()
+    for _ in range(3):
+        train(accelerator, model, optimizer, loader, backward=torch.Tensor.backward)
+    caplog.clear()
+    train(accelerator, *prepared)
+    assert not warnings(caplog)
+
+
 def test_an_optimizer_inside_a_prepared_one(caplog):
     accelerator = Accelerator(cpu=True)
     model, _, loader = build()

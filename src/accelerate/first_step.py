@@ -123,6 +123,11 @@ class FirstStepCheck:
         elif optimizer not in self._stepped:
             checkpoints.check_resumed()
             checkpoints.controller.record_step()
+            if not self.active:
+                # Other optimizers have made many steps, and the backwards were not counted.
+                optimizer._before_step = None
+                self.end()
+                return
             self._check_epoch()
             self._check_parameters(optimizer, objects)
             sample = next(filter(_has_gradient, _parameters(optimizer)), None)
