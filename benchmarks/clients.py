@@ -39,9 +39,9 @@ ROWS = [
     Row("transformers", "Trainer: 40 steps, a checkpoint every 4", "trainer_save"),
     Row("transformers", "Trainer: evaluation of 1,200 rows", "evaluation"),
     Row("transformers", "Trainer: 40 steps, DDP", "trainer", 2),
-    # On the CPU the peer takes no plugin of FSDP: it runs DDP, which gathers nothing.
+    # On the CPU the peer takes no plugin of FSDP or DeepSpeed: it runs DDP, which gathers nothing.
     Row("transformers", "Trainer: 40 steps, FSDP2 (the peer: DDP)", "trainer_fsdp", 2),
-    Row("transformers", "Trainer: 40 steps, ZeRO-2", "trainer_zero", 2),
+    Row("transformers", "Trainer: 40 steps, ZeRO-2 (the peer: DDP)", "trainer_zero", 2),
     Row("transformers", "from_pretrained with a disk map, then 30 tokens", "offloaded"),
     Row("peft", "LoRA: 40 steps, then save", "lora"),
     Row("trl", "SFT: 40 steps", "sft"),
