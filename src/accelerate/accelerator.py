@@ -535,12 +535,9 @@ class Accelerator(ProcessControl, RunOptions):
         """
         if not models:
             return self._batch
-        # Called for each batch: the usual case, one model as `prepare` returned it, makes no further call.
-        if len(models) == 1:
-            for prepared in self._objects.models:
-                if prepared.module is models[0]:
-                    return AccumulatedBatch(self._accumulation, (prepared,))
-        return AccumulatedBatch(self._accumulation, tuple(map(self.prepared_model, models)))
+        # Called for each batch: the usual case avoids a generator.
+        prepared = (self.prepared_model(models[0]),) if len(models) == 1 else tuple(map(self.prepared_model, models))
+        return AccumulatedBatch(self._accumulation, prepared)
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
