@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from types import EllipsisType
+from types import EllipsisType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from ..core import trees
 ASPECTS = ("operation", "options", "structure", "dtypes", "dimensions", "shapes")
 # How many tensors of a call are listed in a message.
 LISTED = 4
+# What the names of modules begin with that are not the user's.
+_PACKAGES = (__name__.partition(".")[0] + ".", "torch.")
 
 
 class Call(NamedTuple):
@@ -93,12 +95,17 @@ def _outline(data: object) -> str:
     return f"{type(data).__qualname__}({', '.join(name + ': ' + _outline(value) for name, value in children)})"
 
 
+def user_frame() -> FrameType:
+    """The innermost frame outside this package and torch."""
+    frame = sys._getframe(1)
+    while (outer := frame.f_back) is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGES):
+        frame = outer
+    return frame
+
+
 def user_line() -> str:
     """The place outside this package and torch that called into them."""
-    frame = sys._getframe(1)
-    packages = (__name__.partition(".")[0] + ".", "torch.")
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(packages):
-        frame = frame.f_back
+    frame = user_frame()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

@@ -7,18 +7,15 @@ a run stands still (`hang_watch.py`). Collectives of torch itself are in torch's
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from .calls import Call
+from .calls import Call, user_frame
 
 # Entries that are kept.
 SIZE = 64
-_PACKAGES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 class Entry:
@@ -49,9 +46,6 @@ class Entry:
 class CollectiveLedger:
     """A ring of entries, which are made once."""
 
-    # File -> whether it is one of this package or of torch, so not the user's.
-    _is_package: ClassVar[dict[str, bool]] = {}
-
     def __init__(self, size: int = SIZE) -> None:
         self.count: int = 0
         self._entries: list[Entry] = [Entry() for _ in range(size)]
@@ -70,16 +64,7 @@ class CollectiveLedger:
             entry.data = None if data.is_nested else (data.dtype, data.shape)
         else:
             entry.data = type(data)
-        known = self._is_package
-        frame = sys._getframe(1)
-        while (outer := frame.f_back) is not None:
-            file = frame.f_code.co_filename
-            is_package = known.get(file)
-            if is_package is None:
-                is_package = known[file] = file.startswith(_PACKAGES)
-            if not is_package:
-                break
-            frame = outer
+        frame = user_frame()
         entry.file = frame.f_code.co_filename
         entry.line = frame.f_lineno
         entry.left = None
