@@ -13,10 +13,19 @@ from typing import Any
 
 import torch
 
+_MADV_WILLNEED = 3
 _MADV_POPULATE_READ = 22  # Linux 5.14
 # PAGEMAP_SCAN, Linux 6.7: its number, the size of its argument and the categories of pages.
 _PAGEMAP_SCAN, _SCAN_SIZE = 0xC0606610, 96
 _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
+
+
+def read_ahead(tensor: torch.Tensor) -> None:
+    """Let the system begin to read the pages of a tensor in a mapped file, in requests as large as the disk takes."""
+    madvise = getattr(_libc(), "madvise", None)
+    if madvise is not None and tensor.nbytes:
+        begin, length = _span(tensor.data_ptr(), tensor.nbytes)
+        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_WILLNEED)
 
 
 def read_pages(tensor: torch.Tensor) -> None:

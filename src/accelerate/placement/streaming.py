@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from ..core.device_kinds import DEVICES
-from .file_pages import read_pages
+from .file_pages import read_ahead, read_pages
 from .subclasses import convert_inner, inner_tensors
 
 # A smaller set of weights is read when it is needed: handing it to another thread takes as long as reading it.
@@ -146,9 +146,10 @@ class WeightStream:
         device = request.device
         if device.type == "cpu":
             values = {name: request.source.shared(name) for name in request.names}
-            for value in values.values():
-                for inner in inner_tensors(value).values():
-                    read_pages(inner)
+            tensors = [inner for value in values.values() for inner in inner_tensors(value).values()]
+            for read in (read_ahead, read_pages):
+                for tensor in tensors:
+                    read(tensor)
             return _Fetched(values)
         values = {name: request.source[name] for name in request.names}
         stream = self._copies.get(device)
