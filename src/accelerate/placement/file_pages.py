@@ -68,7 +68,7 @@ def is_unwritten(address: int, size: int) -> bool:
     import fcntl
 
     try:
-        return fcntl.ioctl(descriptor, _PAGEMAP_SCAN, bytearray(request)) == 0
+        return bool(fcntl.ioctl(descriptor, _PAGEMAP_SCAN, bytearray(request)) == 0)
     except OSError:
         return False
 

@@ -228,7 +228,7 @@ class SafetensorsFiles:
         file = os.fspath(path)
         kept = self._kept.get(file)
         opened = file if kept is None else kept.opened
-        return self._read(file, name, lambda size: torch.UntypedStorage.from_file(opened, False, size))
+        return self._read(file, name, lambda size: _map(opened, size))
 
     def shared(self, path: str | os.PathLike[str], name: str) -> torch.Tensor:
         """Return the tensor in a mapping that stays, so that its pages are looked up once, and not at each call.
@@ -322,6 +322,12 @@ class SafetensorsFiles:
         return SafetensorsFiles, ()
 
 
+def _map(path: str, size: int) -> torch.UntypedStorage:
+    """A private mapping of a file: its pages are the file's until they are written to."""
+    storage: Any = torch.UntypedStorage.from_file(path, False, size)
+    return storage  # type: ignore[no-any-return]
+
+
 class _KeptFile:
     """An open file, what it was like when it was opened, and a mapping of it.
 
@@ -343,7 +349,7 @@ class _KeptFile:
     def mapping(self, size: int) -> torch.UntypedStorage:
         """Return the mapping of the file."""
         if self._storage is None:
-            self._storage = torch.UntypedStorage.from_file(self.opened, False, size)
+            self._storage = _map(self.opened, size)
         return self._storage
 
     def unmap(self) -> None:
