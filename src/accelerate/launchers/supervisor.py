@@ -182,8 +182,8 @@ class Supervisor:
                     stream.flush_expired(single)
 
     def _act(self) -> None:
-        for number in self._take_signals():
-            self._handle_signal(number)
+        while self._signals:
+            self._handle_signal(self._signals.pop(0))
         if self.link is not None:
             self.link.tick(self._stop_for_others)
         self._show_progress()
@@ -376,10 +376,6 @@ class Supervisor:
         # A console that is gone (a closed terminal, a broken pipe) must not change how the run ends.
         with contextlib.suppress(OSError):
             print("\n".join(lines), file=sys.stderr, flush=True)
-
-    def _take_signals(self) -> list[int]:
-        taken, self._signals = self._signals, []
-        return taken
 
     @contextlib.contextmanager
     def _forwarding_signals(self) -> Iterator[None]:
