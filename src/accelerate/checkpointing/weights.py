@@ -153,11 +153,11 @@ def _write_shards(
             path.unlink(missing_ok=True)
         raise
     if index is not None:
-        _write_index(folder / index, files, aliases)
+        _write_index(folder / index, files)
     fsync_path(folder)
 
 
-def _write_index(path: Path, files: Mapping[str, Mapping[str, object]], aliases: Mapping[str, str]) -> None:
+def _write_index(path: Path, files: Mapping[str, Mapping[str, object]]) -> None:
     total = sum(
         value.numel() * value.element_size()
         for content in files.values()
@@ -165,7 +165,6 @@ def _write_index(path: Path, files: Mapping[str, Mapping[str, object]], aliases:
         if isinstance(value, torch.Tensor)
     )
     where = {entry: name for name, content in files.items() for entry in content}
-    where.update({alias: where[kept] for alias, kept in aliases.items() if path.name == WEIGHTS_INDEX_NAME})
     with atomic_write(path, "w") as file:
         json.dump({"metadata": {"total_size": total}, "weight_map": where}, file, indent=2, sort_keys=True)
         file.write("\n")

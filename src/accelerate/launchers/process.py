@@ -89,10 +89,10 @@ class Rank:
         tee = spec.tee_of(self.rank)
         if self.log_folder is not None:
             self.log_folder.mkdir(parents=True, exist_ok=True)
-        error = self._open_stream(spec, 2, bool(tee & 2))
-        return self._open_stream(spec, 1, bool(tee & 1)), error
+        error = self._open_stream(2, bool(tee & 2))
+        return self._open_stream(1, bool(tee & 1)), error
 
-    def _open_stream(self, spec: LaunchSpec, number: int, prefixed: bool) -> int:
+    def _open_stream(self, number: int, prefixed: bool) -> int:
         source, end = _channel(number)
         os.set_blocking(source, False)
         name = {1: "stdout.log", 2: "stderr.log"}[number]
