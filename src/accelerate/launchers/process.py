@@ -20,6 +20,8 @@ from .spec import LaunchSpec, ProcessSpec
 from .streams import Stream
 
 PR_SET_PDEATHSIG = 1
+# Signals that a starter sends on to what it has started.
+FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 class Running(Protocol):

@@ -23,7 +23,7 @@ from ..core.system import handles_signal
 from . import failure as failures
 from . import tracebacks
 from .failure import Failure
-from .process import Rank
+from .process import FORWARDED, Rank
 from .spec import LaunchSpec, ProcessSpec
 from .streams import LINE_WAIT
 from .tracebacks import fingerprint
@@ -42,7 +42,6 @@ GRACE_ENDING = 3.0
 SAVE_TIME = 30.0
 # Seconds after a signal at which the console shows that processes are still running.
 NOTICE_AFTER = 1.5
-FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 ENDING = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"})
 # Stops the ranks here because of another machine: reason, exit code, and whether the run must not be restarted.
 Stop = Callable[[str, int, bool], None]
