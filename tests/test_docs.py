@@ -107,6 +107,11 @@ def test_generated_pages_match_the_registries() -> None:
     assert reference.main(["--check"]) == 0, "run: python tools/reference.py"
 
 
+def test_the_comparison_shows_the_newest_figures() -> None:
+    comparison = importlib.import_module("tools.comparison")
+    assert comparison.main(["--check"]) == 0, "run: python tools/comparison.py"
+
+
 def test_each_module_of_utils_has_a_subject() -> None:
     """The site documents every name of `accelerate.utils`; it groups them by the module that defines them."""
     reference = importlib.import_module("tools.reference")

@@ -47,7 +47,9 @@ def train(accelerator, model, loader, test_loader, epochs: int, lr: float, rows:
             optimizer.zero_grad()
         loss, accuracy = evaluate(accelerator, model, test_loader)
         rows.append((len(rows), trained, loss, accuracy, bar(accuracy, 1)))
-    return accelerator.unwrap_model(model)
+    model = accelerator.unwrap_model(model)
+    accelerator.free_memory()  # so that `prepare` takes the model again, with its new layers
+    return model
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def test_a_stopped_run_prints_the_table_of_one_that_was_not(table, tmp_path):
     whole = table("resume", 1, "--output", tmp_path / "whole")
     assert table("resume", 1, "--output", tmp_path / "run", "--stop_after", 70) == ["stopped after step 70"]
     assert table("resume", 2, "--output", tmp_path / "run") == whole
-    assert len(whole) == 4
+    assert len(whole) == 5
 
 
 def test_profiling(table, tmp_path):
