@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write `docs/comparison.md` and its pictures from the newest figures of `make bench`.
+"""Write `docs/comparison.md`, its pictures and the table of the README from the newest figures of `make bench`.
 
     python tools/comparison.py              the newest JSON file of benchmarks/results
     python tools/comparison.py --check      fail if the page is not that of the newest file
@@ -19,6 +19,8 @@ from typing import Any
 
 PROJECT = Path(__file__).parents[1]
 IMAGES = PROJECT / "docs/images"
+# The table of the README is between these lines.
+START, END = "<!-- written by tools/comparison.py -->", "<!-- end of the table -->"
 FONT = 'font-family="sans-serif" font-size="13"'
 OURS, PEER, RAW = "#2b6cb0", "#b7b7b7", "#c05621"
 RANKS = {
@@ -27,6 +29,30 @@ RANKS = {
     "pipeline step, gpipe": "pipeline, GPipe",
     "pipeline step, 1f1b": "pipeline, 1F1B",
 }
+
+# What the README shows: what one has, what one gets, the benchmark, and how its figure is shown.
+CLAIMS = (
+    ("a training loop in plain PyTorch", "the same loop in every layout; added to a step", "step", "added"),
+    ("`torchrun` on two CPU processes", "time to the first line of the script, relative to it", "launch two", "ratio"),
+    ("a `DataLoader`", "a shard for each process, a position to resume at", "loader: samples, batch 64", "ratio"),
+    ("`gather` of one flat tensor", "`gather` of a nested batch of 8 tensors", "gather nested", "ratio"),
+    ("`fully_shard` by hand, 2 ranks", "FSDP2 by an option", "fsdp step, 2 ranks", "ratio"),
+    ("`parallelize_module` by hand, 2 ranks", "tensor parallelism by an option", "tensor step, 2 ranks", "ratio"),
+    ("stages and schedule by hand, 2 ranks", "a pipeline by an option", "pipeline step, gpipe, 2 ranks", "ratio"),
+    ("`torch.save` and fsync, 1.2 GB", "a checkpoint that is complete or absent", "checkpoint save", "ratio"),
+    ("reading the 1.2 GB from disk", "a load that checks everything before", "checkpoint load", "ratio"),
+)
+
+
+def claims(figures: dict[str, Any], date: str) -> str:
+    """Return the table of the README."""
+    files = {name: script.file for script in scripts() for name in script.rows}
+    lines = [f"| you have | you get | measured on {date} | command |", "|---|---|---|---|"]
+    for have, get, name, metric in CLAIMS:
+        if name in figures and "ours" in figures[name]:
+            command = f"`python benchmarks/run.py --only {files[name]}`"
+            lines.append(f"| {have} | {get} | {value(figures[name]['ours'], metric)} | {command} |")
+    return "\n".join(lines)
 
 
 def scripts() -> list[Any]:
@@ -179,7 +205,11 @@ def write(path: Path) -> dict[Path, str]:
         "|---|---|---|---|---|",
         *table,
     ]
-    return {PROJECT / "docs/comparison.md": "\n".join(lines) + "\n", **pictures}
+    readme = PROJECT / "README.md"
+    before, rest = readme.read_text().split(START)
+    after = rest.split(END)[1]
+    shown = f"{before}{START}\n\n{claims(figures, date)}\n\n{END}{after}"
+    return {PROJECT / "docs/comparison.md": "\n".join(lines) + "\n", readme: shown, **pictures}
 
 
 def main(arguments: list[str] | None = None) -> int:

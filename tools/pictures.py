@@ -41,8 +41,7 @@ def mesh() -> str:
             for tensor in range(2):
                 rank = 4 * replica + 2 * shard + tensor
                 fill = ("#dbeafe", "#fde3cf")[tensor]
-                half = ("first", "second")[tensor]
-                lines = f"rank {rank}", f"{half} half of each matrix", f"of that, shard {shard}"
+                lines = f"rank {rank}", f"matrices, half {tensor}", f"of that, shard {shard}"
                 parts.append(box(left + 10 + 158 * tensor, 74 + 82 * shard, 152, 74, fill, *lines))
     parts.append(text(360, 22, "dp_replicate_size=2, dp_shard_size=2, tp_size=2: 8 processes", "middle"))
     parts.append(
