@@ -47,7 +47,7 @@ from .run_options import RunOptions
 from .runtime.communication import raise_lost
 from .scheduler import AcceleratedScheduler
 from .state import AcceleratorState, GradientState, PartialState
-from .telemetry.meter import METHODS, MeteredOptimizer, StepMeter
+from .telemetry.meter import METHODS, StepMeter
 from .telemetry.profile import profile
 from .telemetry.show import show_report
 from .telemetry.start import start_meter, start_profile
@@ -403,7 +403,7 @@ class Accelerator(ProcessControl, RunOptions):
             return optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        kind = AcceleratedOptimizer if self._meter is None else MeteredOptimizer
+        kind = AcceleratedOptimizer if self._meter is None else self._meter.optimizer_type
         prepared = kind(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
         self.precision.attach_master_weights(optimizer)
         offload = self.plan.handlers.offload
