@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
@@ -202,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
     server_version = "accelerate"
     sys_version = ""
     protocol_version = "HTTP/1.1"
-    timeout: float | None = 60
+    timeout: ClassVar[float | None] = 60
 
     def do_GET(self) -> None:
         """Answer with a file of the page, with data, or with a file of a run."""
