@@ -210,7 +210,7 @@ def test_a_killed_process_loses_a_moment(tmp_path):
         with open(path, "ab") as file:
             file.write(b'{"time": 1, "ev')
     again = TelemetryWriter(tmp_path, 0, world_size=1)
-    again.append((time.perf_counter(), 1, 0, 0, *[0.0] * 13, None))
+    again.append((time.perf_counter(), 1, 0, 0, *[0.0] * 12, None))
     again.close()
     assert len(read_steps(steps_file(tmp_path, 0))) == len(rows) + 1
     assert (steps_file(tmp_path, 0).stat().st_size - HEADER_SIZE) % STEP.itemsize == 0
@@ -253,7 +253,7 @@ def test_a_long_run_stays_bounded(tmp_path, monkeypatch):
     made = TelemetryWriter(tmp_path, 0, world_size=1)
     path = steps_file(tmp_path, 0)
     for step in range(1, 1001):
-        made.append((float(step), step, 0, 0, float(step), *[1.0] * 9, float(step), 1.0, 0.1, None))
+        made.append((float(step), step, 0, 0, float(step), *[1.0] * 9, float(step), 0.1, None))
         if step % 16 == 0:
             made.flush()
             assert len(read_steps(path)) < 64 + 16

@@ -115,7 +115,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         # Without a generator to synchronize, the ranks share the states that the order is drawn from.
         kinds = None if rng_types is None else list(rng_types)
         self.rng_types: list[Any] | None = kinds if synchronized_generator is not None else _without_generator(kinds)
-        self.synchronized_generator = synchronized_generator
+        self.synchronized_generator: torch.Generator | None = synchronized_generator
         # `prepare` gave the sampler this generator.
         self._seeded = _seeded
         self.skip_batches = skip_batches

@@ -44,10 +44,11 @@ _ROW = struct.Struct("<d4I16f")
 assert _ROW.size == STEP.itemsize
 
 # What a step leaves: the moment on the clock of `perf_counter`, step, epoch, flags, seconds, the phases, samples,
-# tokens, loss, norm, learning rate, and None, or a function that returns tokens, loss and norm, which are on a device:
-# None while they are not here, unless its argument is True. The thread makes a record of it.
+# tokens, loss, learning rate, and what is read later: None, the gradient norm on the host, or a function that returns
+# loss and norm, which are on a device: None while they are not here, unless its argument is True.
 Step = tuple[Any, ...]
-_SAMPLES, _TOKENS, _RATE = 12, 13, 16
+# Samples or tokens of a step in which none were counted: no sum of counts is negative.
+NONE_READ = -0.0
 
 
 class TelemetryWriter:
@@ -80,7 +81,9 @@ class TelemetryWriter:
         self._stop = threading.Event()
         self._steps = self._events_fd = -1
         self._count = 0
-        self._memory = (math.nan, math.nan)
+        # Of the records so far, for those who publish them: samples and tokens of all, the loss of the last.
+        self.samples = self.tokens = self.loss = math.nan
+        self.memory: tuple[float, float] = (math.nan, math.nan)  # bytes on the device and on the host
         self._memory_at = -math.inf
         self._start()
 
@@ -188,23 +191,45 @@ class TelemetryWriter:
         if not self._records and self._held is None:
             return
         self._measure_memory()
-        offset = time.time() - time.perf_counter()
+        rows = self._take(wait)
+        if len(rows):
+            self._append_rows(rows.tobytes(), len(rows))
+            self._sum_up(rows)
+        if self._count >= MOST_RECORDS:
+            self._merge()
+
+    def _take(self, wait: bool) -> np.ndarray[Any, np.dtype[Any]]:
+        """The records that wait, up to the first whose values are not here."""
         rows = []
         while self._held is not None or self._records:
             found = self._held or self._records.popleft()
             self._held = None
-            if found[-1] is not None:
-                values = found[-1](wait)
+            moment, step, epoch, flags, *fields, loss, rate, late = found
+            norm = math.nan
+            if callable(late):
+                values = late(wait)
                 if values is None:
                     self._held = found
                     break
-                found = (*found[:_TOKENS], *values, *found[_RATE:])
-            moment, step, epoch, flags, seconds, *phases = found[:_SAMPLES]
-            values = (seconds, *phases, seconds, *found[_SAMPLES:-1], *self._memory)
-            rows.append(_ROW.pack(moment + offset, step, 1, epoch, flags, *values))
-        self._append_rows(b"".join(rows), len(rows))
-        if self._count >= MOST_RECORDS:
-            self._merge()
+                loss = values[0] if loss != loss else loss
+                norm = values[1]
+            elif late is not None:
+                norm = float(late)
+            rows.append(_packed(moment, step, 1, epoch, flags, *fields[:8], fields[0], *fields[8:], loss, norm, rate))
+        taken = np.frombuffer(bytearray(b"".join(rows)), STEP)
+        taken["time"] += time.time() - time.perf_counter()
+        taken["device_memory"], taken["host_memory"] = self.memory
+        for name in ("samples", "tokens"):
+            taken[name][np.signbit(taken[name])] = math.nan
+        return taken
+
+    def _sum_up(self, rows: np.ndarray[Any, np.dtype[Any]]) -> None:
+        for name in ("samples", "tokens"):
+            known = rows[name][~np.isnan(rows[name])]
+            if len(known):
+                total = getattr(self, name)
+                setattr(self, name, float(known.sum(dtype="f8")) + (0.0 if math.isnan(total) else total))
+        self.loss = float(rows["loss"][-1])
 
     def _append_rows(self, data: bytes, count: int) -> None:
         try:
@@ -250,7 +275,7 @@ class TelemetryWriter:
             return
         self._memory_at = now
         device = math.nan if self._device_memory is None else self._device_memory()
-        self._memory = (device, float(psutil.Process().memory_info().rss))
+        self.memory = (device, float(psutil.Process().memory_info().rss))
 
     def _fail(self, error: OSError) -> None:
         """Stop the recording: training is worth more."""
@@ -258,6 +283,7 @@ class TelemetryWriter:
         self.append = _discard
         self._records.clear()
         self._events = deque(maxlen=0)
+        self.samples = self.tokens = self.loss = math.nan
         for descriptor in (self._steps, self._events_fd):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -284,6 +310,14 @@ def merged(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any
     fits = last["step"] > first["step"]
     pieces = [both] if fits.all() else [both[i : i + 1] if good else paired[i] for i, good in enumerate(fits)]
     return np.concatenate([*pieces, rows[len(paired) * 2 :]])
+
+
+def _packed(*fields: float) -> bytes:
+    """A row without memory. A number too large for single precision is infinite."""
+    try:
+        return _ROW.pack(*fields, math.nan, math.nan)
+    except OverflowError:
+        return _ROW.pack(*fields[:5], *np.asarray(fields[5:], "f4").tolist(), math.nan, math.nan)
 
 
 def _discard(record: Step) -> None:
