@@ -413,7 +413,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         position = Position.from_dict(state_dict)
         plan = self.plan()
         streams = self._source.workers if is_iterable(self.base_dataloader) else None
-        position.check_fits(plan.unit, total_of(plan), streams)
+        position.check_fits(plan.unit, total_of(plan), streams if self._reads else None)
         if position.in_epoch:
             self._check_split(position.place)
         self._order = None
@@ -424,6 +424,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if position.own is not None:
             self._new_order().restore_own(position.own)
         self.set_epoch(position.epoch)
+
+    @property
+    def _reads(self) -> bool:
+        """Whether this process reads the dataset itself."""
+        return True
 
     def _check_split(self, place: StreamPosition) -> None:
         """Raise CheckpointError where the rest of an epoch of which each process read a shard cannot be read here."""
