@@ -133,6 +133,28 @@ def on_two_ranks(folder):
     return len(ones), str(accelerator._meter._writer.folder)
 
 
+def reduce_late(folder):
+    """The backward of rank 1 begins late."""
+    accelerator = Accelerator(cpu=True, telemetry=folder)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        loss = model(torch.ones(2, 4)).sum()
+        if accelerator.process_index and step == 2:
+            time.sleep(0.5)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+
+
+def test_the_wait_for_gradients_is_communication(ranks, tmp_path):
+    ranks(2).run(reduce_late, str(tmp_path))
+    first, second = (read_steps(steps_file(tmp_path, rank))[2] for rank in range(2))
+    assert first["communication"] > 4 * first["backward"] > 0 and second["forward"] > first["forward"]
+    assert first["communication"] > 4 * second["communication"]
+
+
 def default_folder(folder):
     os.chdir(folder)
     sys.argv[0] = f"script{os.environ['RANK']}.py"

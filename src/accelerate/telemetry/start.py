@@ -59,7 +59,7 @@ def start_meter(
         dump_memory=functools.partial(dump_memory, state.device),
         **details,
     )
-    return StepRecorder(writer, status, state.device, share)
+    return StepRecorder(writer, status, state.device, share, waits=state.num_processes > 1)
 
 
 def run_folder(telemetry: bool | str | os.PathLike[str] | None, project: ProjectConfiguration) -> Path | None:
