@@ -330,8 +330,8 @@ class StepRecorder(StepMeter):
     def _counting_waits(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call` of a backward, in which the wait for the reduction of gradients at its end is communication.
 
-        DDP waits in a callback that autograd runs when the gradients are computed. One that is queued before it, as the
-        backward begins, knows when that was.
+        DDP waits in a callback that autograd runs when the gradients are computed. One that is queued before it, as
+        the backward begins, knows when that was.
         """
         computed = 0.0
 
