@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import json_text
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
-from .parser import Formatter, Parser, table
+from .parser import Formatter, Parser, print_error, table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -294,7 +294,7 @@ def estimate_command(args: argparse.Namespace) -> None:
     try:
         model = build(args.model_name, args.library_name, args.trust_remote_code)
     except ConfigurationError as error:
-        print(f"accelerate estimate-memory: error: {error}", file=sys.stderr)
+        print_error("accelerate estimate-memory", error)
         sys.exit(2)
     print(report(args.model_name, model, [footprint(model, dtype) for dtype in args.dtypes]))
 

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ..core.errors import ConfigurationError
-from .parser import Parser, table
+from .parser import Parser, print_error, table
 
 if TYPE_CHECKING:
     from ..planning.estimate import Estimate
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         sys.exit(_run(args))
     except ConfigurationError as error:
-        print(f"accelerate plan: error: {error}", file=sys.stderr)
+        print_error("accelerate plan", error)
         sys.exit(2)
 
 
