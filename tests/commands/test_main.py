@@ -101,7 +101,19 @@ def test_help_has_colours_on_request_only(capsys, monkeypatch):
 
 def test_options_of_torchrun():
     args = launch_command_parser().parse_args(
-        "--nproc_per_node 4 --nnodes 1:3 --node_rank 1 --master_addr a --master_port 29511 x.py".split()
+        [
+            "--nproc_per_node",
+            "4",
+            "--nnodes",
+            "1:3",
+            "--node_rank",
+            "1",
+            "--master_addr",
+            "a",
+            "--master_port",
+            "29511",
+            "x.py",
+        ]
     )
     assert (args.machine_rank, args.main_process_ip, args.main_process_port) == (1, "a", 29511)
     settings = resolve_settings(given(args))

@@ -103,8 +103,7 @@ def _run(args: argparse.Namespace) -> int:
                 + (suggestion(unknown[0], known) or f"; they have {', '.join(known)}")
             )
         chosen = [layout for layout in chosen if layout.name in args.layouts]
-    local = ":" in args.model and not os.path.exists(args.model)
-    module = model.from_function(args.model) if local else build(args.model, trust_remote_code=args.trust_remote_code)
+    module = build(args.model, trust_remote_code=args.trust_remote_code)
     training = trace.PlannedTraining(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
     processes = max(1, min(4, (os.cpu_count() or 1) // 2))
     rows = estimate.plan(training, here, chosen, processes)
