@@ -29,7 +29,7 @@ LIBRARIES = ("timm", "transformers")
 DTYPES = ("float32", "float16", "int8", "int4")
 SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Seconds in which the Hub must accept a connection.
-HUB_TIMEOUT = 0.7
+HUB_TIMEOUT = 0.5
 CONFIG = "config.json"
 
 
@@ -60,7 +60,7 @@ class Footprint:
 
 
 def footprint(model: nn.Module, dtype: str) -> Footprint:
-    """What a float32 model (it may be on the meta device) takes in one of `DTYPES`, or in bfloat16. Tied weights count once."""
+    """What a float32 model (it may be on the meta device) takes in a dtype. Tied weights count once."""
     import torch
 
     from ..core.enums import CustomDtype
