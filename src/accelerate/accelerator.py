@@ -1079,6 +1079,7 @@ class Accelerator(ProcessControl, RunOptions):
     @property
     def trackers(self) -> list[GeneralTracker]:
         """The trackers that `init_trackers` started; empty on processes that do not log."""
+        self._trackers.drain()
         return self._trackers.trackers
 
     @trackers.setter
@@ -1088,12 +1089,13 @@ class Accelerator(ProcessControl, RunOptions):
     def init_trackers(self, *args: Any, **kwargs: Any) -> None:
         """Start the trackers of `log_with`. Call it on every process; the main process starts them.
 
-        The arguments are `init_trackers(project_name, config=None, init_kwargs={})`.
+        The arguments are `init_trackers(project_name, config=None, init_kwargs={}, *, background=False)`.
 
         Args:
             args: `project_name`: the name of the run. `config`: its hyperparameters, a dict. `init_kwargs`:
                 {tracker name: further arguments of that tracker}.
-            kwargs: the same by name.
+            kwargs: the same by name. `background`: whether `log` only copies the values, and a thread calls the
+                services.
         """
         if self.is_main_process:
             self._trackers.start(*args, **kwargs)
