@@ -20,6 +20,8 @@ DOCS_PORT ?= 8000
 # For two cores: many tests wait for processes that they have started.
 WORKERS ?= 3
 PYTEST_ARGS ?=
+# The tests start hundreds of interpreters. Without bytecode each of them compiles torch, which takes seconds.
+export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
 # Python compiles what it imports; compiling all files of all packages takes more than a minute.
@@ -85,7 +87,7 @@ check-style: $(STAMP)
 	$(BIN)/ruff format --check .
 
 check-types: $(STAMP)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 check-names: $(STAMP)  # the import layers too
 	$(BIN)/python -m pytest -q -p no:xdist tests/test_public_api.py tests/test_imports.py

@@ -73,6 +73,23 @@ def test_links_lead_to_files(path: Path) -> None:
     assert lost == []
 
 
+def headings(path: Path) -> set[str]:
+    """The anchors of a document, as GitHub and the site make them from its headings."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def test_links_lead_to_headings() -> None:
+    lost = []
+    for path in DOCUMENTS:
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([\w-]+)\)", path.read_text()):
+            other = path.parent / target if target else path
+            if other.suffix == ".md" and anchor not in headings(other):
+                lost.append(f"{path.name}: {target}#{anchor}")
+    assert lost == []
+
+
 def test_imported_names_exist() -> None:
     lost = []
     for path in DOCUMENTS:

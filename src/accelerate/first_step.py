@@ -74,7 +74,7 @@ class FirstStepCheck:
     _hook: ClassVar[RemovableHandle | None] = None
 
     def __init__(self, objects: RunObjects, checkpoints: RunCheckpoints, gradient_state: GradientState) -> None:
-        self.active = True
+        self.active: bool = True
         self._objects = weakref.ref(objects)
         self._checkpoints = weakref.ref(checkpoints)
         self._gradient_state = gradient_state

@@ -115,7 +115,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         # Without a generator to synchronize, the ranks share the states that the order is drawn from.
         kinds = None if rng_types is None else list(rng_types)
         self.rng_types: list[Any] | None = kinds if synchronized_generator is not None else _without_generator(kinds)
-        self.synchronized_generator = synchronized_generator
+        self.synchronized_generator: torch.Generator | None = synchronized_generator
         # `prepare` gave the sampler this generator.
         self._seeded = _seeded
         self.skip_batches = skip_batches
@@ -413,7 +413,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         position = Position.from_dict(state_dict)
         plan = self.plan()
         streams = self._source.workers if is_iterable(self.base_dataloader) else None
-        position.check_fits(plan.unit, total_of(plan), streams)
+        position.check_fits(plan.unit, total_of(plan), streams if self._reads else None)
         if position.in_epoch:
             self._check_split(position.place)
         self._order = None
@@ -424,6 +424,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if position.own is not None:
             self._new_order().restore_own(position.own)
         self.set_epoch(position.epoch)
+
+    @property
+    def _reads(self) -> bool:
+        """Whether this process reads the dataset itself."""
+        return True
 
     def _check_split(self, place: StreamPosition) -> None:
         """Raise CheckpointError where the rest of an epoch of which each process read a shard cannot be read here."""
