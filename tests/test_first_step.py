@@ -289,6 +289,20 @@ def test_a_parameter_that_one_rank_changes():
 
 
 @on_ranks(2)
+def test_a_complex_parameter_that_differs_in_its_imaginary_part():
+    logged = recorded()
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 3, bias=False, dtype=torch.complex64)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if accelerator.process_index == 1:
+        with torch.no_grad():
+            model.module.weight += 1j
+    accelerator.backward(model(torch.ones(2, 1, dtype=torch.complex64)).abs().sum())
+    optimizer.step()
+    assert warnings(logged) == [] if accelerator.process_index else only(logged, "parameter weight", "rank 1")
+
+
+@on_ranks(2)
 def test_parameters_of_local_sgd_may_differ():
     logged = recorded()
     accelerator = Accelerator(cpu=True)
