@@ -297,8 +297,11 @@ def test_a_complex_parameter_that_differs_in_its_imaginary_part():
     if accelerator.process_index == 1:
         with torch.no_grad():
             model.module.weight += 1j
-    accelerator.backward(model(torch.ones(2, 1, dtype=torch.complex64)).abs().sum())
-    optimizer.step()
+    for number in range(2):
+        inputs = torch.full((2, 1), accelerator.process_index + number + 1, dtype=torch.complex64)
+        accelerator.backward(model(inputs).abs().sum())
+        optimizer.step()
+        optimizer.zero_grad()
     assert warnings(logged) == [] if accelerator.process_index else only(logged, "parameter weight", "rank 1")
 
 

@@ -129,6 +129,8 @@ class Order:
         self.unrecorded: bool = False
         self.begun: bool = False
         self.resumes: bool = False
+        # A pass that was open when its position was saved, and had drawn nothing of its order.
+        self.reopens: bool = False
         self.isolates: bool = False
         self.shared: bool = False
         self.equal_lengths: bool = False
@@ -225,6 +227,11 @@ class Order:
         self.history.overtaken = bool(self.states.pop("overtaken", self.history.overtaken))
         self._expected = (place.consumed, place.digest)
         self.resumes = self.begun = True
+
+    @property
+    def opens(self) -> bool:
+        """Whether the start of the pass draws what torch's loader draws; a resumed run has drawn that before."""
+        return not (self.resumes or self.reopens)
 
     def isolate(self, shared: bool, equal_lengths: bool = False) -> None:
         """Separate the sampler's draws from all others.

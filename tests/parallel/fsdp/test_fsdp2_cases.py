@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.precision import GradScalerKwargs
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import CheckpointError, PrepareError
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 WIDTH, VOCABULARY, BATCH, CLIP, ACCUMULATION = 8, 13, 4, 0.05, 2
@@ -309,3 +309,36 @@ def test_a_module_in_two_models_is_refused():
     two.base = one.base
     with pytest.raises(PrepareError, match=r"base.weight is a parameter of another model too"):
         accelerator.prepare(one, two)
+
+
+class Historic(torch.optim.SGD):
+    """An optimizer whose state is no tensor."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("history", []).append(parameter.grad.norm().item())
+        return loss
+
+
+@on_ranks(2)
+def test_a_state_that_has_no_shards_is_named_with_what_saves_it(tmp_path):
+    PartialState(cpu=True)
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        accelerator = fresh(Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP", state_dict_type=kind))
+        model = Adapted()
+        model, optimizer = accelerator.prepare(model, Historic(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(2, WIDTH)).sum())
+        optimizer.step()
+        if kind == "SHARDED_STATE_DICT":
+            with pytest.raises(CheckpointError, match=r"'history' of Historic is a list.*FULL_STATE_DICT"):
+                accelerator.save_state(tmp_path / kind)
+            continue
+        accelerator.save_state(tmp_path / kind)
+        histories = [state["history"] for state in optimizer.optimizer.state.values()]
+        wanted = copy.deepcopy(histories)
+        optimizer.step()
+        accelerator.load_state(tmp_path / kind)
+        assert isinstance(next(model.parameters()), DTensor)
+        assert [state["history"] for state in optimizer.optimizer.state.values()] == wanted
