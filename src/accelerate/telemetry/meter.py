@@ -265,19 +265,32 @@ class StepRecorder(StepMeter):
     Durations are measured on the host: on a device whose work is queued they show where the host waits. The forward
     reaches from the delivery of a batch to `backward`, less collectives and saves. A pass over a loader in which no
     backward follows its batches is an evaluation, which is in no record.
+
+    Args:
+        writer: of the records.
+        status: see `StepMeter`.
+        device: see `StepMeter`.
+        share: see `StepMeter`.
+        waits: a backward may wait for other processes.
     """
 
     optimizer_type = MeteredOptimizer
 
     __slots__ = (
         "_backward", "_checkpoint", "_communication", "_data", "_flags", "_forward", "_last", "_losses", "_mark",
-        "_norm", "_optimizer", "_read_samples", "_read_tokens", "_release", "_seen", "_transfer", "_writer",
+        "_norm", "_optimizer", "_read_samples", "_read_tokens", "_release", "_seen", "_transfer", "_waits", "_writer",
     )  # fmt: skip
 
     def __init__(
-        self, writer: TelemetryWriter, status: StatusFile | None, device: torch.device, share: float = 1.0
+        self,
+        writer: TelemetryWriter,
+        status: StatusFile | None,
+        device: torch.device,
+        share: float = 1.0,
+        waits: bool = False,
     ) -> None:
         self._writer = writer
+        self._waits = waits
         self._flags = FLAG_FIRST
         self._seen = 0  # the step of the last look
         now = perf_counter()
@@ -314,7 +327,43 @@ class StepRecorder(StepMeter):
         around = {"backward": self._around_backward, "clip_grad_norm_": self._around_clip}
         return around.get(name, self._around_collective)(call, owner)
 
+    def _counting_waits(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call` of a backward, in which the wait for the reduction of gradients at its end is communication.
+
+        DDP waits in a callback that autograd runs when the gradients are computed. One that is queued before it, as
+        the backward begins, knows when that was.
+        """
+        computed = 0.0
+
+        def note() -> None:
+            nonlocal computed
+            computed = perf_counter()
+
+        def queue(gradient: torch.Tensor) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(note)
+
+        def backward(accelerator: Any, loss: Any, num_items: Any = None, **kwargs: Any) -> None:
+            nonlocal computed
+            if type(loss) is not torch.Tensor or not loss.requires_grad:
+                call(accelerator, loss, num_items, **kwargs)
+                return
+            computed = 0.0
+            hook = loss.register_hook(queue)
+            try:
+                call(accelerator, loss, num_items, **kwargs)
+            finally:
+                hook.remove()
+            if computed:
+                waited = perf_counter() - computed
+                self._communication += waited
+                self._backward -= waited
+
+        return backward
+
     def _around_backward(self, call: Callable[..., Any], owner: Callable[[], Any]) -> Callable[..., Any]:
+        if self._waits:
+            call = self._counting_waits(call)
+
         def backward(loss: Any, num_items: Any = None, **kwargs: Any) -> None:
             begin = perf_counter()
             self._forward += begin - self._mark

@@ -59,14 +59,22 @@ class TelemetryWriter:
         rank: of this process.
         details: of the header, and `world_size`.
         device_memory: returns the bytes allocated on the device; None for the CPU.
+        dump_memory: called with the folder and the rank when memory has run out; see `memory_dump`.
     """
 
     _open: ClassVar[dict[Path, TelemetryWriter]] = {}
 
     def __init__(
-        self, folder: Path, rank: int, device_memory: Callable[[], float] | None = None, **details: Any
+        self,
+        folder: Path,
+        rank: int,
+        device_memory: Callable[[], float] | None = None,
+        dump_memory: Callable[[Path, int], dict[str, Path]] | None = None,
+        **details: Any,
     ) -> None:
         self.folder = folder
+        self._rank = rank
+        self._dump_memory = dump_memory
         self._steps_path = steps_file(folder, rank)
         self._events_path = events_file(folder, rank)
         self._header = header_bytes(rank, **details)
@@ -106,6 +114,13 @@ class TelemetryWriter:
 
     def _out_of_memory(self, error: BaseException) -> None:
         self.event("out_of_memory", message=(str(error).splitlines() or [type(error).__name__])[0][:500])
+        if self._dump_memory is not None:
+            try:
+                for name, path in self._dump_memory(self.folder, self._rank).items():
+                    self.event("out_of_memory", message=f"{name} of rank {self._rank}", path=str(path))
+            except Exception as failure:
+                # What an allocator reports differs between devices and versions of torch.
+                self.event("warning", message=f"the memory of rank {self._rank} cannot be written: {failure!r}"[:500])
 
     def release(self) -> None:
         """Write everything and close the files, when the last user releases them."""

@@ -11,7 +11,7 @@ from ...config import launch_file
 from ...config.launch_settings import Settings
 from ...core.errors import ConfigurationError, suggestion
 from ...core.options import PRECISIONS, options
-from ..parser import Parser, table
+from ..parser import Parser, print_error, table
 from . import config_args, questions
 from .config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from .default import write_basic_config
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         _run(action, arguments)
     except ConfigurationError as error:
-        print(f"accelerate config: error: {error}", file=sys.stderr)
+        print_error("accelerate config", error)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\naccelerate config: interrupted, nothing was written", file=sys.stderr)
