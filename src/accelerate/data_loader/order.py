@@ -129,8 +129,8 @@ class Order:
         self.unrecorded: bool = False
         self.begun: bool = False
         self.resumes: bool = False
-        # A pass that was open when its position was saved, and had drawn nothing of its order.
-        self.reopens: bool = False
+        # The start of the pass has drawn its numbers, maybe before the position was saved that it continues from.
+        self.opened: bool = False
         self.isolates: bool = False
         self.shared: bool = False
         self.equal_lengths: bool = False
@@ -228,10 +228,11 @@ class Order:
         self._expected = (place.consumed, place.digest)
         self.resumes = self.begun = True
 
-    @property
-    def opens(self) -> bool:
-        """Whether the start of the pass draws what torch's loader draws; a resumed run has drawn that before."""
-        return not (self.resumes or self.reopens)
+    def draws_at_start(self) -> bool:
+        """Whether the start of the pass has to draw what that of a torch loader draws; once in a pass."""
+        draws = not (self.resumes or self.opened)
+        self.opened = True
+        return draws
 
     def isolate(self, shared: bool, equal_lengths: bool = False) -> None:
         """Separate the sampler's draws from all others.
