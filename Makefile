@@ -87,7 +87,7 @@ check-style: $(STAMP)
 	$(BIN)/ruff format --check .
 
 check-types: $(STAMP)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 check-names: $(STAMP)  # the import layers too
 	$(BIN)/python -m pytest -q -p no:xdist tests/test_public_api.py tests/test_imports.py
