@@ -374,7 +374,9 @@ def _replicated(optimizer: AcceleratedOptimizer, objects: RunObjects) -> dict[st
 
 
 def _digest(parameter: torch.Tensor) -> list[float]:
-    values = parameter.detach().flatten()[:_ELEMENTS].double()
+    values = parameter.detach().flatten()[:_ELEMENTS]
+    values = torch.view_as_real(values) if values.is_complex() else values
+    values = values.double()
     return [values.sum().item(), values.abs().sum().item()]
 
 
