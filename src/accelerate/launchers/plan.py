@@ -163,4 +163,4 @@ def summary(settings: Settings, spec: LaunchSpec) -> str:
     if spec.threads is not None and spec.num_processes > 1:
         words.append(f"{spec.threads} CPU thread{'s' if spec.threads > 1 else ''} each")
     source = str(settings.file.path) if settings.file else "no configuration file"
-    return f"accelerate launch: {', '.join(words)} ({source}; `accelerate config explain` shows each value's origin)"
+    return f"accelerate launch: {', '.join(words)} ({source}; `accelerate config show` shows each value's origin)"
