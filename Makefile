@@ -20,6 +20,8 @@ DOCS_PORT ?= 8000
 # For two cores: many tests wait for processes that they have started.
 WORKERS ?= 3
 PYTEST_ARGS ?=
+# The tests start hundreds of interpreters. Without bytecode each of them compiles torch, which takes seconds.
+export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
 # Python compiles what it imports; compiling all files of all packages takes more than a minute.
@@ -85,7 +87,7 @@ check-style: $(STAMP)
 	$(BIN)/ruff format --check .
 
 check-types: $(STAMP)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 check-names: $(STAMP)  # the import layers too
 	$(BIN)/python -m pytest -q -p no:xdist tests/test_public_api.py tests/test_imports.py
@@ -96,6 +98,7 @@ format: $(STAMP)  ## apply automatic lint fixes and format the code
 
 bench: $(STAMP) $(PEER_STAMP)  ## compare this package, Hugging Face's accelerate and raw PyTorch
 	$(BIN)/python benchmarks/run.py --peer $(PEER_VENV)/bin/python
+	$(BIN)/python tools/comparison.py
 
 bench-plan: $(STAMP)  ## compare the estimates of `accelerate plan` with real runs on the CPU (half an hour on two cores)
 	$(BIN)/python benchmarks/plan.py

@@ -62,7 +62,8 @@ def _undeclared(tree):
                     if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
                         found.setdefault(target.attr, []).append(_is_evident(value))
         properties = {method.name for method in methods if method.decorator_list}
-        evident = {name for name, values in found.items() if values[0]}
+        # What is assigned twice may be inferred as the union of both.
+        evident = {name for name, values in found.items() if values == [True]}
         for name in found.keys() - declared - properties - evident:
             if _is_public(name):
                 yield f"{owner.name}.{name}"

@@ -72,7 +72,7 @@ def code(text: object) -> str:
 
 
 def _default(row: Option) -> str:
-    return "" if row.default in (None, False, "") else code(as_text(row.default))
+    return "" if row.default is False else code(as_text(row.default) if row.default is not None else None)
 
 
 def _flags_as_code(text: str) -> str:

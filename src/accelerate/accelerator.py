@@ -47,7 +47,7 @@ from .run_options import RunOptions
 from .runtime.communication import raise_lost
 from .scheduler import AcceleratedScheduler
 from .state import AcceleratorState, GradientState, PartialState
-from .telemetry.meter import METHODS, MeteredOptimizer, StepMeter
+from .telemetry.meter import METHODS, StepMeter
 from .telemetry.profile import profile
 from .telemetry.show import show_report
 from .telemetry.start import start_meter, start_profile
@@ -403,7 +403,7 @@ class Accelerator(ProcessControl, RunOptions):
             return optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PrepareError(f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        kind = AcceleratedOptimizer if self._meter is None else MeteredOptimizer
+        kind = AcceleratedOptimizer if self._meter is None else self._meter.optimizer_type
         prepared = kind(optimizer, device_placement=self._place(device_placement), scaler=self.scaler)
         self.precision.attach_master_weights(optimizer)
         offload = self.plan.handlers.offload
@@ -1079,6 +1079,7 @@ class Accelerator(ProcessControl, RunOptions):
     @property
     def trackers(self) -> list[GeneralTracker]:
         """The trackers that `init_trackers` started; empty on processes that do not log."""
+        self._trackers.drain()
         return self._trackers.trackers
 
     @trackers.setter
@@ -1088,12 +1089,13 @@ class Accelerator(ProcessControl, RunOptions):
     def init_trackers(self, *args: Any, **kwargs: Any) -> None:
         """Start the trackers of `log_with`. Call it on every process; the main process starts them.
 
-        The arguments are `init_trackers(project_name, config=None, init_kwargs={})`.
+        The arguments are `init_trackers(project_name, config=None, init_kwargs={}, *, background=False)`.
 
         Args:
             args: `project_name`: the name of the run. `config`: its hyperparameters, a dict. `init_kwargs`:
                 {tracker name: further arguments of that tracker}.
-            kwargs: the same by name.
+            kwargs: the same by name. `background`: whether `log` only copies the values, and a thread calls the
+                services.
         """
         if self.is_main_process:
             self._trackers.start(*args, **kwargs)

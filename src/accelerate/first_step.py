@@ -74,7 +74,7 @@ class FirstStepCheck:
     _hook: ClassVar[RemovableHandle | None] = None
 
     def __init__(self, objects: RunObjects, checkpoints: RunCheckpoints, gradient_state: GradientState) -> None:
-        self.active = True
+        self.active: bool = True
         self._objects = weakref.ref(objects)
         self._checkpoints = weakref.ref(checkpoints)
         self._gradient_state = gradient_state
@@ -374,7 +374,9 @@ def _replicated(optimizer: AcceleratedOptimizer, objects: RunObjects) -> dict[st
 
 
 def _digest(parameter: torch.Tensor) -> list[float]:
-    values = parameter.detach().flatten()[:_ELEMENTS].double()
+    values = parameter.detach().flatten()[:_ELEMENTS]
+    values = torch.view_as_real(values) if values.is_complex() else values
+    values = values.double()
     return [values.sum().item(), values.abs().sum().item()]
 
 

@@ -97,7 +97,7 @@ def test_what_the_hub_does_not_give_is_told(name, monkeypatch, capsys):
     import huggingface_hub
     from huggingface_hub import errors
 
-    def refuse(repository, file, token=None):
+    def refuse(repository, file, token=None, local_files_only=False):
         assert (repository, file) == ("some/model", "config.json")
         kind = getattr(errors, name)
         raise kind.__new__(kind)
@@ -141,3 +141,32 @@ def test_without_transformers_or_the_hub(tmp_path, monkeypatch):
         estimate.build("some/model")
     with pytest.raises(ConfigurationError, match="no such file or folder"):
         estimate.build("./some/model")
+
+
+def test_bfloat16_of_a_function_s_model(tmp_path, monkeypatch, capsys):
+    (tmp_path / "models_of_this_test.py").write_text("import torch\ndef make(): return torch.nn.Linear(4, 3)\n")
+    monkeypatch.chdir(tmp_path)
+    estimate.main(["models_of_this_test:make", "--dtypes", "bf16", "float16"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "float16" in line]
+    assert [row[0] for row in rows] == ["bfloat16", "float16"] * 2 and rows[0][1:] == rows[1][1:]
+    with pytest.raises(SystemExit):
+        estimate.main(["models_of_this_test:none", "--dtypes", "bf16"])
+    assert "has no function 'none'" in capsys.readouterr().err
+
+
+def test_a_hub_that_does_not_answer_is_not_asked_again(monkeypatch, tmp_path, capsys):
+    import socket
+
+    import huggingface_hub
+
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    with socket.socket() as closed:  # bound, but nobody listens
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+        with pytest.raises(SystemExit):
+            estimate.main(["some/model"])
+    told = capsys.readouterr().err
+    assert "the Hub cannot be reached" in told and "Retry" not in told

@@ -10,6 +10,8 @@ import pytest
 
 from accelerate.commands import main as command
 from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.config.launch_settings import given, resolve_settings
+from accelerate.core.options import GROUPS
 
 
 def run(*arguments):
@@ -64,6 +66,58 @@ def test_the_parser_is_a_sub_command_of_another_tool():
     launch_command_parser(subparsers=tool.add_subparsers())
     args = tool.parse_args(["launch", "--num_processes", "3", "x.py", "--a"])
     assert args.func is launch_command and args.num_processes == 3
+
+
+def shown(capsys, *words):
+    with pytest.raises(SystemExit) as end:
+        launch_command_parser().parse_args(words)
+    assert not end.value.code
+    return capsys.readouterr().out
+
+
+def test_help_by_topic_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    usual, everything = shown(capsys, "-h"), shown(capsys, "-h", "all")
+    assert everything == shown(capsys, "--help-all")
+    assert max(map(len, (usual + everything).splitlines())) <= 80 and len(usual.splitlines()) < 90
+    assert "examples:" in usual and "--num_processes" in usual and "--fsdp_offload_params" not in usual
+    topics = [shown(capsys, "-h", group.title.lower()) for group in GROUPS]
+    for group, text in zip(GROUPS, topics, strict=True):
+        assert f"\n  {group.title.lower()} " in usual
+        for option in group.options:
+            assert option.flag in text and option.flag in everything
+            listed = text.replace("\n", " ").replace(" ", "").replace("-", "")
+            assert all(choice.replace("-", "") in listed for choice in option.choices), option.name
+    assert shown(capsys, "-h", "max-restarts").count("--") == 1
+
+
+def test_help_has_colours_on_request_only(capsys, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[36m--cpu\x1b[0m" in shown(capsys, "-h", "hardware")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in shown(capsys, "-h", "hardware")
+
+
+def test_options_of_torchrun():
+    args = launch_command_parser().parse_args(
+        [
+            "--nproc_per_node",
+            "4",
+            "--nnodes",
+            "1:3",
+            "--node_rank",
+            "1",
+            "--master_addr",
+            "a",
+            "--master_port",
+            "29511",
+            "x.py",
+        ]
+    )
+    assert (args.machine_rank, args.main_process_ip, args.main_process_port) == (1, "a", 29511)
+    settings = resolve_settings(given(args))
+    assert (settings["num_processes"], settings.origin("num_processes")) == (12, "flag --nproc_per_node")
 
 
 def test_launch_command_returns_to_its_caller(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -31,8 +32,11 @@ def broken(): raise RuntimeError("no such thing")
 def number(): return 3
 """
 
-SCRIPT = """
+SCRIPT = f"""
+import sys
 import torch
+sys.path.append({str(Path(__file__).parents[1] / "helpers")!r})
+import without_compiler
 from accelerate import Accelerator
 from plan_net import make
 

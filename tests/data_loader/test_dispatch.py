@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import namedtuple
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from loaders import Ids, Numbers, SizedNumbers, epoch, ids, seed, states
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.core import trees
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
-from accelerate.data_loader.assign import BatchAssigner
+from accelerate.data_loader.assign import NO_BATCH, BatchAssigner
 from accelerate.data_loader.batch_source import BatchSource, plan_for
 from accelerate.data_loader.channel import BatchMessage, pack, padded_row, unpack
 from accelerate.data_loader.generators import Generators
@@ -33,7 +34,7 @@ def dealt(loader, cut, slice_fn=None):
     found = [[] for _ in range(cut.shards)]
     for step in rounds:
         for shard, part in enumerate(step.batches):
-            if part is not None:
+            if part is not NO_BATCH:
                 found[shard].append((ids(part), step.counts, step.last[shard]))
     return found
 
@@ -105,7 +106,7 @@ def test_batches_of_different_shapes_are_handed_out_as_they_were_collated():
     loader = DataLoader(list(range(8)), batch_size=2, collate_fn=padded)
     assert [shard[-1][0] for shard in dealt(loader, ShardSplit(2, even=True))] == [[4, 5], [6, 7]]
     loader = DataLoader(list(range(7)), batch_size=2, collate_fn=padded)
-    with pytest.raises(ValueError, match=r"shapes \(2, 6\), \(1, 7\), which cannot be joined"):
+    with pytest.raises(ValueError, match=r"shapes \(2, 6\), \(1, 7\), \(1, 2\), which cannot be joined"):
         dealt(loader, ShardSplit(2, even=True))
     assert [shard[-1][0] for shard in dealt(loader, ShardSplit(2, exact=True))] == [[4, 5], [6]]
 
@@ -121,6 +122,35 @@ def test_batches_without_tensors_go_round():
         BatchSource(singles).open(plan_for(singles), Order(None, Generators()), StreamPosition())
     )
     assert [step.batches for step in rounds] == [[0, 1], [2, 3], [4, 0]]
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "array", "none", "text"])
+def test_the_last_step_loses_no_sample(kind):
+    collate = {
+        "dataclass": lambda rows: Record(torch.tensor(rows), [f"n{i}" for i in rows]),
+        # A tuple as long as the completed last step has rows is no column.
+        "array": lambda rows: {"x": np.array(rows), "note": ("a", None, 3, 4)},
+        "none": lambda rows: None,
+        "text": str,
+    }[kind]
+    raw = DataLoader(Numbers(7), batch_size=2, collate_fn=collate)
+    plan = plan_for(raw)
+    plan.cut = ShardSplit(2, even=True)
+    order, place = Order(None, Generators()), StreamPosition()
+    *_, last = BatchAssigner(plan).steps(BatchSource(raw).open(plan_for(raw), order, place))
+    left, right = last.batches
+    if kind == "dataclass":
+        assert (left.values.tolist(), left.names) == ([4, 5], ["n4", "n5"])
+        assert (right.values.tolist(), right.names) == ([6, 0], ["n6", "n0"])
+    elif kind == "array":
+        assert (left["x"].tolist(), right["x"].tolist()) == ([4, 5], [6, 0])
+        assert left["note"] == right["note"] == ("a", None, 3, 4)
+    else:
+        # What has no rows is given as it was collated, and not split.
+        assert (left, right) == ((None, None) if kind == "none" else ("[4, 5]", "[6]"))
+        plan.cut = ShardSplit(2, split=True, even=True)
+        with pytest.raises(ValueError, match="neither tensors nor lists"):
+            next(BatchAssigner(plan).steps(BatchSource(raw).open(plan_for(raw), Order(None, Generators()), place)))
 
 
 def test_a_cut_of_the_users_own():

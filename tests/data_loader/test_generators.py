@@ -47,7 +47,11 @@ DRAWS = {
     "python seed": lambda: random.seed(0),
     "python seed, then a kept normal": seed_python_with_kept_normal,
     "torch uniform": lambda: torch.rand(1),
-    "torch normal": lambda: torch.randn(1),
+    "torch normal, the second is kept": lambda: torch.randn(1),
+    "torch two normals": lambda: (torch.randn(1), torch.randn(1)),
+    "torch another kept normal": lambda: (torch.randn(2), torch.randn(1)),
+    "torch permutation": lambda: torch.randperm(3),
+    "torch state": lambda: torch.set_rng_state(torch.Generator().manual_seed(0).get_state()),
     "torch seed": lambda: torch.manual_seed(0),
 }
 
@@ -62,7 +66,7 @@ def test_states_are_those_of_the_generators(first, readable, monkeypatch):
     """Also where their memory cannot be compared, as in another implementation of Python or NumPy."""
     if not readable:
         unreadable = (
-            generators._WatchedTorch(),
+            generators._Watched(torch.get_rng_state, generators._copy_of_torch),
             generators._Watched(random.getstate, lambda: None),
             generators._Watched(np.random.get_state, lambda: None),
         )
@@ -81,6 +85,7 @@ def test_states_are_those_of_the_generators(first, readable, monkeypatch):
 
 def test_memory_is_compared_on_cpython():
     """Without it a batch of a stream takes twice the time."""
+    assert generators._offset_of_torch_seed() is not None
     assert generators._python_is_readable()
     assert generators._numpy_is_readable()
 

@@ -390,3 +390,19 @@ def test_positions_go_from_one_kind_to_another():
             seen += ids(batch)[: resumed.batch_counts[my_rank()]]
         assert sorted(sum(all_ranks(seen), [])) == list(range(23))  # noqa: RUF017
         assert len(list(resumed)) == -(-23 // (2 * world()))
+
+
+@on_two
+def test_each_rank_can_load_its_own_position_of_a_dispatched_stream():
+    def build():
+        return prepare_data_loader(DataLoader(Numbers(24), batch_size=2, num_workers=2), dispatch_batches=True)
+
+    wanted = [ids(batch) for batch in build()]
+    loader = build()
+    passing = iter(loader)
+    read = [ids(next(passing)) for _ in range(2)]
+    position = loader.state_dict()
+    passing.close()
+    resumed = build()
+    resumed.load_state_dict(position)
+    assert read + [ids(batch) for batch in resumed] == wanted

@@ -211,6 +211,46 @@ def test_exact_keeps_the_order_of_one_process():
     assert [len(batch["id"]) for batch in shortest] == [2, 2, 2]
 
 
+class Pipeline(IterableDataset):
+    """A stand-in for `webdataset.DataPipeline`: stages, of which `split_by_node` takes the shards of this rank."""
+
+    def __init__(self, *pipeline):
+        self.pipeline = pipeline
+
+    def __iter__(self):
+        for first, count in self.pipeline[-1](FILES["uneven"]):
+            for number in range(first, first + count):
+                yield {"id": torch.tensor(number)}
+
+
+def split_files_by_node(files):
+    return files[rank() :: 2]
+
+
+@on_ranks(2)
+def test_a_pipeline_of_webdataset_that_splits_itself():
+    sys.modules["webdataset"] = types.SimpleNamespace(DataPipeline=Pipeline, split_by_node=split_files_by_node)
+
+    def prepared(stage, **options):
+        return prepare_data_loader(DataLoader(Pipeline(stage), batch_size=2), **options)
+
+    for options in ({"put_on_device": True, "device": torch.device("cpu")}, {}):
+        for stage in (list, split_files_by_node):
+            loader = prepared(stage, **options)
+            metrics = joined(gather_for_metrics(batch["id"], loader).tolist() for batch in loader)
+            assert sorted(metrics) == everything("uneven"), "each sample is read once"
+    batches = iter(loader)
+    read = [ids(next(batches)) for _ in range(2)]
+    resumed = prepared(split_files_by_node)
+    resumed.load_state_dict(loader.state_dict())
+    assert read + [ids(batch) for batch in resumed] == [ids(batch) for batch in prepared(split_files_by_node)]
+    with pytest.raises(PrepareError, match="split between the processes already"):
+        prepared(split_files_by_node, exact=True)
+    # In a layout in which all ranks read the same data.
+    with pytest.raises(PrepareError, match="gives each of 2 processes its own samples"):
+        prepared(split_files_by_node, num_processes=1, process_index=0)
+
+
 @on_ranks(2)
 def test_refuses_what_would_lose_samples():
     for options in ({"dispatch_batches": True}, {"exact": True}, {"split_batches": True}):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -155,9 +156,10 @@ def test_an_error_that_all_ranks_raise_is_that_of_the_rank_it_began_on(launch):
     assert done.report["others"] == {"1": "failed with the same error"}
 
 
-HANG = """
+HANG = f"""
 import os, signal, sys, time
-import torch, torch.distributed as dist
+sys.path.append({str(Path(__file__).parents[1] / "helpers")!r})
+import torch, torch.distributed as dist, without_compiler
 from accelerate import Accelerator
 
 way = sys.argv[1]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The digits example: accuracy on the digits that it was not trained on."""
 
+import importlib.util
 import re
 
 import pytest
 from ranks import run_ranks
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="needs scikit-learn")
 
 
 def test_the_split_holds_a_fifth_of_each_class_out(example):

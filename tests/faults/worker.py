@@ -56,4 +56,7 @@ def main(folder, total):
     accelerator.end_training()
 
 
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+import without_compiler  # noqa: E402, F401
+
 main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -8,6 +8,7 @@ import fcntl
 import math
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def environment(tmp_path):
     return {**{name: text for name, text in os.environ.items() if name != "NO_COLOR"}, **variables}
 
 
-def on_terminal(tmp_path, *options, colors=True):
+def on_terminal(tmp_path, *options, colors=True, killed=False):
     """The screen while the panel is shown, the screen at the end, and all bytes."""
     script, stop = tmp_path / "script.py", tmp_path / "stop"
     script.write_text(SCRIPT)
@@ -77,8 +78,11 @@ def on_terminal(tmp_path, *options, colors=True):
         shown = screen.rows[-1].startswith("ranks 0-1 training") or "--quiet" in options
         if (not during and shown and b"line 60\r" in data) or time.monotonic() > deadline:
             during = list(screen.rows)
-            stop.touch()
-    assert process.wait(timeout=60) == 0
+            if killed:
+                process.kill()
+            else:
+                stop.touch()
+    assert process.wait(timeout=60) == (-signal.SIGKILL if killed else 0)
     return during, screen, data
 
 
@@ -95,6 +99,14 @@ def test_the_panel_leaves_the_output_as_it_is(tmp_path):
     assert [row.partition("line ")[2] for row in lines] == [str(number) for number in range(1, len(lines) + 1)]
     assert b"bar 50" in data and "end" in screen.text
     assert screen.region == (0, 19) and b"\x1b[1m" in data
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks end with a killed launcher on Linux only")
+def test_a_killed_launcher_leaves_the_terminal_as_it_was(tmp_path):
+    during, screen, _ = on_terminal(tmp_path, killed=True)
+    assert during[-1].startswith("ranks 0-1 training") and screen.region == (0, 19)
+    assert not [row for row in screen.rows if "ranks" in row or "samples/s" in row or "──" in row]
 
 
 @pytest.mark.timeout(120)

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.core import memory
+from accelerate.core import devices, memory
+from accelerate.monitor.report import html, read_all
+from accelerate.monitor.run import open_runs
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.runtime import hang_watch
 from accelerate.telemetry import writer
@@ -129,6 +133,28 @@ def on_two_ranks(folder):
     return len(ones), str(accelerator._meter._writer.folder)
 
 
+def reduce_late(folder):
+    """The backward of rank 1 begins late."""
+    accelerator = Accelerator(cpu=True, telemetry=folder)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        loss = model(torch.ones(2, 4)).sum()
+        if accelerator.process_index and step == 2:
+            time.sleep(0.5)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+
+
+def test_the_wait_for_gradients_is_communication(ranks, tmp_path):
+    ranks(2).run(reduce_late, str(tmp_path))
+    first, second = (read_steps(steps_file(tmp_path, rank))[2] for rank in range(2))
+    assert first["communication"] > 4 * first["backward"] > 0 and second["forward"] > first["forward"]
+    assert first["communication"] > 4 * second["communication"]
+
+
 def default_folder(folder):
     os.chdir(folder)
     sys.argv[0] = f"script{os.environ['RANK']}.py"
@@ -210,7 +236,7 @@ def test_a_killed_process_loses_a_moment(tmp_path):
         with open(path, "ab") as file:
             file.write(b'{"time": 1, "ev')
     again = TelemetryWriter(tmp_path, 0, world_size=1)
-    again.append((time.perf_counter(), 1, 0, 0, *[0.0] * 13, None))
+    again.append((time.perf_counter(), 1, 0, 0, *[0.0] * 12, None))
     again.close()
     assert len(read_steps(steps_file(tmp_path, 0))) == len(rows) + 1
     assert (steps_file(tmp_path, 0).stat().st_size - HEADER_SIZE) % STEP.itemsize == 0
@@ -253,7 +279,7 @@ def test_a_long_run_stays_bounded(tmp_path, monkeypatch):
     made = TelemetryWriter(tmp_path, 0, world_size=1)
     path = steps_file(tmp_path, 0)
     for step in range(1, 1001):
-        made.append((float(step), step, 0, 0, float(step), *[1.0] * 9, float(step), 1.0, 0.1, None))
+        made.append((float(step), step, 0, 0, float(step), *[1.0] * 9, float(step), 0.1, None))
         if step % 16 == 0:
             made.flush()
             assert len(read_steps(path)) < 64 + 16
@@ -271,6 +297,29 @@ def test_an_out_of_memory_error_is_an_event(tmp_path):
     accelerator.end_training()
     (found,) = [event["message"] for event in events(tmp_path) if event["event"] == "out_of_memory"]
     assert found.endswith("8 bytes") and len(memory.exhausted_hooks) == hooks - 1
+
+
+def test_the_memory_of_the_device_is_kept(tmp_path, monkeypatch):
+    snapshot = SimpleNamespace(_snapshot=lambda device: {"segments": [1]})
+    module = SimpleNamespace(memory_summary=lambda device: f"1 GiB on {device}", memory=snapshot)
+    accelerator, _, _ = train(tmp_path, epochs=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(devices, "module_of", lambda device: module)
+        memory.report_exhausted(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+        del module.memory_summary
+        module.memory._snapshot = None
+        module.memory_stats = lambda device: 1 / 0
+        memory.report_exhausted(torch.OutOfMemoryError("CUDA out of memory. Again"))
+    accelerator.end_training()
+    _, summary, snapshot, _ = (event for event in events(tmp_path) if event["event"] == "out_of_memory")
+    assert Path(summary["path"]).read_text() == "1 GiB on cpu"
+    with open(snapshot["path"], "rb") as file:
+        assert pickle.load(file) == {"segments": [1]}
+    (warning,) = [event["message"] for event in events(tmp_path) if event["event"] == "warning"]
+    assert "the memory of rank 0 cannot be written: ZeroDivisionError" in warning
+    (run,) = open_runs([str(tmp_path)])
+    read_all(run)
+    assert all(f'<a href="{Path(event["path"]).as_uri()}">' in html(run) for event in (summary, snapshot))
 
 
 def test_records_around_a_resume_are_not_merged():

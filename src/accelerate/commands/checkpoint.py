@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
-from .parser import Parser
+from .parser import Parser, print_error
 
 
 def parser() -> Parser:
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     path = Path(options.path).expanduser()
     folders, damaged = _folders(path)
     if not folders and not (damaged and options.action == "list"):
-        print(f"accelerate checkpoint: error: there is no checkpoint in {path}", file=sys.stderr)
+        print_error("accelerate checkpoint", f"there is no checkpoint in {path}")
         sys.exit(2)
     check = _verified if options.action == "verify" else _listed
     sound = [check(folder) for folder in folders]

@@ -7,7 +7,12 @@ The model is built on the meta device: no weight is downloaded, read or allocate
 from __future__ import annotations
 
 import argparse
+import contextlib
+import socket
 import sys
+import threading
+import urllib.parse
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 from ..core import json_text
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
-from .parser import Formatter, Parser, table
+from .parser import Formatter, Parser, print_error, table
 
 if TYPE_CHECKING:
     from torch import nn
 
 LIBRARIES = ("timm", "transformers")
 DTYPES = ("float32", "float16", "int8", "int4")
+SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+# Seconds in which the Hub must accept a connection.
+HUB_TIMEOUT = 0.5
 CONFIG = "config.json"
 
 
@@ -52,7 +60,7 @@ class Footprint:
 
 
 def footprint(model: nn.Module, dtype: str) -> Footprint:
-    """What a float32 model (it may be on the meta device) takes in one of `DTYPES`. Tied weights count once."""
+    """What a float32 model (it may be on the meta device) takes in a dtype. Tied weights count once."""
     import torch
 
     from ..core.enums import CustomDtype
@@ -77,24 +85,28 @@ def _unsplit(model: nn.Module) -> list[str]:
 def training(model: nn.Module, dtype: str) -> Training | None:
     """Float32 weights and buffers, a gradient and Adam's two moments of each weight that is trained.
 
-    In float16 it is mixed precision: the weights stay float32, and the forward pass keeps a 16-bit copy of each.
+    In 16 bits it is mixed precision: the weights stay float32, and the forward pass keeps a 16-bit copy of each.
     """
-    if dtype not in ("float32", "float16"):
+    if dtype not in ("float32", "float16", "bfloat16"):
         return None
     weights = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
     trained = sum(weight.numel() * weight.element_size() for weight in model.parameters() if weight.requires_grad)
-    copies = sum(2 * weight.numel() for weight in model.parameters()) if dtype == "float16" else 0
+    copies = sum(2 * weight.numel() for weight in model.parameters()) if dtype != "float32" else 0
     return Training(weights=weights, copies=copies, gradients=trained, moments=2 * trained)
 
 
 def build(
     name: str, library: str | None = None, trust_remote_code: bool = False, token: str | None = None
 ) -> nn.Module:
-    """The float32 model of a Hub id, a folder with a config.json, or such a file, on the meta device.
+    """The float32 model of a Hub id, a folder with a config.json, such a file, or module:function, on the meta device.
 
     ConfigurationError if it cannot be built: unknown, gated, offline, no such library, code that is not trusted.
     """
     path = Path(name).expanduser()
+    if ":" in name and not path.exists():
+        from ..planning.model import from_function
+
+        return from_function(name)
     if path.is_dir():
         path = path / CONFIG
         if not path.is_file():
@@ -119,10 +131,10 @@ def _from_hub(name: str, token: str | None) -> Path:
             f"{name} is no file or folder here, and models of the Hub need huggingface_hub, which is not installed: "
             "pip install transformers"
         )
-    from huggingface_hub import errors, hf_hub_download
+    from huggingface_hub import constants, errors, hf_hub_download
 
     try:
-        return Path(hf_hub_download(name, CONFIG, token=token))
+        return Path(hf_hub_download(name, CONFIG, token=token, local_files_only=not _answers(constants.ENDPOINT)))
     except errors.GatedRepoError:
         why = "it is gated: accept its terms on the Hub, then sign in with `hf auth login` (or set HF_TOKEN)"
     except errors.RepositoryNotFoundError:
@@ -136,6 +148,32 @@ def _from_hub(name: str, token: str | None) -> Path:
     except (errors.HfHubHTTPError, OSError) as error:
         why = f"its {CONFIG} cannot be read from the Hub: {_one_line(error)}"
     raise ConfigurationError(f"model {name}: {why}")
+
+
+def _answers(url: str) -> bool:
+    """Whether a server accepts a connection. Without this, huggingface_hub tries for half a minute.
+
+    Behind a proxy the server cannot be asked directly, and True is returned.
+    """
+    parts = urllib.parse.urlsplit(url)
+    if urllib.request.getproxies():
+        return True
+    answered: list[bool] = []
+
+    def connect() -> None:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(
+                (parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)), timeout=HUB_TIMEOUT
+            ),
+        ):
+            answered.append(True)
+
+    # A thread, because the timeout of a connection does not limit the look-up of the name.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(HUB_TIMEOUT)
+    return bool(answered)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -166,7 +204,8 @@ def _of_transformers(name: str, path: Path, trust_remote_code: bool, token: str 
     # The library's messages about tokens and templates have nothing to do with the model's size.
     transformers.logging.set_verbosity_error()
     local = Path(name).expanduser()
-    source = str(local) if local.exists() else name
+    # The file is at hand; only a model's own code needs more of the Hub.
+    source = str(local) if local.exists() else name if trust_remote_code else str(path.parent)
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, token=token)
         config.dtype = torch.float32
@@ -272,14 +311,26 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
             "estimate-memory", description=description, allow_abbrev=False, formatter_class=Formatter
         )
         made.set_defaults(func=estimate_command)
-    made.add_argument("model_name", help="Id on the Hugging Face Hub, a folder with a config.json, or such a file.")
+    made.add_argument(
+        "model_name",
+        help="Folder with a config.json, such a file, id on the Hugging Face Hub, or module:function that returns a "
+        "module.",
+    )
     made.add_argument(
         "--library_name",
         "--library-name",
         choices=LIBRARIES,
         help="Library of the model, if its configuration does not name it.",
     )
-    made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="Dtypes to show.")
+    made.add_argument(
+        "--dtypes",
+        nargs="+",
+        type=lambda text: SHORT_DTYPES.get(text, text),
+        choices=(*DTYPES, "bfloat16"),
+        default=list(DTYPES),
+        metavar="DTYPE",
+        help=f"Dtypes to show: of {', '.join(DTYPES)} and bfloat16 (bf16). Default: the first four.",
+    )
     made.add_argument(
         "--trust_remote_code",
         "--trust-remote-code",
@@ -294,7 +345,7 @@ def estimate_command(args: argparse.Namespace) -> None:
     try:
         model = build(args.model_name, args.library_name, args.trust_remote_code)
     except ConfigurationError as error:
-        print(f"accelerate estimate-memory: error: {error}", file=sys.stderr)
+        print_error("accelerate estimate-memory", error)
         sys.exit(2)
     print(report(args.model_name, model, [footprint(model, dtype) for dtype in args.dtypes]))
 

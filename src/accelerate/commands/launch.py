@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from ..config import launch_file
 from ..config.launch_settings import Settings, given, resolve_settings
@@ -18,25 +19,42 @@ from ..launchers.registry import choose
 from ..launchers.script import is_entered
 from ..launchers.spec import LaunchSpec, Program
 from ..launchers.variables import without_effect
-from .parser import Formatter, Parser, add_options
+from .parser import Formatter, Parser, add_options, coloured_help, has_colour, print_error
 
 DESCRIPTION = (
     "Start a training script on this machine's accelerators, on several processes, or on several machines. "
     "What is not given here is taken from variables, then from the configuration file, then from the machine."
 )
 
-# Options of torchrun that have another name here.
+# Options of torchrun that have another name here, besides those that are accepted.
 OF_TORCHRUN = {
-    "nproc_per_node": "use --num_processes, the number on all machines together",
-    "node_rank": "use --machine_rank",
-    "master_addr": "use --main_process_ip",
-    "master_port": "use --main_process_port",
     "rdzv_endpoint": "use --main_process_ip and --main_process_port",
     "standalone": "leave it out, a launch on one machine needs no rendezvous",
     "redirects": "use --log_dir, which writes the output of each rank to files",
     "start_method": "leave it out, each rank is a new interpreter",
     "run_path": "leave it out, and give the path of the script",
 }
+
+
+class Help(argparse.Action):
+    """`-h`: the usual options; `-h TOPIC`: those of a topic, or one option; `-h all` and `--help_all`: everything."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Print the help and exit."""
+        from . import launch_help
+
+        try:
+            text = launch_help.text(parser, self.const or values)
+        except ConfigurationError as error:
+            parser.error(str(error))
+        print(coloured_help(text) if has_colour(sys.stdout) else text, end="")
+        parser.exit()
 
 
 def launch_command_parser(
@@ -46,11 +64,24 @@ def launch_command_parser(
     usage = "accelerate launch [options] script.py [arguments of the script]"
     if subparsers is not None:
         parser: argparse.ArgumentParser = subparsers.add_parser(
-            "launch", description=DESCRIPTION, usage=usage, allow_abbrev=False, formatter_class=Formatter
+            "launch",
+            description=DESCRIPTION,
+            usage=usage,
+            allow_abbrev=False,
+            formatter_class=Formatter,
+            add_help=False,
         )
         parser.set_defaults(func=launch_command)
     else:
-        parser = Parser(prog="accelerate launch", description=DESCRIPTION, usage=usage, foreign=OF_TORCHRUN)
+        parser = Parser(
+            prog="accelerate launch", description=DESCRIPTION, usage=usage, foreign=OF_TORCHRUN, add_help=False
+        )
+    parser.add_argument(
+        "-h", "--help", action=Help, nargs="?", metavar="TOPIC", help="Show the usual options, or those of a topic."
+    )
+    parser.add_argument(
+        "--help_all", "--help-all", action=Help, nargs=0, const="all", help="Show the options of all topics."
+    )
     add_options(parser, GROUPS)
     parser.add_argument(
         "--no_tpu_cluster",
@@ -143,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
         # A script that ran as this very process raised it: its own traceback is the right thing to show.
         if is_entered():
             raise
-        print(f"accelerate launch: error: {error}", file=sys.stderr)
+        print_error("accelerate launch", error)
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
 
 

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from ..core.errors import CheckpointError, ConfigurationError
-from .parser import Parser
+from .parser import Parser, print_error
 
 
 def parser() -> Parser:
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         written = merge(source, output, not args.unsafe_serialization, args.remove_checkpoint_dir)
     except (CheckpointError, ConfigurationError, OSError) as error:
-        print(f"accelerate merge-weights: error: {error}", file=sys.stderr)
+        print_error("accelerate merge-weights", error)
         sys.exit(2)
     for file in written:
         print(f"{file.path}: {file.tensors} tensors, {file.size / 1e6:.1f} MB")

@@ -7,7 +7,7 @@ import sys
 import threading
 
 from ..core.errors import ConfigurationError
-from .parser import Parser
+from .parser import Parser, print_error
 
 
 def parser() -> Parser:
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         server = Server(runs, options.host, options.port)
     except ConfigurationError as error:
-        print(f"accelerate monitor: error: {error}", file=sys.stderr)
+        print_error("accelerate monitor", error)
         sys.exit(1)
     # A long run is read while the browser opens.
     threading.Thread(target=lambda: [run.refresh() for run in runs], daemon=True).start()

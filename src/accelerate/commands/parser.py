@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from ..config.launch_settings import GIVEN
 from ..core.errors import ConfigurationError, suggestion
-from ..core.option import Group, Option
+from ..core.option import Group, Option, as_text
 
 
 class Formatter(argparse.HelpFormatter):
     """One spelling of each flag, its value's name short, defaults shown where there is one worth it."""
 
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36)
+    def __init__(self, prog: str, width: int | None = None) -> None:
+        # Longer lines are hard to read on a wide terminal.
+        super().__init__(prog, max_help_position=30, width=width or min(shutil.get_terminal_size().columns - 2, 98))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -33,9 +35,36 @@ class Formatter(argparse.HelpFormatter):
 
 def _value_name(action: argparse.Action) -> str:
     if action.choices is not None:
-        shown = [str(choice) for choice in action.choices]
-        return "{" + ",".join(shown) + "}" if len(shown) <= 5 else "NAME"
+        return _listed([str(choice) for choice in action.choices])
     return str(action.metavar or "VALUE")
+
+
+def _listed(choices: Sequence[str]) -> str:
+    """The choices as an option's value, if that is short."""
+    text = "{" + ",".join(choices) + "}"
+    return text if len(text) <= 24 else "NAME"
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether to colour what a stream shows: on a terminal, unless NO_COLOR is set; FORCE_COLOR colours files too."""
+    from ..core import env
+
+    if env.get("NO_COLOR"):
+        return False
+    return bool(env.get("FORCE_COLOR")) or (stream.isatty() and env.get("TERM", "dumb") != "dumb")
+
+
+def coloured_help(text: str) -> str:
+    """The text of a help message with bold headings and coloured flags."""
+    text = re.sub(r"(?m)^(\S[^\n]*:)$", "\x1b[1m\\1\x1b[0m", text)
+    text = re.sub(r"\Ausage:", "\x1b[1musage:\x1b[0m", text)
+    return re.sub(r"(?m)^  ((?:--?[\w-]+)(?:, --?[\w-]+)*)", "  \x1b[36m\\1\x1b[0m", text)
+
+
+def print_error(command: str, message: object) -> None:
+    """Print an error on stderr."""
+    error = "\x1b[31merror:\x1b[0m" if has_colour(sys.stderr) else "error:"
+    print(f"{command}: {error} {message}", file=sys.stderr)
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,6 +79,13 @@ class Parser(argparse.ArgumentParser):
         # A script's own arguments come after it; argparse would hold them against our flags' abbreviations.
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
+        self.color = False  # argparse of Python 3.14 has colours of its own
+
+    def print_help(self, file: Any = None) -> None:
+        """Print the help, with colours on a terminal."""
+        text = self.format_help()
+        file = sys.stdout if file is None else file
+        file.write(coloured_help(text) if has_colour(file) else text)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments. For an unknown one, the error suggests the nearest option."""
@@ -84,7 +120,7 @@ class Parser(argparse.ArgumentParser):
         """Print a message and exit with code 2."""
         # argparse lists all spellings of an option; the first is enough.
         message = re.sub(r"^argument ([^\s/]+)(/[^\s:]+)*: ", r"\1: ", message)
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        print_error(self.prog, message)
         raise SystemExit(2)
 
 
@@ -131,15 +167,17 @@ def _add(section: Any, option: Option) -> None:
 
 def _metavar(option: Option) -> str:
     if option.choices:
-        return "{" + ",".join(option.choices) + "}" if len(option.choices) <= 5 else "NAME"
+        return _listed(option.choices)
     return {"int": "N", "count": "N", "float": "X", "truth": "{true,false}", "list": "ITEM"}.get(option.kind, "TEXT")
 
 
 def _help(option: Option) -> str:
     text = option.help.replace("%", "%%")
-    if option.default in (None, False, ""):
+    if _metavar(option) == "NAME" and not all(choice in option.help for choice in option.choices):
+        text += f" One of {', '.join(option.choices)}."
+    if option.default is None or option.default is False or option.default == "":
         return text
-    return f"{text} Default: {option.default}."
+    return f"{text} Default: {as_text(option.default)}."
 
 
 def _reader(option: Option) -> Callable[[str], Any]:

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ..core.errors import ConfigurationError
-from .parser import Parser, table
+from .parser import Parser, print_error, table
 
 if TYPE_CHECKING:
     from ..planning.estimate import Estimate
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         sys.exit(_run(args))
     except ConfigurationError as error:
-        print(f"accelerate plan: error: {error}", file=sys.stderr)
+        print_error("accelerate plan", error)
         sys.exit(2)
 
 
@@ -103,8 +103,7 @@ def _run(args: argparse.Namespace) -> int:
                 + (suggestion(unknown[0], known) or f"; they have {', '.join(known)}")
             )
         chosen = [layout for layout in chosen if layout.name in args.layouts]
-    local = ":" in args.model and not os.path.exists(args.model)
-    module = model.from_function(args.model) if local else build(args.model, trust_remote_code=args.trust_remote_code)
+    module = build(args.model, trust_remote_code=args.trust_remote_code)
     training = trace.PlannedTraining(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
     processes = max(1, min(4, (os.cpu_count() or 1) // 2))
     rows = estimate.plan(training, here, chosen, processes)

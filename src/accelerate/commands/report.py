@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ..core.errors import ConfigurationError
-from .parser import Parser
+from .parser import Parser, print_error
 
 FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
 
@@ -43,6 +43,6 @@ def main(arguments: list[str] | None = None) -> None:
             return
         Path(options.output).expanduser().write_text(text, encoding="utf-8")
     except (ConfigurationError, OSError) as error:
-        print(f"accelerate report: error: {error}", file=sys.stderr)
+        print_error("accelerate report", error)
         sys.exit(1)
     print(f"{options.output}: {len(text.encode()):,} bytes")

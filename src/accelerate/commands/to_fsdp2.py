@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import launch_file
 from ..core.errors import ConfigurationError
-from .parser import Parser
+from .parser import Parser, print_error
 
 STRATEGY, RESHARD, STATES = "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_state_dict_type"
 # Whether a strategy of version 1 frees the gathered parameters after the forward pass.
@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigurationError(f"{source}: {error}") from None
         launch_file.write(target, data)
     except (ConfigurationError, OSError) as error:
-        print(f"accelerate to-fsdp2: error: {error}", file=sys.stderr)
+        print_error("accelerate to-fsdp2", error)
         sys.exit(2)
     for line in [*found.notes, *changes] or [f"{source} is for FSDP2 already: nothing changes"]:
         print(line)

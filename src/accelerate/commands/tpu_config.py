@@ -18,7 +18,7 @@ from ..config import launch_file
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.version import __version__
 from ..launchers.spec import check_host
-from .parser import Parser
+from .parser import Parser, print_error
 
 # Where the commands run on each worker, and where the wheel of this package is copied to.
 FOLDER = "/usr/share"
@@ -177,12 +177,10 @@ def main(argv: list[str] | None = None) -> None:
                 if code := _run(command):
                     break
     except (ConfigurationError, LaunchError) as error:
-        print(f"accelerate tpu-config: error: {error}", file=sys.stderr)
+        print_error("accelerate tpu-config", error)
         sys.exit(2)
     if code:
-        print(
-            f"accelerate tpu-config: error: gcloud ended with exit code {code}: {shlex.join(command)}", file=sys.stderr
-        )
+        print_error("accelerate tpu-config", f"gcloud ended with exit code {code}: {shlex.join(command)}")
         sys.exit(code if code > 0 else 128 - code)
     print("the pod is set up")
 

@@ -75,6 +75,7 @@ def resolve_settings(flags: Mapping[str, Any], file: LaunchFile | None = None) -
     env.check_run()
     values = {option.name: _decide(option, flags, file) for option in options().values()}
     _imply_layout(values)
+    _imply_processes(values)
     _resolve_contradictions(values)
     return Settings(values, file)
 
@@ -113,6 +114,22 @@ def _imply_layout(values: dict[str, Setting]) -> None:
     given = next((values[name] for name in sizes if _directness(values[name]) == 2 and values[name].value > 1), None)
     if given is not None and values["use_parallelism_config"].origin == DEFAULT:
         values["use_parallelism_config"] = Setting(True, given.origin)
+
+
+def _imply_processes(values: dict[str, Setting]) -> None:
+    """The number of processes from the number on each machine, a flag that has no key in files."""
+    each, total = values["nproc_per_node"], values["num_processes"]
+    if each.value is None:
+        return
+    if each.value != "all" and each.value < 1:
+        raise ConfigurationError(f"nproc_per_node={each.value}: at least 1 process is needed")
+    if _directness(total) == 2:
+        raise ConfigurationError(
+            f"nproc_per_node ({each.origin}) and num_processes ({total.origin}) contradict each other: give only one"
+        )
+    most = str(values["nnodes"].value or "").rpartition(":")[2]
+    machines = int(most) if most.isdigit() else values["num_machines"].value or 1
+    values["num_processes"] = Setting("all" if each.value == "all" else each.value * machines, each.origin)
 
 
 # Two settings that cannot both be on.

@@ -59,6 +59,7 @@ class Option(NamedTuple):
             the next word of a command line is never taken for it.
         flags: the spellings of the flag, where they do not follow from the name.
         question: the question of `accelerate config`.
+        usual: whether the short help of `accelerate launch` shows it.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Option(NamedTuple):
     flags: tuple[str, ...] = ()
     bare: str = ""
     question: str = ""
+    usual: bool = False
 
     @property
     def file_key(self) -> str:
@@ -181,7 +183,7 @@ class Option(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Options that help shows together, in their order."""
+    """Options of one subject, in their order: a topic of the help."""
 
     title: str
     help: str

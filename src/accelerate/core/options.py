@@ -17,7 +17,7 @@ from .device_kinds import VISIBLE
 from .enums import DynamoBackend, SageMakerDistributedType
 from .errors import ConfigurationError, suggestion
 from .option import ALWAYS, NEVER, Group, Option
-from .strategy_options import DEEPSPEED, FP8, FSDP, MEGATRON, PARALLELISM
+from .strategy_options import DEEPSPEED, FP8_OPTIONS, FSDP, MEGATRON, PARALLELISM
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 DYNAMO_BACKENDS = tuple(name.lower() for name in DynamoBackend.list())
@@ -78,11 +78,25 @@ PROGRAM = Group(
             variable="ACCELERATE_CONFIG_FILE",
             when=NEVER,
             key="",
+            usual=True,
         ),
-        Option("module", "switch", "The script is a module, as for 'python -m'.", flags=("-m", "--module"), key=""),
+        Option(
+            "module",
+            "switch",
+            "The script is a module, as for 'python -m'.",
+            flags=("-m", "--module"),
+            key="",
+            usual=True,
+        ),
         Option("no_python", "switch", "The script is an executable: do not put 'python' before it.", key=""),
-        Option("dry_run", "switch", "Print each process's command and variables, and start nothing.", False, key=""),
-        Option("quiet", "switch", "Print errors only.", flags=("--quiet", "-q"), key="", variable="ACCELERATE_QUIET"),
+        Option(
+            "dry_run",
+            "switch",
+            "Print each process's command and variables, and start nothing.",
+            False,
+            key="",
+            usual=True,
+        ),
     ),
 )
 
@@ -97,15 +111,16 @@ HARDWARE = Group(
             False,
             key="use_cpu",
             variable="ACCELERATE_USE_CPU",
+            usual=True,
         ),
         Option("multi_gpu", "switch", "Run on several GPUs.", False, key=""),
         Option("tpu", "switch", "Run on TPU cores through torch_xla.", False, key=""),
-        Option("gpu_ids", "text", "GPUs of this machine to use, as '0,2', or 'all'."),
+        Option("gpu_ids", "text", "GPUs of this machine to use, as '0,2', or 'all'.", usual=True),
     ),
 )
 
-RESOURCES = Group(
-    "resources",
+PROCESSES = Group(
+    "processes",
     "The number of processes, and what each gets.",
     (
         Option(
@@ -117,20 +132,14 @@ RESOURCES = Group(
             when=NEVER,
             flags=("--num_processes", "--num-processes", "--num_gpus", "--num-gpus"),
             question="How many processes in all, on all machines together?",
+            usual=True,
         ),
         Option(
-            "num_machines",
-            "int",
-            "Number of machines.",
+            "nproc_per_node",
+            "count",
+            "Instead of --num_processes: the number on each machine, as torchrun has it.",
             least=1,
-            variable="ACCELERATE_NUM_MACHINES",
-            when=NEVER,
-            question="How many machines take part?",
-        ),
-        Option(
-            "nnodes",
-            "text",
-            "Instead of --num_machines: a number, or a range such as 1:4 within which machines may come and go.",
+            key="",
         ),
         Option(
             "num_cpu_threads_per_process",
@@ -165,9 +174,9 @@ def _dynamo(name: str, kind: str, help: str, default: Any = False, **more: Any) 
     return Option(name, kind, help, default, key=f"dynamo_config.{name}", variable=variable, when=ALWAYS, **more)
 
 
-TRAINING = Group(
-    "training",
-    "Defaults of the script's Accelerator.",
+PRECISION = Group(
+    "precision",
+    "Mixed precision, and 8-bit floats with --mixed_precision fp8.",
     (
         Option(
             "mixed_precision",
@@ -179,7 +188,16 @@ TRAINING = Group(
             when=ALWAYS,
             to_variable=lambda value: value or "no",
             question="Which precision?",
+            usual=True,
         ),
+        *FP8_OPTIONS,
+    ),
+)
+
+TRAINING = Group(
+    "training",
+    "Gradient accumulation, compilation, and the plan of the run.",
+    (
         Option(
             "gradient_accumulation_steps",
             "int",
@@ -187,6 +205,7 @@ TRAINING = Group(
             least=1,
             variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
             variable_words=("auto",),
+            usual=True,
         ),
         _dynamo(
             "dynamo_backend",
@@ -212,28 +231,103 @@ TRAINING = Group(
             key="plan_file",
             variable="ACCELERATE_PLAN_FILE",
         ),
+    ),
+)
+
+
+def _strategy(name: str, help: str, **more: Any) -> Option:
+    return Option(f"use_{name}", "switch", help, False, variable=f"ACCELERATE_USE_{name.upper()}", key="", **more)
+
+
+STRATEGY = Group(
+    "strategy",
+    "How the model is distributed over the processes; each switch has a topic of its own.",
+    (
+        _strategy("fsdp", "Shard with FSDP.", usual=True),
+        _strategy("deepspeed", "Shard with DeepSpeed ZeRO.", usual=True),
+        _strategy("megatron_lm", "Train with Megatron-LM."),
+        _strategy(
+            "parallelism_config",
+            "Distribute by the sizes of data, tensor, context, sequence and pipeline parallelism.",
+        ),
+    ),
+)
+
+MACHINES = Group(
+    "machines",
+    "Several machines, and how they find each other. The launch is repeated on each of them.",
+    (
         Option(
-            "telemetry",
+            "num_machines",
+            "int",
+            "Number of machines.",
+            least=1,
+            variable="ACCELERATE_NUM_MACHINES",
+            when=NEVER,
+            question="How many machines take part?",
+            usual=True,
+        ),
+        Option(
+            "nnodes",
             "text",
-            "Record each step of each process in the run's folder, or with --telemetry=DIR in that one.",
-            variable="ACCELERATE_TELEMETRY",
-            bare="true",
+            "Instead of --num_machines: a number, or a range such as 1:4 within which machines may come and go.",
         ),
         Option(
-            "profile",
+            "machine_rank",
+            "int",
+            "Rank of this machine, from 0.",
+            least=0,
+            variable="ACCELERATE_MACHINE_RANK",
+            when=NEVER,
+            question="Rank of this machine, from 0?",
+            flags=("--machine_rank", "--machine-rank", "--node_rank", "--node-rank"),
+            usual=True,
+        ),
+        Option(
+            "main_process_ip",
             "text",
-            "Optimizer steps that torch's profiler records, as 10:12, of all ranks, or as 10:12:0,3 of some. Each "
-            "writes profile/rank_00000.json in the run's folder.",
-            key="",
-            check=_profiled_steps,
-            variable="ACCELERATE_PROFILE",
+            "Address of machine 0.",
+            question="Address of machine 0",
+            flags=("--main_process_ip", "--main-process-ip", "--master_addr", "--master-addr"),
+            usual=True,
         ),
         Option(
-            "debug",
-            "switch",
-            "Compare the operands of each collective between ranks; slower, to find errors.",
-            variable="ACCELERATE_DEBUG_MODE",
+            "main_process_port",
+            "int",
+            "Port of machine 0 at which the processes connect; on one machine the default is a free one.",
+            question="Port of machine 0",
+            flags=("--main_process_port", "--main-process-port", "--master_port", "--master-port"),
         ),
+        Option("same_network", "switch", "The machines share a local network.", False),
+        Option(
+            "rdzv_backend",
+            "text",
+            "How machines find each other: static (machine ranks are given) or c10d (they are assigned).",
+            "static",
+        ),
+        Option("rdzv_id", "text", "Name of the run, where several share a rendezvous.", "none"),
+        Option("rdzv_conf", "text", "Further rendezvous settings as key=value,key=value.", ""),
+    ),
+)
+
+RESILIENCE = Group(
+    "resilience",
+    "Failures: restarts, time limits, and what is reported.",
+    (
+        Option("max_restarts", "int", "How often the processes are restarted after a failure.", 0, usual=True),
+        Option(
+            "monitor_interval",
+            "float",
+            "Seconds between two checks of the processes by the elastic agent.",
+            0.1,
+        ),
+        Option(
+            "stop_timeout",
+            "float",
+            "Seconds that processes have to end after a request to stop, before they are killed.",
+            4.0,
+        ),
+        Option("error_file", "text", "File to which the first failure of a run is written as JSON."),
         Option(
             "hang_report",
             "float",
@@ -248,65 +342,29 @@ TRAINING = Group(
             least=1,
             variable="ACCELERATE_COLLECTIVE_TIMEOUT",
         ),
-    ),
-)
-
-
-def _strategy(name: str, help: str) -> Option:
-    return Option(f"use_{name}", "switch", help, False, variable=f"ACCELERATE_USE_{name.upper()}", key="")
-
-
-STRATEGY = Group(
-    "strategy",
-    "How the model is distributed over the processes; each switch has its own options below.",
-    (
-        _strategy("fsdp", "Shard with FSDP."),
-        _strategy("deepspeed", "Shard with DeepSpeed ZeRO."),
-        _strategy("megatron_lm", "Train with Megatron-LM."),
-        _strategy(
-            "parallelism_config",
-            "Distribute by the sizes of data, tensor, context, sequence and pipeline parallelism.",
+        Option(
+            "debug",
+            "switch",
+            "Compare the operands of each collective between ranks; slower, to find errors.",
+            variable="ACCELERATE_DEBUG_MODE",
+            usual=True,
         ),
     ),
 )
 
-MACHINES = Group(
-    "machines",
-    "Several machines, restarts and logs.",
+OUTPUT = Group(
+    "output",
+    "What a run prints and records.",
     (
         Option(
-            "machine_rank",
-            "int",
-            "Rank of this machine, from 0.",
-            least=0,
-            variable="ACCELERATE_MACHINE_RANK",
-            when=NEVER,
-            question="Rank of this machine, from 0?",
+            "quiet",
+            "switch",
+            "Print errors only.",
+            flags=("--quiet", "-q"),
+            key="",
+            variable="ACCELERATE_QUIET",
+            usual=True,
         ),
-        Option("main_process_ip", "text", "Address of machine 0.", question="Address of machine 0"),
-        Option(
-            "main_process_port",
-            "int",
-            "Port of machine 0 at which the processes connect; on one machine the default is a free one.",
-            question="Port of machine 0",
-        ),
-        Option("same_network", "switch", "The machines share a local network.", False),
-        Option(
-            "rdzv_backend",
-            "text",
-            "How machines find each other: static (machine ranks are given) or c10d (they are assigned).",
-            "static",
-        ),
-        Option("rdzv_id", "text", "Name of the run, where several share a rendezvous.", "none"),
-        Option("rdzv_conf", "text", "Further rendezvous settings as key=value,key=value.", ""),
-        Option("max_restarts", "int", "How often the processes are restarted after a failure.", 0),
-        Option(
-            "monitor_interval",
-            "float",
-            "Seconds between two checks of the processes by the elastic agent.",
-            0.1,
-        ),
-        Option("role", "text", "Name of the processes in logs.", "default"),
         Option(
             "tee",
             "text",
@@ -315,6 +373,8 @@ MACHINES = Group(
             "0",
             flags=("-t", "--tee"),
         ),
+        Option("role", "text", "Name of the processes in logs.", "default"),
+        Option("log_dir", "text", "Folder for each rank's standard output and error.", usual=True),
         Option(
             "progress_interval",
             "float",
@@ -322,17 +382,25 @@ MACHINES = Group(
             "nor the panel on a terminal. Given for a single process, it is shown for that too.",
             60.0,
         ),
-        Option("log_dir", "text", "Folder for each rank's standard output and error."),
-        Option("error_file", "text", "File to which the first failure of a run is written as JSON."),
         Option(
-            "stop_timeout",
-            "float",
-            "Seconds that processes have to end after a request to stop, before they are killed.",
-            4.0,
+            "telemetry",
+            "text",
+            "Record each step of each process in the run's folder, or with --telemetry=DIR in that one.",
+            variable="ACCELERATE_TELEMETRY",
+            bare="true",
+            usual=True,
+        ),
+        Option(
+            "profile",
+            "text",
+            "Optimizer steps that torch's profiler records, as 10:12, of all ranks, or as 10:12:0,3 of some. Each "
+            "writes profile/rank_00000.json in the run's folder.",
+            key="",
+            check=_profiled_steps,
+            variable="ACCELERATE_PROFILE",
         ),
     ),
 )
-
 
 CLUSTERS = Group(
     "clusters",
@@ -364,7 +432,7 @@ CLUSTERS = Group(
 
 TPU = Group(
     "TPU",
-    "Only with --tpu.",
+    "TPU cores and pods; only with --tpu.",
     (
         Option(
             "tpu_use_cluster",
@@ -387,7 +455,7 @@ TPU = Group(
 
 AWS = Group(
     "AWS",
-    "Only if the configuration is for Amazon SageMaker.",
+    "Credentials, if the configuration is for Amazon SageMaker.",
     (
         Option("aws_access_key_id", "text", "Access key of the account.", key=""),
         Option("aws_secret_access_key", "text", "Secret of the access key.", key=""),
@@ -398,15 +466,17 @@ AWS = Group(
 GROUPS: tuple[Group, ...] = (
     PROGRAM,
     HARDWARE,
-    RESOURCES,
-    TRAINING,
-    STRATEGY,
+    PROCESSES,
     MACHINES,
+    TRAINING,
+    PRECISION,
+    STRATEGY,
+    PARALLELISM,
     FSDP,
     DEEPSPEED,
     MEGATRON,
-    PARALLELISM,
-    FP8,
+    RESILIENCE,
+    OUTPUT,
     CLUSTERS,
     TPU,
     AWS,
@@ -496,7 +566,8 @@ FOREIGN: tuple[Option, ...] = (
     *(_variable(name) for name in ("CLEARML_PROJECT", "CLEARML_TASK")),
     *(_variable(f"AWS_{word}") for word in ("PROFILE", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY")),
     # The system, the folder of configuration files, and test runners
-    *(_variable(name) for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "TERM", "HF_HOME", "XDG_CACHE_HOME")),
+    *(_variable(name) for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "XDG_CACHE_HOME")),
+    *(_variable(name) for name in ("TERM", "NO_COLOR", "FORCE_COLOR")),
     _variable("PYTEST_XDIST_WORKER"),
     _variable("RUN_SLOW", "truth"),
 )

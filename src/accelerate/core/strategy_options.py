@@ -45,7 +45,7 @@ def _fsdp(name: str, kind: str, help: str, default: Any = None, **more: Any) -> 
 
 FSDP = Group(
     "FSDP",
-    "Only with --use_fsdp.",
+    "Sharding with FSDP; only with --use_fsdp.",
     (
         _fsdp(
             "fsdp_version",
@@ -143,36 +143,28 @@ FSDP = Group(
 )
 
 
-def _deepspeed(name: str, kind: str, help: str, variable: str = "", **more: Any) -> Option:
+def _deepspeed(name: str, kind: str, help: str, variable: str | None = None, **more: Any) -> Option:
     when = ("use_deepspeed",)
+    if variable is None:
+        variable = f"ACCELERATE_DEEPSPEED_{name.removeprefix('deepspeed_').upper()}"
     return Option(name, kind, help, key=f"deepspeed_config.{name}", variable=variable, when=when, **more)
 
 
 DEEPSPEED = Group(
     "DeepSpeed",
-    "Only with --use_deepspeed.",
+    "ZeRO and offloading with DeepSpeed; only with --use_deepspeed.",
     (
         _deepspeed(
             "deepspeed_config_file",
             "text",
             "DeepSpeed's own JSON configuration.",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE",
             question="DeepSpeed JSON file (empty: none)",
         ),
-        _deepspeed(
-            "zero_stage",
-            "int",
-            "ZeRO stage: 0, 1, 2 or 3.",
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-            least=0,
-            greatest=3,
-            question="ZeRO stage",
-        ),
+        _deepspeed("zero_stage", "int", "ZeRO stage: 0, 1, 2 or 3.", least=0, greatest=3, question="ZeRO stage"),
         _deepspeed(
             "offload_optimizer_device",
             "text",
             "Device of the optimizer states: none, cpu or nvme.",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
             choices=_OFFLOAD,
             question="Where are optimizer states stored?",
         ),
@@ -180,22 +172,11 @@ DEEPSPEED = Group(
             "offload_param_device",
             "text",
             "Device of the parameters: none, cpu or nvme.",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
             choices=_OFFLOAD,
             question="Where are parameters stored?",
         ),
-        _deepspeed(
-            "offload_optimizer_nvme_path",
-            "text",
-            "Folder on the NVMe disk for optimizer states.",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-        ),
-        _deepspeed(
-            "offload_param_nvme_path",
-            "text",
-            "Folder on the NVMe disk for parameters.",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-        ),
+        _deepspeed("offload_optimizer_nvme_path", "text", "Folder on the NVMe disk for optimizer states."),
+        _deepspeed("offload_param_nvme_path", "text", "Folder on the NVMe disk for parameters."),
         _deepspeed(
             "gradient_clipping",
             "float",
@@ -209,26 +190,17 @@ DEEPSPEED = Group(
             "Stage 3: build the model sharded (zero.Init).",
             "ACCELERATE_DEEPSPEED_ZERO3_INIT",
         ),
-        _deepspeed(
-            "zero3_save_16bit_model",
-            "truth",
-            "Stage 3: save unsharded 16-bit weights.",
-            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-        ),
-        _deepspeed("deepspeed_hostfile", "text", "DeepSpeed's host file, for several machines."),
-        _deepspeed("deepspeed_exclusion_filter", "text", "Hosts and GPUs to leave out."),
-        _deepspeed("deepspeed_inclusion_filter", "text", "Hosts and GPUs to use."),
+        _deepspeed("zero3_save_16bit_model", "truth", "Stage 3: save unsharded 16-bit weights."),
+        _deepspeed("deepspeed_hostfile", "text", "DeepSpeed's host file, for several machines.", ""),
+        _deepspeed("deepspeed_exclusion_filter", "text", "Hosts and GPUs to leave out.", ""),
+        _deepspeed("deepspeed_inclusion_filter", "text", "Hosts and GPUs to use.", ""),
         _deepspeed(
             "deepspeed_multinode_launcher",
             "text",
             "How DeepSpeed starts the other machines: pdsh, standard, openmpi, mvapich, slurm...",
+            "",
         ),
-        _deepspeed(
-            "deepspeed_moe_layer_cls_names",
-            "text",
-            "Class names of mixture-of-experts layers, with commas.",
-            "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-        ),
+        _deepspeed("deepspeed_moe_layer_cls_names", "text", "Class names of mixture-of-experts layers, with commas."),
     ),
 )
 
@@ -241,7 +213,7 @@ def _megatron(short: str, kind: str, help: str, default: Any = None, **more: Any
 
 MEGATRON = Group(
     "Megatron-LM",
-    "Only with --use_megatron_lm.",
+    "Training with Megatron-LM; only with --use_megatron_lm.",
     (
         _megatron("tp_degree", "int", "Tensor parallel size.", 1, least=1, question="Tensor parallel size"),
         _megatron("use_custom_fsdp", "truth", "Use Megatron's own FSDP.", False),
@@ -287,7 +259,8 @@ def _parallelism(short: str, kind: str, help: str, default: Any = None, size: st
 
 PARALLELISM = Group(
     "parallelism",
-    "A size above 1 switches --use_parallelism_config on. The sizes multiply to the number of processes.",
+    "Sizes of data, tensor, context, sequence and pipeline parallelism, which multiply to the number of processes. "
+    "A size above 1 switches --use_parallelism_config on.",
     (
         _parallelism(
             "dp_replicate_size", "int", "Replicas of the model.", 1, question="How many replicas of the sharded model?"
@@ -340,34 +313,30 @@ def _fp8(short: str, kind: str, help: str, default: Any = None, **more: Any) -> 
     return Option(f"fp8_{short}", kind, help, default, key=key, when=("fp8",), **more)
 
 
-FP8 = Group(
-    "8-bit floats",
-    "Only with --mixed_precision fp8.",
-    (
-        _fp8("backend", "text", "Implementation of 8-bit floats.", choices=("ao", "te", "msamp")),
-        _fp8("use_autocast_during_eval", "switch", "8-bit floats in evaluation too.", False),
-        _fp8("margin", "int", "Margin of the scaling factor.", 0, least=0),
-        _fp8("interval", "int", "Steps between two updates of the scaling factor.", 1, least=1),
-        _fp8("format", "text", "Number format.", "HYBRID", choices=("HYBRID", "E4M3", "E5M2")),
-        _fp8("amax_history_len", "int", "Steps whose largest values are kept.", 1024, least=1),
-        _fp8(
-            "amax_compute_algo",
-            "text",
-            "How the largest value is chosen from the history.",
-            "most_recent",
-            choices=("max", "most_recent"),
-        ),
-        _fp8("opt_level", "text", "MS-AMP's optimization level.", "O2", choices=("O1", "O2")),
-        _fp8("enable_fsdp_float8_all_gather", "truth", "Gather FSDP's shards as 8-bit floats.", True),
-        _fp8("pad_inner_dim", "truth", "Pad inner dimensions to multiples of 16.", True),
-        # Three truth values in one; a variable each is published.
-        _fp8(
-            "override_linear_precision",
-            "text",
-            "Run linear layers in higher precision in the forward pass, the input's and the weight's gradient: "
-            "three truth values with commas.",
-            "false,false,false",
-            variable="",
-        ),
+FP8_OPTIONS: tuple[Option, ...] = (
+    _fp8("backend", "text", "Implementation of 8-bit floats.", choices=("ao", "te", "msamp")),
+    _fp8("use_autocast_during_eval", "switch", "8-bit floats in evaluation too.", False),
+    _fp8("margin", "int", "Margin of the scaling factor.", 0, least=0),
+    _fp8("interval", "int", "Steps between two updates of the scaling factor.", 1, least=1),
+    _fp8("format", "text", "Number format.", "HYBRID", choices=("HYBRID", "E4M3", "E5M2")),
+    _fp8("amax_history_len", "int", "Steps whose largest values are kept.", 1024, least=1),
+    _fp8(
+        "amax_compute_algo",
+        "text",
+        "How the largest value is chosen from the history.",
+        "most_recent",
+        choices=("max", "most_recent"),
+    ),
+    _fp8("opt_level", "text", "MS-AMP's optimization level.", "O2", choices=("O1", "O2")),
+    _fp8("enable_fsdp_float8_all_gather", "truth", "Gather FSDP's shards as 8-bit floats.", True),
+    _fp8("pad_inner_dim", "truth", "Pad inner dimensions to multiples of 16.", True),
+    # Three truth values in one; a variable each is published.
+    _fp8(
+        "override_linear_precision",
+        "text",
+        "Run linear layers in higher precision in the forward pass, the input's and the weight's gradient: "
+        "three truth values with commas.",
+        "false,false,false",
+        variable="",
     ),
 )

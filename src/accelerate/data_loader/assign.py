@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .position import StreamPosition
-from .rows import count_rows, join_rows, repeat_rows, take_rows
+from .rows import count_rows, has_rows, join_rows, repeat_rows, take_rows
 from .steps import ReadPlan, ShardSplit, ShardStep, completed, real_counts
 
 SliceFunction = Callable[..., Any]
+
+# In place of a batch, for a shard that has none in a step. A batch itself may be None.
+NO_BATCH: Any = object()
 
 
 @dataclass(slots=True)
@@ -20,7 +23,7 @@ class AssignedStep:
     """One step of all shards.
 
     Fields:
-        batches: each shard's batch; None where it has none.
+        batches: each shard's batch; `NO_BATCH` where it has none.
         counts: the samples of each shard, without repetitions and placeholders.
         place: the position after the step.
         last: for each shard, whether it is its last step.
@@ -72,8 +75,8 @@ class BatchAssigner:
         present = next(steps, None)
         while present is not None:
             following = next(steps, None)
-            ahead = following.batches if following is not None else [None] * self.cut.shards
-            present.last = [batch is None for batch in ahead]
+            ahead = following.batches if following is not None else [NO_BATCH] * self.cut.shards
+            present.last = [batch is NO_BATCH for batch in ahead]
             present.final = following is None
             yield present
             present = following
@@ -98,23 +101,38 @@ class BatchAssigner:
         complete = len(group) == self.cut.shards and not self.cut.split
         if self.slice_fn is None and complete and (self.cut.exact or not last or len(set(known)) == 1):
             return group, tuple(known)
+        if self.slice_fn is None and (self.cut.split or not self.cut.exact) and not all(map(has_rows, group, known)):
+            return self._unsplit(group, known)
         if self.cut.exact:
             return self._without_repeats(group, known)
         return self._evenly(group, known)
 
     def _uncounted(self, group: list[Any]) -> tuple[list[Any], None]:
         """Batches whose rows cannot be counted are assigned without being split."""
+        if self.head is None:
+            self.head = (group, 0)
+        return self._whole(group, self.head[0]), None
+
+    def _unsplit(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
+        """Batches of known size without columns are assigned without being split, also in the last step."""
+        batches = self._whole(group, [self._start(group, rows)[0]])
+        return batches, (*rows, *[0] * (self.cut.shards - len(group)))
+
+    def _whole(self, group: list[Any], head: list[Any]) -> list[Any]:
         if self.cut.split:
             raise ValueError(
                 "split_batches=True splits each batch, and this loader's batches contain neither tensors nor lists "
                 "whose rows could be counted: use split_batches=False"
             )
-        if self.head is None:
-            self.head = (group, 0)
-        missing = self.cut.shards - len(group)
-        if missing and self.cut.even:
-            return completed(group, self.cut.shards, self.head[0]), None
-        return group + [None] * missing, None
+        if self.cut.even:
+            return completed(group, self.cut.shards, head)
+        return group + [NO_BATCH] * (self.cut.shards - len(group))
+
+    def _start(self, group: list[Any], rows: list[int]) -> tuple[Any, int]:
+        """The first batch of the epoch, which fills the last step, and its rows."""
+        if self.head is None and self.first is not None and (step := self.first()) is not None:
+            self.head = (step.data, step.counts[0] if step.counts else count_rows(step.data) or 0)
+        return self.head or (group[0], rows[0])
 
     def _without_repeats(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
         shards = self.cut.shards
@@ -125,30 +143,28 @@ class BatchAssigner:
         length = rows[0] if self.size is None else max(self.size, rows[0])
         part = -(-length // shards)
         counts = real_counts(rows[0], part, shards)
-        slices = self._cut(group[0], rows[0], part)
+        slices = self._cut(group, rows, part)
         return [cut if count else placeholder for cut, count in zip(slices, counts, strict=True)], counts
 
     def _evenly(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
         shards = self.cut.shards
-        joined, total = join_rows(group, rows), sum(rows)
+        total = sum(rows)
         part = -(-total // shards)
         counts = real_counts(total, part, shards)
         if (missing := part * shards - total) and self.cut.even:
-            if self.head is None and self.first is not None and (step := self.first()) is not None:
-                self.head = (step.data, step.counts[0] if step.counts else count_rows(step.data) or 0)
-            first, length = self.head or (group[0], rows[0])
-            joined = join_rows([joined, repeat_rows(first, length, missing)], [total, missing])
+            group = [*group, repeat_rows(*self._start(group, rows), missing)]
+            rows = [*rows, missing]
             total += missing
-        slices = self._cut(joined, total, part)
-        return [cut if part * shard < total else None for shard, cut in enumerate(slices)], counts
+        slices = self._cut(group, rows, part)
+        return [cut if part * shard < total else NO_BATCH for shard, cut in enumerate(slices)], counts
 
-    def _cut(self, batch: Any, rows: int, part: int) -> list[Any]:
-        shards = range(self.cut.shards)
+    def _cut(self, group: list[Any], rows: list[int], part: int) -> list[Any]:
+        """Consecutive slices of `part` rows of the joined batches, one for each shard."""
+        slices = [slice(part * shard, part * (shard + 1)) for shard in range(self.cut.shards)]
         if self.slice_fn is None:
-            return [take_rows(batch, rows, part * shard, part * (shard + 1)) for shard in shards]
+            return [join_rows(group, rows, cut.start, cut.stop) for cut in slices]
+        joined = join_rows(group, rows)
         return [
-            self.slice_fn(
-                batch, slice(part * shard, part * (shard + 1)), process_index=shard, num_processes=self.cut.shards
-            )
-            for shard in shards
+            self.slice_fn(joined, cut, process_index=shard, num_processes=self.cut.shards)
+            for shard, cut in enumerate(slices)
         ]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..state import PartialState
-from .assign import AssignedStep, BatchAssigner, SliceFunction
+from .assign import NO_BATCH, AssignedStep, BatchAssigner, SliceFunction
 from .batch_source import has_state, is_iterable
 from .channel import READER, BatchChannel, BatchMessage, pack
 from .loader import PreparedLoader
@@ -111,6 +111,10 @@ class DataLoaderDispatcher(PreparedLoader):
     def __len__(self) -> int:
         return len(self.plan())
 
+    @property
+    def _reads(self) -> bool:
+        return not is_distributed() or dist.get_rank() == READER
+
     def _check_split(self, place: StreamPosition) -> None:
         if place.split is not None:
             raise CheckpointError(
@@ -119,8 +123,7 @@ class DataLoaderDispatcher(PreparedLoader):
             )
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
-        world = dist.get_world_size() if is_distributed() else 1
-        if world == 1:
+        if not is_distributed():
             if plan.cut.shards > 1:
                 raise ConfigurationError(
                     f"dispatch_batches=True sends batches from rank 0 to {plan.cut.shards} shards, and this process "
@@ -128,8 +131,8 @@ class DataLoaderDispatcher(PreparedLoader):
                 )
             return self._source.open(plan, order, start)
         channel = BatchChannel(plan.cut.index)
-        if dist.get_rank() != READER:
-            if not order.resumes:
+        if not self._reads:
+            if order.draws_at_start():
                 self._draw_as_reader()
             return _received(channel)
         order.isolate(shared=False)
@@ -177,7 +180,7 @@ def _assigned(
 def _messages(step: AssignedStep) -> list[BatchMessage | None]:
     position = step.place if isinstance(step.place, int) else step.place.consumed
     return [
-        None if batch is None else BatchMessage(batch, step.counts, position, last, step.final)
+        None if batch is NO_BATCH else BatchMessage(batch, step.counts, position, last, step.final)
         for batch, last in zip(step.batches, step.last, strict=True)
     ]
 

@@ -23,6 +23,8 @@ States = dict[str, Any]
 GLOBAL = ("torch", "python", "numpy")
 # 624 words of four bytes, and the place among them.
 _MT19937_BYTES = 625 * 4
+# The seed lies within so many bytes of torch's C++ object, which is larger than that.
+_TORCH_HEADER = 256
 
 
 class Generators:
@@ -79,7 +81,8 @@ class Generators:
 class _Watched:
     """A global generator. Its state is copied only after the memory that holds it has changed.
 
-    NumPy takes 30 us for a copy and Python 7 us, which is too much for every batch. Comparing the memory takes 0.3 us.
+    NumPy takes 30 us for a copy, Python 7 us and torch 1 us, which is too much for every batch. Comparing the memory
+    takes 0.3 us.
 
     Args:
         copy: returns the state.
@@ -101,30 +104,17 @@ class _Watched:
         return self._state
 
 
-class _WatchedTorch:
-    """Torch's CPU generator, which copies its state in 1 us. Comparing the copies as tensors would take longer."""
-
-    def __init__(self) -> None:
-        self._kind = ctypes.c_char * torch.get_rng_state().numel()
-        self._seen = b""
-        self._state = torch.empty(0)
-
-    def state(self) -> torch.Tensor:
-        """The present state: the same tensor as long as it has not changed."""
-        state = torch.get_rng_state()
-        memory = self._kind.from_address(state.data_ptr()).raw
-        if memory != self._seen:
-            self._state, self._seen = state, memory
-        return self._state
-
-
 @functools.cache
-def _watched() -> tuple[_WatchedTorch, _Watched, _Watched]:
+def _watched() -> tuple[_Watched, _Watched, _Watched]:
     """The global generators of torch, Python and NumPy."""
     python: Any = random.getstate
     numpy: Any = np.random.get_state
+    seed_at = _offset_of_torch_seed()
     return (
-        _WatchedTorch(),
+        _Watched(
+            torch.get_rng_state,
+            _copy_of_torch if seed_at is None else _memory_of_torch(torch.default_generator, seed_at),
+        ),
         _Watched(python, _memory_of_python(python.__self__) if _python_is_readable() else _unknown),
         _Watched(numpy, _memory_of_numpy(numpy.__self__) if _numpy_is_readable() else _unknown),
     )
@@ -142,6 +132,37 @@ def _fields_of(thing: Any, kind: type) -> Any:
     """The memory of a C object: the fields of its class `kind`, without the reference count before them."""
     header = object.__basicsize__
     return _memory_at(id(thing) + header, kind.__basicsize__ - header)
+
+
+def _copy_of_torch() -> bytes:
+    # Comparing the copies as tensors would take longer.
+    return torch.get_rng_state().numpy().tobytes()
+
+
+def _memory_of_torch(generator: Any, seed_at: int) -> Callable[[], bytes]:
+    """What reads the state of a CPU generator: the words and the place among them, and the normal number that is kept.
+
+    Args:
+        generator: the generator.
+        seed_at: where its C++ object has the seed (8 bytes). After it come the number of words left (4), a flag (4),
+            the place (4), 624 words, and after padding an optional `float` and an optional `double`.
+
+    Returns:
+        A function that returns the state's bytes.
+    """
+    words_at = generator._cdata + seed_at + 16
+    words = _memory_at(words_at, _MT19937_BYTES)
+    kept_at = words_at + _MT19937_BYTES + 4
+    single, double = _memory_at(kept_at, 4), _memory_at(kept_at + 8, 8)
+    has_single, has_double = (ctypes.c_ubyte.from_address(kept_at + place) for place in (4, 16))
+
+    def read() -> bytes:
+        content: bytes = words.raw
+        if has_single.value:
+            content += b"s" + single.raw
+        return content + b"d" + double.raw if has_double.value else content
+
+    return read
 
 
 def _memory_of_python(generator: random.Random) -> Callable[[], bytes]:
@@ -165,6 +186,22 @@ def _memory_of_numpy(generator: np.random.RandomState) -> Callable[[], bytes | N
     own, words = _fields_of(owner, type(owner)), _memory_at(bits.ctypes.state_address, _MT19937_BYTES)
     # `numpy.random.set_bit_generator` replaces `bits`.
     return lambda: words.raw + own.raw if owner._bit_generator is bits else None
+
+
+def _offset_of_torch_seed() -> int | None:
+    """Where torch's generators have their seed; None where `_memory_of_torch` would not show every change."""
+    seed = 0x5EED_0F_7E57_AB1E
+    probe: Any = torch.Generator().manual_seed(seed)
+    try:
+        found: int = _memory_at(probe._cdata, _TORCH_HEADER).raw.index(seed.to_bytes(8, "little"))
+    except (AttributeError, ValueError):
+        return None
+    states = [probe.get_state()]
+    for draw in (torch.rand, torch.randn, torch.randn, torch.rand, torch.randn):
+        draw(1, generator=probe)
+        states.append(probe.get_state())
+    states.append(torch.Generator().manual_seed(1).get_state())
+    return found if _distinguishes(probe.set_state, states, _memory_of_torch(probe, found)) else None
 
 
 def _python_is_readable() -> bool:

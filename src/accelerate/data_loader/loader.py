@@ -37,6 +37,7 @@ _PER_PROCESS = frozenset(
         "_history",
         "_place",
         "_pending",
+        "_opened",
         "_open_passes",
         "_origin",
         "_successor",
@@ -115,7 +116,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         # Without a generator to synchronize, the ranks share the states that the order is drawn from.
         kinds = None if rng_types is None else list(rng_types)
         self.rng_types: list[Any] | None = kinds if synchronized_generator is not None else _without_generator(kinds)
-        self.synchronized_generator = synchronized_generator
+        self.synchronized_generator: torch.Generator | None = synchronized_generator
         # `prepare` gave the sampler this generator.
         self._seeded = _seeded
         self.skip_batches = skip_batches
@@ -134,6 +135,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._order: Order | None = None
         self._place: StreamPosition | int = 0
         self._pending: Position | None = None
+        # The position that was loaded is that of a pass whose start has drawn its numbers, and nothing of the order.
+        self._opened = False
         # A loader that skips the first batches of this one's epoch continues it and has its position.
         self._origin: PreparedLoader | None = None
         self._successor: weakref.ref[PreparedLoader] | None = None
@@ -175,6 +178,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.set_epoch(self.iteration)
         order = self._new_order()
+        order.opened, self._opened = self._opened, False
         start = StreamPosition()
         if resumed is not None and resumed.order is not None:
             order.resume(resumed.order, resumed.place)
@@ -350,6 +354,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, here and in samplers and a dataset that have `set_epoch`."""
+        self._opened = self._opened and epoch == self.iteration
         self.iteration = epoch
         if self._pending is not None and self._pending.epoch != epoch:
             # A request for another epoch drops the rest of the loaded one.
@@ -378,6 +383,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if self._order is None or not (self._order.begun or _consumed(self._place)):
             # Between epochs, or before the first draw of one.
             states = position.own = self._new_order().own()
+            if self._opened or (self._order is not None and self._order.opened):
+                states["opened"] = True
         else:
             place = self._place
             if isinstance(place, int):
@@ -397,6 +404,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Continue the present epoch of `origin`, also from a position that was loaded into it."""
         self.before_pass, self.between_batches, self.meter = origin.before_pass, origin.between_batches, origin.meter
         self._pending, origin._pending = origin._pending, None
+        self._opened, origin._opened = origin._opened, False
         self._origin = origin
         self._history = origin._history
         origin._successor = weakref.ref(self)
@@ -413,7 +421,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         position = Position.from_dict(state_dict)
         plan = self.plan()
         streams = self._source.workers if is_iterable(self.base_dataloader) else None
-        position.check_fits(plan.unit, total_of(plan), streams)
+        position.check_fits(plan.unit, total_of(plan), streams if self._reads else None)
         if position.in_epoch:
             self._check_split(position.place)
         self._order = None
@@ -424,6 +432,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if position.own is not None:
             self._new_order().restore_own(position.own)
         self.set_epoch(position.epoch)
+        self._opened = bool((position.own or {}).get("opened"))
+
+    @property
+    def _reads(self) -> bool:
+        """Whether this process reads the dataset itself."""
+        return True
 
     def _check_split(self, place: StreamPosition) -> None:
         """Raise CheckpointError where the rest of an epoch of which each process read a shard cannot be read here."""

@@ -29,7 +29,7 @@ from .samplers import (
     with_sampler,
 )
 from .shard import BatchSamplerShard, check_divisible
-from .split import SplitLoader, is_split, splits_evenly
+from .split import SplitLoader, check_split, is_split, splits_evenly
 from .steps import ShardSplit
 from .workers import altered
 
@@ -114,11 +114,13 @@ def prepare_data_loader(
         warnings.warn(
             "data_seed is the seed of the seedable sampler: it has no effect without use_seedable_sampler=True"
         )
+    check_split(dataloader.dataset, cut.shards)
     split = cut.shards > 1 and is_split(dataloader.dataset)
     if split and (dispatch_batches or split_batches or exact):
         raise PrepareError(
-            "split_dataset_by_node has split this dataset between the processes already, and dispatch_batches, "
-            "split_batches and exact need all samples: give prepare the dataset without that call"
+            f"this {type(dataloader.dataset).__name__} is split between the processes already (by "
+            "split_dataset_by_node, or by itself), and dispatch_batches, split_batches and exact need all samples: "
+            "give prepare a dataset that is not split"
         )
     if dispatch_batches is None:
         dispatch_batches = is_iterable(dataloader) and put_on_device and not split

@@ -1,75 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count, slice and join the rows of batches. Columns are tensors, or lists with one element for each row."""
+"""Count, slice and join the rows of batches. Columns are tensors, arrays, and lists with one element for each row."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..core import trees
 
+_ARRAYS = (torch.Tensor, np.ndarray)
+
 
 def count_rows(batch: Any) -> int | None:
-    """The number of rows: the length of the first tensor, or of the first list of plain values; else None."""
+    """The number of rows: the length of the first tensor or array, or of the first list of plain values; else None."""
     found = trees.first_leaf(batch)
+    if found is None:
+        found = trees.first_leaf(batch, _is_array)
     if found is not None:
-        return int(found.shape[0]) if found.dim() else None
+        return int(found.shape[0]) if found.ndim else None
     column = next(_columns(batch), None)
     return None if column is None else len(column)
 
 
+def has_rows(batch: Any, rows: int) -> bool:
+    """Whether a batch of `rows` samples has a column, so that it can be split."""
+    return next(trees.leaves(batch, lambda value: _is_column(value, rows)), None) is not None
+
+
 def take_rows(batch: Any, rows: int | None, start: int, stop: int) -> Any:
     """Rows `start` to `stop` of a batch of `rows`. Values that are not columns are not changed."""
-    return _per_column(lambda column: column[start:stop], batch, rows)
+    return join_rows([batch], [rows], start, stop)
 
 
 def repeat_rows(batch: Any, rows: int, count: int) -> Any:
     """`count` rows of a batch of `rows`, from the first on, repeated where there are fewer."""
     wanted = [index % rows for index in range(count)]
 
-    def pick(column: Any) -> Any:
+    def pick(columns: list[Any]) -> Any:
+        column = columns[0]
         if isinstance(column, torch.Tensor):
             return column[torch.tensor(wanted, dtype=torch.int64, device=column.device)]
+        if isinstance(column, np.ndarray):
+            return column[wanted]
         return type(column)(column[index] for index in wanted)
 
-    return _per_column(pick, batch, rows)
+    return _per_column(pick, [batch], [rows])
 
 
-def join_rows(batches: list[Any], rows: list[int]) -> Any:
-    """Join batches of the same structure. Raises ValueError where their columns have different shapes."""
-    if len(batches) == 1:
-        return batches[0]
-    first = batches[0]
-    if _is_column(first, rows[0]):
-        if isinstance(first, torch.Tensor):
-            return _concatenated(batches)
-        return type(first)(itertools.chain.from_iterable(batches))
-    if isinstance(first, Mapping):
-        joined = {key: join_rows([batch[key] for batch in batches], rows) for key in first}
-        return trees.rebuild_mapping(first, joined)
-    if isinstance(first, (list, tuple)):
-        return trees.honor_type(first, (join_rows(list(parts), rows) for parts in zip(*batches, strict=True)))
-    return first
+def join_rows(batches: list[Any], rows: Sequence[int | None], start: int = 0, stop: int | None = None) -> Any:
+    """Join batches of the same structure, or only rows `start` to `stop` of them.
+
+    Values that are not columns are those of the first batch.
+
+    Raises:
+        ValueError: columns have different shapes, or lists have lengths that are not the numbers of rows.
+    """
+
+    def joined(columns: list[Any]) -> Any:
+        return _concatenated(columns)[start:stop]
+
+    return _per_column(joined, batches, rows)
 
 
-def _concatenated(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _concatenated(columns: list[Any]) -> Any:
+    first = columns[0]
+    if len(columns) == 1:
+        return first
+    if not isinstance(first, _ARRAYS):
+        return type(first)(itertools.chain.from_iterable(columns))
     try:
-        return torch.cat(tensors)
-    except RuntimeError as error:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise ValueError(
-            f"the last batches of an epoch have tensors of shapes {shapes}, which cannot be joined and split "
-            "equally. Pad all samples to one length, drop the last batch (drop_last=True), or use exact=True, which "
-            "does not join batches."
-        ) from error
+        return torch.cat(columns) if isinstance(first, torch.Tensor) else np.concatenate(columns)
+    except (RuntimeError, ValueError) as error:
+        shapes = ", ".join(str(tuple(column.shape)) for column in columns)
+        raise _not_joined(f"tensors of shapes {shapes}") from error
+
+
+def _not_joined(what: str) -> ValueError:
+    return ValueError(
+        f"the last batches of an epoch have {what}, which cannot be joined and split equally. Pad all samples to one "
+        "length, drop the last batch (drop_last=True), or use exact=True, which does not join batches."
+    )
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, _ARRAYS)
 
 
 def _is_column(value: Any, rows: int | None) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() > 0
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and value.shape[0] == rows
     if not isinstance(value, (list, tuple)) or trees.is_namedtuple(value) or len(value) != rows:
         return False
     # A list with an element a row, unless its elements are columns themselves.
@@ -77,11 +103,28 @@ def _is_column(value: Any, rows: int | None) -> bool:
 
 
 def _holds_columns(value: Any, rows: int | None) -> bool:
-    return any(leaf.dim() > 0 and leaf.shape[0] == rows for leaf in trees.leaves(value))
+    return any(leaf.ndim > 0 and leaf.shape[0] == rows for leaf in trees.leaves(value, _is_array))
 
 
-def _per_column(function: Any, batch: Any, rows: int | None) -> Any:
-    return trees.map_leaves(function, batch, lambda value: _is_column(value, rows))
+def _per_column(function: Callable[[list[Any]], Any], batches: list[Any], rows: Sequence[int | None]) -> Any:
+    """The first batch with `function` applied to the values of all batches for each column."""
+    first = batches[0]
+    if all(map(_is_column, batches, rows)):
+        return function(batches)
+    if isinstance(first, Mapping):
+        items = {key: _per_column(function, [batch[key] for batch in batches], rows) for key in first}
+        return trees.rebuild_mapping(first, items)
+    if isinstance(first, (list, tuple)):
+        lengths = [len(batch) for batch in batches]
+        if len(set(lengths)) > 1:
+            raise _not_joined(f"lists of lengths {', '.join(map(str, lengths))}")
+        parts = zip(*batches, strict=True)
+        return trees.honor_type(first, (_per_column(function, list(part), rows) for part in parts))
+    if trees.is_dataclass_instance(first):
+        names = [field.name for field in dataclasses.fields(first) if field.init]
+        values = {name: _per_column(function, [getattr(batch, name) for batch in batches], rows) for name in names}
+        return dataclasses.replace(first, **values)
+    return first
 
 
 def _columns(batch: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets that split themselves: each process reads only its shard of a `datasets.IterableDataset`."""
+"""Datasets that split themselves: each process reads only its shard of an iterable dataset."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..collectives import transport
 from ..core.errors import CheckpointError, PrepareError
 from ..runtime.calls import Call
 from ..runtime.channel import signature
+from ..state import PartialState
 from .iterable import IterableDatasetShard
 from .loader import DataLoaderShard
 from .order import Order, is_distributed
@@ -33,8 +34,34 @@ def is_splittable(dataset: Any) -> bool:
 
 
 def is_split(dataset: Any) -> bool:
-    """Whether the user has split `dataset` between the processes with `split_dataset_by_node`."""
-    return is_splittable(dataset) and getattr(dataset, "_distributed", None) is not None
+    """Whether the processes read different parts of `dataset` already, because the user has said so."""
+    return _splits_by_rank(dataset) or (is_splittable(dataset) and getattr(dataset, "_distributed", None) is not None)
+
+
+def check_split(dataset: Any, shards: int) -> None:
+    """Raise PrepareError where `dataset` is split between all processes, and only some of them read different data."""
+    if _splits_by_rank(dataset) and (world := PartialState().num_processes) != shards:
+        raise PrepareError(
+            f"this {type(dataset).__name__} gives each of {world} processes its own samples, and in this layout the "
+            f"data has {shards} shard(s): use a dataset that does not split itself, which rank 0 reads for all ranks"
+        )
+
+
+def _splits_by_rank(dataset: Any) -> bool:
+    """Whether `dataset` reads the samples of its rank, in a run of several processes."""
+    found = (kind(module, dataset) for name, kind in _BY_RANK.items() if (module := sys.modules.get(name)) is not None)
+    return any(found) and PartialState().num_processes > 1
+
+
+# Packages whose datasets split themselves by rank, and which of their datasets do.
+_BY_RANK: dict[str, Callable[[Any, Any], bool]] = {
+    "webdataset": lambda module, dataset: (
+        isinstance(dataset, module.DataPipeline) and module.split_by_node in dataset.pipeline
+    ),
+    "litdata": lambda module, dataset: isinstance(
+        dataset, (module.StreamingDataset, module.CombinedStreamingDataset, module.ParallelStreamingDataset)
+    ),
+}
 
 
 def splits_evenly(dataset: Any, shards: int) -> bool:
@@ -76,8 +103,8 @@ class SplitLoader(DataLoaderShard):
             return
         if self.unsplit is None:
             raise CheckpointError(
-                "the position was saved with another number of processes or workers, and split_dataset_by_node has "
-                "split this dataset already: use the same numbers for this epoch"
+                "the position was saved with another number of processes or workers, and this dataset splits itself "
+                "(split_dataset_by_node, webdataset's split_by_node): use the same numbers for this epoch"
             )
         super()._check_split(place)
 

@@ -2,7 +2,8 @@
 """The progress of a run at the bottom of the terminal. The output of the ranks scrolls in the lines above it.
 
 The terminal's scrolling region is set to the lines above, so that the output is passed on unchanged, also in the
-middle of a line. The cursor is saved and restored around each change of the panel.
+middle of a line. The cursor is saved and restored around each change of the panel. A launcher that is killed cannot
+give the lines back: a shell that waits for its end does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -22,6 +24,8 @@ _DELAY = 0.5
 _HEIGHT = 4
 # A smaller terminal has no room for it.
 _LEAST_LINES, _LEAST_COLUMNS = 12, 40
+# `read` fails at the end of the pipe, which is that of this process, and not if it gets a line.
+_GUARD = r"read -r line || printf '\0337\033[r\0338\033[J' >&2"
 
 
 class Display:
@@ -84,6 +88,7 @@ class Panel:
 
     def __init__(self) -> None:
         self._size: tuple[int, int] | None = None  # columns and lines, while it is shown
+        self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def columns(self) -> int:
@@ -99,6 +104,8 @@ class Panel:
         """Show lines, at most `_HEIGHT`."""
         size = _terminal_size()
         found = ""
+        if self._size is None:
+            self._guard = _start_guard()
         if size != self._size:
             found = self._region(size)
             self._size = size
@@ -125,6 +132,18 @@ class Panel:
         if self._size is not None:
             _write(f"\x1b7\x1b[r\x1b8{self._erase(_terminal_size())}")
             self._size = None
+        if self._guard is not None:
+            self._guard.communicate(b"\n")
+            self._guard = None
+
+
+def _start_guard() -> subprocess.Popen[bytes] | None:
+    """A process that gives the lines back when this one is killed; in a session of its own, to outlive its group."""
+    command = ["/bin/sh", "-c", _GUARD]
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    except OSError:
+        return None  # a system without this shell shows the panel all the same
 
 
 def lines_of(figures: Figures, title: str, where: str, columns: int) -> list[str]:

@@ -28,7 +28,7 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.bad = 0
+        self.bad: int = 0
         """Lines left out."""
         self._identity: tuple[int, int] | None = None
         self._position = 0

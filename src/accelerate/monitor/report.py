@@ -243,11 +243,21 @@ def _event_cells(event: dict[str, Any], run: Run) -> tuple[str, str, str, str]:
     return when, who, event["event"].replace("_", " "), ", ".join(facts)
 
 
+def _linked_cells(event: dict[str, Any], run: Run) -> list[str]:
+    """The cells as HTML, with a link to the file of the event."""
+    *cells, facts = map(escape, _event_cells(event, run))
+    file = run.file(event["path"]) if event["file"] else None
+    if file is not None:
+        path = escape(event["path"])
+        facts = facts.replace(path, f'<a href="{escape(file.as_uri())}">{path}</a>')
+    return [*cells, facts]
+
+
 def _events(run: Run) -> str:
     events = grouped_events(run, _MOST_EVENTS)
     if not events:
         return ""
-    rows = ["".join(f"<td>{escape(cell)}</td>" for cell in _event_cells(event, run)) for event in events]
+    rows = ["".join(f"<td>{cell}</td>" for cell in _linked_cells(event, run)) for event in events]
     head = "".join(f"<th>{title}</th>" for title in ("Time", "Ranks", "Event", ""))
     table = f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
     return f'<section id="events-all"><div class="card scroll"><h2>Events</h2>{table}</div></section>'

@@ -38,7 +38,7 @@ class Run:
         self.name = name
         self.lock: threading.RLock = threading.RLock()
         """Held while the run is read or viewed."""
-        self.version = 0
+        self.version: int = 0
         """Increases with everything new that was read."""
         self.ranks: dict[int, RankSteps] = {}
         self.series: dict[str, Series] = {}

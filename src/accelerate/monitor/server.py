@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
@@ -70,7 +70,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     # Windows would let a second server take the same port.
-    allow_reuse_address = os.name != "nt"
+    allow_reuse_address: bool = os.name != "nt"
 
     def __init__(self, runs: Sequence[Run], host: str | None = None, port: int | None = None) -> None:
         self.runs: list[Run] = list(runs)
@@ -202,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
     server_version = "accelerate"
     sys_version = ""
     protocol_version = "HTTP/1.1"
-    timeout = 60
+    timeout: ClassVar[float | None] = 60
 
     def do_GET(self) -> None:
         """Answer with a file of the page, with data, or with a file of a run."""

@@ -101,7 +101,7 @@ class RankSteps:
         self.header: StepsHeader = header
         self.record = record
         self.columns: _Columns = _Columns(record)
-        self.count = 0
+        self.count: int = 0
         """Records read."""
         self.last: np.void | None = None
         """The newest record."""
@@ -289,11 +289,11 @@ class _Columns:
     """Takes the columns of records as a matrix; without a copy where the file has them side by side."""
 
     def __init__(self, record: np.dtype[Any]) -> None:
-        self.names = [name if name in (record.names or ()) else None for name in COLUMNS]
+        self.names: list[str | None] = [name if name in (record.names or ()) else None for name in COLUMNS]
         fields: Any = record.fields or {}
         offsets = [fields[name][1] for name in self.names if name and record[name] == np.dtype("<f4")]
-        self.offset = offsets[0] if offsets else 0
-        self.contiguous = offsets == [self.offset + 4 * at for at in range(len(COLUMNS))]
+        self.offset: int = offsets[0] if offsets else 0
+        self.contiguous: bool = offsets == [self.offset + 4 * at for at in range(len(COLUMNS))]
 
     def of(self, records: Array) -> Array:
         if self.contiguous and records.flags.c_contiguous:

@@ -37,7 +37,7 @@ class ActivationOffload:
     # The layout wraps the forward that saves them.
     before_layout = True
     # A stage's forward is left in its middle, and a compiled one has no hooks.
-    excludes = ("pipeline", "compile")
+    excludes: tuple[str, ...] = ("pipeline", "compile")
 
     def __init__(self, minimum: int = MINIMUM) -> None:
         self.minimum = minimum

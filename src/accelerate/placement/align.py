@@ -65,7 +65,7 @@ class AlignDevicesHook(ModelHook):
         self.offload_buffers = offload_buffers
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
-        self.tied_params_map = tied_params_map
+        self.tied_params_map: TiedCopies | None = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         # Tensors that are not this hook's to move: placed one by one, or tied to one that stays on the device.

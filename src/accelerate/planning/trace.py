@@ -37,7 +37,7 @@ from ..parallel.report.ledger import GRADIENTS, KINDS, MESSAGES, OPTIMIZER, WEIG
 from .layouts import PlannedLayout
 from .model import BatchShape, fake_batch
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adam": (torch.optim.Adam, {}),
     "sgd": (torch.optim.SGD, {}),

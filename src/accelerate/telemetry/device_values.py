@@ -14,7 +14,7 @@ import torch
 from ..core import devices
 
 _SLOTS = 256
-_UNKNOWN = (math.nan, math.nan, math.nan)
+_UNKNOWN = (math.nan, math.nan)
 
 
 def scalar(value: Any) -> float | torch.Tensor | None:
@@ -36,14 +36,14 @@ class DeviceValues:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = devices.module_of(device)
-        self._rows = torch.empty(_SLOTS, 3, dtype=torch.float32, pin_memory=devices.kind_of(device).pin_memory)
+        self._rows = torch.empty(_SLOTS, 2, dtype=torch.float32, pin_memory=devices.kind_of(device).pin_memory)
         self._free: deque[int] = deque(range(_SLOTS))
 
     def copy(self, values: Sequence[Any]) -> Callable[[bool], tuple[float, ...] | None]:
-        """Start to copy tokens, loss and norm; what is a float already is kept.
+        """Start to copy loss and norm; what is a float already is kept.
 
         Returns:
-            A function that returns the three numbers, or None while the device computes them; with True it waits.
+            A function that returns the two numbers, or None while the device computes them; with True it waits.
         """
         if not self._free:
             return lambda wait: _UNKNOWN

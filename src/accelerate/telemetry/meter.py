@@ -2,13 +2,16 @@
 """What a process measures of its steps: `StepMeter` publishes the newest state, `StepRecorder` records each step too.
 
 Both are chosen when the `Accelerator` is made. They replace methods of the accelerator, the class of prepared
-optimizers and the iterator of a prepared loader, so that a run without them has nothing in its steps.
+optimizers and the iterator of a prepared loader, so that a run without them has nothing in its steps. The model's
+kernels leave little of this code in the caches, so that each line of it costs several times what it costs in a loop
+of its own: what a step does not have to do is done by a thread, from what the run counts anyway.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,11 +28,11 @@ from ..state import GradientState
 from .device_values import device_values, scalar
 from .records import FLAG_FIRST, FLAG_SKIPPED
 from .status import EVALUATING, SAVING, STARTING, TRAINING, StatusFile
-from .writer import TelemetryWriter
+from .writer import NONE_READ, TelemetryWriter
 
 _NAN = math.nan
-# Seconds between two losses that are published.
-_LOSS_INTERVAL = 0.25
+# Seconds between two looks at a run for its launcher.
+_INTERVAL = 0.25
 # The methods of an accelerator that a meter may replace.
 METHODS = (
     "backward", "clip_grad_norm_", "gather", "gather_for_metrics", "reduce", "pad_across_processes",
@@ -37,32 +40,8 @@ METHODS = (
 )  # fmt: skip
 
 
-class MeteredOptimizer(AcceleratedOptimizer):
-    """A prepared optimizer that notifies the meter of its run after each step. A copy of it is a plain one."""
-
-    _meter: StepMeter
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `AcceleratedOptimizer.step`."""
-        if not self.gradient_state.sync_gradients:
-            return None
-        begin = perf_counter()
-        result = AcceleratedOptimizer.step(self, closure)
-        self._meter.end_step(self, begin)
-        return result
-
-    def __getstate__(self) -> dict[str, Any]:
-        kept = super().__getstate__()
-        kept.pop("_meter", None)
-        return kept
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__class__ = AcceleratedOptimizer  # type: ignore[assignment]
-        super().__setstate__(state)
-
-
 class StepMeter:
-    """Publishes the newest state of this rank to its launcher.
+    """Publishes the newest state of this rank to its launcher, from a thread that looks at it every 0.25 seconds.
 
     Args:
         status: the file; None publishes nothing.
@@ -71,13 +50,16 @@ class StepMeter:
             several read the same samples.
 
     Attributes:
-        step: the optimizer steps of the run, of the optimizer that has made most.
+        step: the optimizer steps of the run at the last look, of the optimizer that has made most.
         folder: of the run, if it is recorded.
     """
 
+    optimizer_type: type[AcceleratedOptimizer] = AcceleratedOptimizer
+
     __slots__ = (
-        "__weakref__", "_base", "_batches", "_device", "_epoch", "_late", "_loader", "_look_at", "_loss", "_memory",
-        "_pending", "_samples", "_share", "_step_samples", "_tokens", "_trained", "folder", "status", "step",
+        "__weakref__", "_base", "_batches", "_device", "_epoch", "_late", "_loader", "_lock", "_loss", "_memory",
+        "_optimizers", "_pending", "_samples", "_share", "_state", "_step_samples", "_stop", "_tokens", "_trained",
+        "_wants_loss", "folder", "status", "step",
     )  # fmt: skip
 
     def __init__(self, status: StatusFile | None, device: torch.device, share: float = 1.0) -> None:
@@ -85,29 +67,32 @@ class StepMeter:
         self.folder: Path | None = None
         self.step: int = 0
         self._base = 0  # steps before the checkpoint that was loaded
+        self._optimizers: tuple[weakref.ref[AcceleratedOptimizer], ...] = ()
         self._epoch = 0
         self._batches = 0
         self._samples = self._tokens = _NAN
         self._step_samples = _NAN
         self._loss = self._memory = _NAN
-        self._look_at = -math.inf  # when the next loss is read
+        self._wants_loss = status is not None
         self._share = share
         self._device = device
         self._late = device_values(device)
         self._pending: Callable[[bool], tuple[float, ...] | None] | None = None
         self._loader: Callable[[], Any] = _none
         self._trained: Callable[[], Any] = _none
+        self._state = STARTING
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
         self._publish(STARTING)
+        if status is not None:
+            watched = (weakref.ref(self), self._stop)
+            threading.Thread(target=_look_regularly, args=watched, name="accelerate-status", daemon=True).start()
 
     # -- what is replaced
 
     def add_optimizer(self, optimizer: AcceleratedOptimizer) -> None:
         """Take in a prepared optimizer, also one of an engine."""
-        if isinstance(optimizer, MeteredOptimizer):
-            optimizer._meter = self
-        else:
-            known = weakref.ref(optimizer)
-            optimizer._after_step.append(lambda: self.end_step(known(), perf_counter()))
+        self._optimizers = (*self._optimizers, weakref.ref(optimizer))
 
     def add_loader(self, loader: Any) -> None:
         """Take in a prepared loader."""
@@ -129,57 +114,65 @@ class StepMeter:
             if num_items is not None and type(num_items) is not torch.Tensor:
                 tokens = self._tokens
                 self._tokens = num_items * self._share + (tokens if tokens == tokens else 0.0)
-            if self._look_at < perf_counter():
-                self._look(loss)
+            if self._wants_loss:
+                self._wants_loss = False
+                self._read_loss(loss)
 
         return backward
 
-    def _look(self, loss: Any) -> None:
+    def _read_loss(self, loss: Any) -> None:
         """Read a loss, and the memory; those of a device when they are here."""
-        self._look_at = perf_counter() + _LOSS_INTERVAL
         value = scalar(loss)
         if isinstance(value, float):
             self._loss = value
         elif value is not None and self._late is not None:
             found = None if self._pending is None else self._pending(False)
             if found is not None:
-                self._loss = found[1]
+                self._loss = found[0]
             if found is not None or self._pending is None:
-                self._pending = self._late.copy((_NAN, value, _NAN))
+                self._pending = self._late.copy((value, _NAN))
             self._memory = device_memory(self._device)
 
     # -- called in the run
 
     def begin_pass(self, loader: Any) -> None:
         """A pass over a prepared loader begins."""
-        self._loader = weakref.ref(loader)
-        self._batches = length_of(loader)
-        origin = getattr(loader, "origin", loader)
-        if self._trained() not in (None, origin):
-            self._publish(EVALUATING)
-            return
-        self._epoch = loader.iteration
-        plan = loader.plan()
-        size = plan.global_batch
-        steps = GradientState().num_steps
-        self._step_samples = _NAN if size is None else size / plan.cut.shards * steps * self._share
+        with self._lock:
+            self._look()
+            origin = getattr(loader, "origin", loader)
+            self._loader, self._batches = weakref.ref(loader), length_of(loader)
+            if self._trained() in (None, origin):
+                self._epoch = loader.iteration
+                plan = loader.plan()
+                size = plan.global_batch
+                steps = GradientState().num_steps
+                self._step_samples = _NAN if size is None else size / plan.cut.shards * steps * self._share
+            else:
+                self._publish(EVALUATING)
 
-    def end_step(self, optimizer: Any, begin: float) -> None:
-        """A prepared optimizer has stepped; its step began at `begin`."""
-        step = optimizer.steps_made + self._base
-        if step > self.step:
-            self.step = step
-            self._count_step()
-            self._publish(TRAINING)
+    def look(self) -> None:
+        """Publish the steps that were made since the last look."""
+        with self._lock:
+            if self._look() or self._state == TRAINING:
+                self._publish(TRAINING)
+        self._wants_loss = True
 
-    def _count_step(self) -> None:
-        loader = self._loader()
+    def _look(self) -> int:
+        """Take in the steps since the last look. Returns how many there are."""
+        made = [found.steps_made for one in self._optimizers if (found := one()) is not None]
+        new = self._base + max(made, default=0) - self.step
+        if new <= 0:
+            return 0
+        self.step += new
         samples = self._samples
-        self._samples = self._step_samples + (samples if samples == samples else 0.0)
+        self._samples = new * self._step_samples + (samples if samples == samples else 0.0)
+        loader = self._loader()
         if loader is not None and self._trained is _none:
             self._trained = weakref.ref(getattr(loader, "origin", loader))
+        return new
 
     def _publish(self, state: int) -> None:
+        self._state = state
         if self.status is not None:
             loader = self._loader()
             self.status.write(
@@ -195,31 +188,75 @@ class StepMeter:
                 self._memory,
             )
 
+    def _enter(self, state: int) -> None:
+        """Publish a state that begins now."""
+        with self._lock:
+            self._look()
+            self._publish(state)
+
     def begin_save(self) -> None:
         """The state of the run is about to be saved."""
-        self._publish(SAVING)
+        self._enter(SAVING)
 
     def saved(self, path: str, step: int, seconds: float) -> None:
         """A checkpoint was saved, or is being written in the background, for which the loop waited `seconds`."""
-        self._publish(TRAINING)
+        self._enter(TRAINING)
         if self.status is not None:
             self.status.write_checkpoint(path, time())
 
     def resumed(self, path: str, step: int, seconds: float) -> None:
         """The run continues after `step` optimizer steps."""
-        self._base = self.step = step
-        self._publish(TRAINING if step else STARTING)
+        with self._lock:
+            self._base = self.step = step
+            self._publish(TRAINING if step else STARTING)
 
     def reset(self) -> None:
         """The prepared objects are released: others count from the start."""
-        self.step = self._base
-        self._loader = self._trained = _none
+        with self._lock:
+            self.step = self._base
+            self._optimizers = ()
+            self._loader = self._trained = _none
 
     def event(self, name: str, **fields: Any) -> None:
         """Record an event."""
 
     def close(self) -> None:
         """The run has ended."""
+        self._stop.set()
+        self.look()
+
+
+def _look_regularly(meter: Callable[[], StepMeter | None], stop: threading.Event) -> None:
+    while not stop.wait(_INTERVAL):
+        found = meter()
+        if found is None:
+            return
+        found.look()
+        del found
+
+
+class MeteredOptimizer(AcceleratedOptimizer):
+    """A prepared optimizer that notifies the recorder of its run after each step. A copy of it is a plain one."""
+
+    _meter: StepRecorder
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """See `AcceleratedOptimizer.step`."""
+        made = self.steps_made
+        begin = perf_counter()
+        result = AcceleratedOptimizer.step(self, closure)
+        if self.steps_made != made:
+            self._meter.end_step(self, begin)
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = super().__getstate__()
+        kept.pop("_meter", None)
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__class__ = AcceleratedOptimizer  # type: ignore[assignment]
+        super().__setstate__(state)
 
 
 class StepRecorder(StepMeter):
@@ -228,19 +265,34 @@ class StepRecorder(StepMeter):
     Durations are measured on the host: on a device whose work is queued they show where the host waits. The forward
     reaches from the delivery of a batch to `backward`, less collectives and saves. A pass over a loader in which no
     backward follows its batches is an evaluation, which is in no record.
+
+    Args:
+        writer: of the records.
+        status: see `StepMeter`.
+        device: see `StepMeter`.
+        share: see `StepMeter`.
+        waits: a backward may wait for other processes.
     """
 
+    optimizer_type = MeteredOptimizer
+
     __slots__ = (
-        "_backward", "_backwards", "_checkpoint", "_communication", "_data", "_flags", "_forward", "_last", "_losses",
-        "_mark", "_norm", "_optimizer", "_read_samples", "_read_tokens", "_release", "_transfer", "_writer",
+        "_backward", "_checkpoint", "_communication", "_data", "_flags", "_forward", "_last", "_losses", "_mark",
+        "_norm", "_optimizer", "_read_samples", "_read_tokens", "_release", "_seen", "_transfer", "_waits", "_writer",
     )  # fmt: skip
 
     def __init__(
-        self, writer: TelemetryWriter, status: StatusFile | None, device: torch.device, share: float = 1.0
+        self,
+        writer: TelemetryWriter,
+        status: StatusFile | None,
+        device: torch.device,
+        share: float = 1.0,
+        waits: bool = False,
     ) -> None:
         self._writer = writer
+        self._waits = waits
         self._flags = FLAG_FIRST
-        self._backwards = 0
+        self._seen = 0  # the step of the last look
         now = perf_counter()
         self._last = now  # end of the last step
         self._mark = now  # where the forward began
@@ -252,11 +304,19 @@ class StepRecorder(StepMeter):
     def _clear(self) -> None:
         self._data = self._transfer = self._forward = self._backward = 0.0
         self._communication = self._optimizer = self._checkpoint = 0.0
-        self._read_samples = self._read_tokens = _NAN
+        self._read_samples = self._read_tokens = NONE_READ
         self._losses: list[Any] = []
-        self._norm: Any = _NAN
+        self._norm: Any = None
 
     # -- what is replaced
+
+    def add_optimizer(self, optimizer: AcceleratedOptimizer) -> None:
+        """Take in a prepared optimizer, also one of an engine."""
+        if isinstance(optimizer, MeteredOptimizer):
+            optimizer._meter = self
+        else:
+            known = weakref.ref(optimizer)
+            optimizer._after_step.append(lambda: self.end_step(known(), perf_counter()))
 
     def add_loader(self, loader: Any) -> None:
         """Take in a prepared loader."""
@@ -267,25 +327,62 @@ class StepRecorder(StepMeter):
         around = {"backward": self._around_backward, "clip_grad_norm_": self._around_clip}
         return around.get(name, self._around_collective)(call, owner)
 
+    def _counting_waits(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call` of a backward, in which the wait for the reduction of gradients at its end is communication.
+
+        DDP waits in a callback that autograd runs when the gradients are computed. One that is queued before it, as
+        the backward begins, knows when that was.
+        """
+        computed = 0.0
+
+        def note() -> None:
+            nonlocal computed
+            computed = perf_counter()
+
+        def queue(gradient: torch.Tensor) -> None:
+            torch.autograd.Variable._execution_engine.queue_callback(note)
+
+        def backward(accelerator: Any, loss: Any, num_items: Any = None, **kwargs: Any) -> None:
+            nonlocal computed
+            if type(loss) is not torch.Tensor or not loss.requires_grad:
+                call(accelerator, loss, num_items, **kwargs)
+                return
+            computed = 0.0
+            hook = loss.register_hook(queue)
+            try:
+                call(accelerator, loss, num_items, **kwargs)
+            finally:
+                hook.remove()
+            if computed:
+                waited = perf_counter() - computed
+                self._communication += waited
+                self._backward -= waited
+
+        return backward
+
     def _around_backward(self, call: Callable[..., Any], owner: Callable[[], Any]) -> Callable[..., Any]:
+        if self._waits:
+            call = self._counting_waits(call)
+
         def backward(loss: Any, num_items: Any = None, **kwargs: Any) -> None:
             begin = perf_counter()
             self._forward += begin - self._mark
-            call(owner(), loss, num_items, **kwargs)
+            if kwargs:
+                call(owner(), loss, num_items, **kwargs)
+            else:
+                call(owner(), loss, num_items)
             self._mark = end = perf_counter()
             self._backward += end - begin
-            self._backwards += 1
             self._losses.append(loss.item() if type(loss) is torch.Tensor and loss.is_cpu else scalar(loss))
             if num_items is not None:
-                tokens = self._read_tokens
-                self._read_tokens = _number(num_items) + (tokens if tokens == tokens else 0.0)
+                self._read_tokens += _number(num_items)
 
         return backward
 
     def _around_clip(self, call: Callable[..., Any], owner: Callable[[], Any]) -> Callable[..., Any]:
-        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+        def clip_grad_norm_(parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
             begin = perf_counter()
-            norm = call(owner(), *args, **kwargs)
+            norm = call(owner(), parameters, max_norm, norm_type)
             took = perf_counter() - begin
             self._optimizer += took
             self._mark += took
@@ -323,10 +420,9 @@ class StepRecorder(StepMeter):
         before, begin = self._snapshot(), perf_counter()
         if self._flags & FLAG_FIRST:
             self._last = self._mark = begin
-        began, trained, evaluates, delivered = time(), False, False, 0
+        began, trained, evaluates = time(), False, False
         self._loader, self._batches, self._epoch = weakref.ref(loader), length_of(loader), loader.iteration
         index = plan.cut.index
-        complete = False
         try:
             requested = begin
             for step in steps:
@@ -336,23 +432,21 @@ class StepRecorder(StepMeter):
                 else:
                     self._data += now - requested
                 counts = step.counts
-                number = counts[index] if counts is not None else _batch_size(step.data)
-                samples = self._read_samples
-                self._read_samples = number + (samples if samples == samples else 0.0)
-                delivered += 1
-                backwards = self._backwards
+                self._read_samples += _batch_size(step.data) if counts is None else counts[index]
+                if trained:
+                    yield step
+                    requested = perf_counter()
+                    continue
+                step_before, losses = self.step, len(self._losses)
                 yield step
                 requested = perf_counter()
-                if self._backwards != backwards:
+                if self.step != step_before or len(self._losses) != losses:
                     trained = True
-                elif not trained and not evaluates:
+                elif not evaluates:
                     evaluates = True
                     self._begin_evaluation(began)
-            complete = True
         finally:
-            if not trained and (evaluates or (complete and delivered)):
-                if not evaluates:
-                    self._begin_evaluation(began)
+            if evaluates and not trained:
                 self._end_evaluation(before, perf_counter() - begin)
 
     def _snapshot(self) -> tuple[Any, ...]:
@@ -362,7 +456,7 @@ class StepRecorder(StepMeter):
         )  # fmt: skip
 
     def _begin_evaluation(self, began: float) -> None:
-        self._publish(EVALUATING)
+        self._enter(EVALUATING)
         self._writer.event("evaluation_begin", step=self.step, time=began)
 
     def _end_evaluation(self, before: tuple[Any, ...], seconds: float) -> None:
@@ -374,7 +468,7 @@ class StepRecorder(StepMeter):
         ) = before  # fmt: skip
         self._last += seconds
         self._mark = perf_counter()
-        self._publish(TRAINING if self.step else STARTING)
+        self._enter(TRAINING if self.step else STARTING)
 
     # -- called in the run
 
@@ -392,10 +486,10 @@ class StepRecorder(StepMeter):
         # Only a gradient scaler skips steps, ours or that of an engine.
         if (optimizer.scaler is not None or type(optimizer) is not MeteredOptimizer) and optimizer.step_was_skipped:
             flags |= FLAG_SKIPPED
-        losses, norm, tokens, late = self._losses, self._norm, self._read_tokens, None
+        losses, late = self._losses, self._norm
         loss: Any = losses[0] if len(losses) == 1 else _mean(losses)
         if self._late is not None or type(loss) is not float:
-            loss, norm, late = self._copied(loss, norm, tokens)
+            loss, late = self._copied(loss, late)
         rate = optimizer.optimizer.param_groups[0]["lr"]
         self._writer.append(
             (
@@ -412,44 +506,35 @@ class StepRecorder(StepMeter):
                 self._optimizer,
                 self._checkpoint,
                 self._read_samples,
-                tokens,
+                self._read_tokens,
                 loss,
-                norm,
                 rate if type(rate) is float else _number(rate),
                 late,
             )
         )
         self._last = now
-        if self.status is not None:
-            self._publish_step(loss, tokens)
         # As `_clear`, without a call.
         self._data = self._transfer = self._forward = self._backward = 0.0
         self._communication = self._optimizer = self._checkpoint = 0.0
-        self._read_samples = self._read_tokens = self._norm = _NAN
+        self._read_samples = self._read_tokens = NONE_READ
+        self._norm = None
         self._losses = []
 
-    def _copied(self, loss: Any, norm: Any, tokens: float) -> tuple[float, float, Any]:
-        """Loss and norm, and a function that returns them later where they are on a device."""
+    def _copied(self, loss: Any, norm: Any) -> tuple[float, Any]:
+        """The loss; the norm, or a function that returns loss and norm later where one is on a device."""
         if self._late is None:
-            return _NAN if loss is None or isinstance(loss, torch.Tensor) else loss, norm, None
-        norm = scalar(norm)
-        loss, norm = (_NAN if value is None else value for value in (loss, norm))
+            return _NAN if loss is None or isinstance(loss, torch.Tensor) else loss, norm
+        loss, norm = (_NAN if value is None else value for value in (loss, None if norm is None else scalar(norm)))
         if not isinstance(loss, torch.Tensor) and not isinstance(norm, torch.Tensor):
-            return loss, norm, None
-        if self._look_at < self._last and isinstance(loss, torch.Tensor):
-            self._look(loss)
-        return _NAN, _NAN, self._late.copy((tokens, loss, norm))
+            return loss, norm
+        return _NAN, self._late.copy((loss, norm))
 
-    def _publish_step(self, loss: float, tokens: float) -> None:
-        if loss == loss:
-            self._loss = loss
-        if self._read_samples == self._read_samples:
-            samples = self._samples
-            self._samples = self._read_samples * self._share + (samples if samples == samples else 0.0)
-        if tokens == tokens:
-            known = self._tokens
-            self._tokens = tokens * self._share + (known if known == known else 0.0)
-        self._publish(TRAINING)
+    def _look(self) -> int:
+        writer, new = self._writer, self.step - self._seen
+        self._seen = self.step
+        self._loss, self._memory = writer.loss, writer.memory[0]
+        self._samples, self._tokens = writer.samples * self._share, writer.tokens * self._share
+        return new
 
     def saved(self, path: str, step: int, seconds: float) -> None:
         """A checkpoint was saved, or is being written in the background, for which the loop waited `seconds`."""
@@ -472,6 +557,7 @@ class StepRecorder(StepMeter):
     def close(self) -> None:
         """The run has ended: write everything."""
         self._release()
+        super().close()
 
 
 def device_memory(device: torch.device) -> float:
@@ -511,9 +597,13 @@ def _number(value: Any) -> float:
 
 
 def _batch_size(data: Any) -> float:
+    # The usual case without a walk over the batch.
+    first = data[0] if type(data) in (tuple, list) and data else data
+    if type(first) is torch.Tensor and first.shape:
+        return first.shape[0]
     try:
         found = find_batch_size(data)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, IndexError):
         return _NAN
     return _NAN if found is None else float(found)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
@@ -17,6 +18,7 @@ from ..core.files import user_path
 from ..core.option import parse_bool
 from ..runtime.agreement import Agreement
 from ..state import PartialState
+from .memory_dump import dump_memory
 from .meter import StepMeter, StepRecorder, memory_reader
 from .status import open_status
 from .step_profile import StepProfile
@@ -50,8 +52,14 @@ def start_meter(
         "device": str(state.device),
         "started": time.time(),
     }
-    writer = TelemetryWriter.shared(folder, rank, device_memory=memory_reader(state.device), **details)
-    return StepRecorder(writer, status, state.device, share)
+    writer = TelemetryWriter.shared(
+        folder,
+        rank,
+        device_memory=memory_reader(state.device),
+        dump_memory=functools.partial(dump_memory, state.device),
+        **details,
+    )
+    return StepRecorder(writer, status, state.device, share, waits=state.num_processes > 1)
 
 
 def run_folder(telemetry: bool | str | os.PathLike[str] | None, project: ProjectConfiguration) -> Path | None:

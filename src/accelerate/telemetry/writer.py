@@ -44,10 +44,11 @@ _ROW = struct.Struct("<d4I16f")
 assert _ROW.size == STEP.itemsize
 
 # What a step leaves: the moment on the clock of `perf_counter`, step, epoch, flags, seconds, the phases, samples,
-# tokens, loss, norm, learning rate, and None, or a function that returns tokens, loss and norm, which are on a device:
-# None while they are not here, unless its argument is True. The thread makes a record of it.
+# tokens, loss, learning rate, and what is read later: None, the gradient norm on the host, or a function that returns
+# loss and norm, which are on a device: None while they are not here, unless its argument is True.
 Step = tuple[Any, ...]
-_SAMPLES, _TOKENS, _RATE = 12, 13, 16
+# Samples or tokens of a step in which none were counted: no sum of counts is negative.
+NONE_READ = -0.0
 
 
 class TelemetryWriter:
@@ -58,14 +59,22 @@ class TelemetryWriter:
         rank: of this process.
         details: of the header, and `world_size`.
         device_memory: returns the bytes allocated on the device; None for the CPU.
+        dump_memory: called with the folder and the rank when memory has run out; see `memory_dump`.
     """
 
     _open: ClassVar[dict[Path, TelemetryWriter]] = {}
 
     def __init__(
-        self, folder: Path, rank: int, device_memory: Callable[[], float] | None = None, **details: Any
+        self,
+        folder: Path,
+        rank: int,
+        device_memory: Callable[[], float] | None = None,
+        dump_memory: Callable[[Path, int], dict[str, Path]] | None = None,
+        **details: Any,
     ) -> None:
         self.folder = folder
+        self._rank = rank
+        self._dump_memory = dump_memory
         self._steps_path = steps_file(folder, rank)
         self._events_path = events_file(folder, rank)
         self._header = header_bytes(rank, **details)
@@ -80,7 +89,9 @@ class TelemetryWriter:
         self._stop = threading.Event()
         self._steps = self._events_fd = -1
         self._count = 0
-        self._memory = (math.nan, math.nan)
+        # Of the records so far, for those who publish them: samples and tokens of all, the loss of the last.
+        self.samples = self.tokens = self.loss = math.nan
+        self.memory: tuple[float, float] = (math.nan, math.nan)  # bytes on the device and on the host
         self._memory_at = -math.inf
         self._start()
 
@@ -103,6 +114,13 @@ class TelemetryWriter:
 
     def _out_of_memory(self, error: BaseException) -> None:
         self.event("out_of_memory", message=(str(error).splitlines() or [type(error).__name__])[0][:500])
+        if self._dump_memory is not None:
+            try:
+                for name, path in self._dump_memory(self.folder, self._rank).items():
+                    self.event("out_of_memory", message=f"{name} of rank {self._rank}", path=str(path))
+            except Exception as failure:
+                # What an allocator reports differs between devices and versions of torch.
+                self.event("warning", message=f"the memory of rank {self._rank} cannot be written: {failure!r}"[:500])
 
     def release(self) -> None:
         """Write everything and close the files, when the last user releases them."""
@@ -188,23 +206,45 @@ class TelemetryWriter:
         if not self._records and self._held is None:
             return
         self._measure_memory()
-        offset = time.time() - time.perf_counter()
+        rows = self._take(wait)
+        if len(rows):
+            self._append_rows(rows.tobytes(), len(rows))
+            self._sum_up(rows)
+        if self._count >= MOST_RECORDS:
+            self._merge()
+
+    def _take(self, wait: bool) -> np.ndarray[Any, np.dtype[Any]]:
+        """The records that wait, up to the first whose values are not here."""
         rows = []
         while self._held is not None or self._records:
             found = self._held or self._records.popleft()
             self._held = None
-            if found[-1] is not None:
-                values = found[-1](wait)
+            moment, step, epoch, flags, *fields, loss, rate, late = found
+            norm = math.nan
+            if callable(late):
+                values = late(wait)
                 if values is None:
                     self._held = found
                     break
-                found = (*found[:_TOKENS], *values, *found[_RATE:])
-            moment, step, epoch, flags, seconds, *phases = found[:_SAMPLES]
-            values = (seconds, *phases, seconds, *found[_SAMPLES:-1], *self._memory)
-            rows.append(_ROW.pack(moment + offset, step, 1, epoch, flags, *values))
-        self._append_rows(b"".join(rows), len(rows))
-        if self._count >= MOST_RECORDS:
-            self._merge()
+                loss = values[0] if loss != loss else loss
+                norm = values[1]
+            elif late is not None:
+                norm = float(late)
+            rows.append(_packed(moment, step, 1, epoch, flags, *fields[:8], fields[0], *fields[8:], loss, norm, rate))
+        taken = np.frombuffer(bytearray(b"".join(rows)), STEP)
+        taken["time"] += time.time() - time.perf_counter()
+        taken["device_memory"], taken["host_memory"] = self.memory
+        for name in ("samples", "tokens"):
+            taken[name][np.signbit(taken[name])] = math.nan
+        return taken
+
+    def _sum_up(self, rows: np.ndarray[Any, np.dtype[Any]]) -> None:
+        for name in ("samples", "tokens"):
+            known = rows[name][~np.isnan(rows[name])]
+            if len(known):
+                total = getattr(self, name)
+                setattr(self, name, float(known.sum(dtype="f8")) + (0.0 if math.isnan(total) else total))
+        self.loss = float(rows["loss"][-1])
 
     def _append_rows(self, data: bytes, count: int) -> None:
         try:
@@ -250,7 +290,7 @@ class TelemetryWriter:
             return
         self._memory_at = now
         device = math.nan if self._device_memory is None else self._device_memory()
-        self._memory = (device, float(psutil.Process().memory_info().rss))
+        self.memory = (device, float(psutil.Process().memory_info().rss))
 
     def _fail(self, error: OSError) -> None:
         """Stop the recording: training is worth more."""
@@ -258,6 +298,7 @@ class TelemetryWriter:
         self.append = _discard
         self._records.clear()
         self._events = deque(maxlen=0)
+        self.samples = self.tokens = self.loss = math.nan
         for descriptor in (self._steps, self._events_fd):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -284,6 +325,14 @@ def merged(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any
     fits = last["step"] > first["step"]
     pieces = [both] if fits.all() else [both[i : i + 1] if good else paired[i] for i, good in enumerate(fits)]
     return np.concatenate([*pieces, rows[len(paired) * 2 :]])
+
+
+def _packed(*fields: float) -> bytes:
+    """A row without memory. A number too large for single precision is infinite."""
+    try:
+        return _ROW.pack(*fields, math.nan, math.nan)
+    except OverflowError:
+        return _ROW.pack(*fields[:5], *np.asarray(fields[5:], "f4").tolist(), math.nan, math.nan)
 
 
 def _discard(record: Step) -> None:

@@ -23,6 +23,8 @@ class AimTracker(ClientTracker):
     name = "aim"
     requires_logging_directory = True
     _run_key_attribute = "hash"
+    # A run writes to a database on this machine. That threads may share it is not documented.
+    background = False
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)

@@ -43,12 +43,15 @@ class GeneralTracker:
         requires_logging_directory (bool): whether the constructor takes `logging_dir` after the run's name. Required.
         tracker (property): the run or writer object of the client package. Required.
         main_process_only (bool): log on the main process only (the default) or on every process.
+        background (bool): `init_trackers(background=True)` has `log` called in a thread (the default). False for a
+            client that is bound to the thread that has opened its run.
 
     Raises:
         NotImplementedError: the subclass lacks one of the required attributes.
     """
 
     main_process_only: bool = True
+    background: bool = True
     if TYPE_CHECKING:
         name: str
         requires_logging_directory: bool
@@ -90,6 +93,10 @@ class GeneralTracker:
             kwargs: passed to the client.
         """
 
+    def background_options(self) -> dict[str, Any]:
+        """Arguments that `log` needs where another thread than that of the run calls it."""
+        return {}
+
     def finish(self) -> None:
         """Write what is pending and close the run."""
 
@@ -117,10 +124,17 @@ class ClientTracker(GeneralTracker):
         self._client: Any = None
         self._is_open = False
         self._warned_keys: set[str] = set()
+        # Waits for the calls of `log` that a thread has not made yet.
+        self._drain: Callable[[], object] | None = None
 
     @property
     def tracker(self) -> Any:
-        """The run or writer object of the client package; None on a process that does not log."""
+        """The run or writer object of the client package; None on a process that does not log.
+
+        It has all values that were logged before.
+        """
+        if self._drain is not None:
+            self._drain()
         if self._client is None and self.main_process_only and not PartialState().is_main_process:
             return None
         if self._client is None:

@@ -20,6 +20,8 @@ class DVCLiveTracker(ClientTracker):
     """
 
     name = "dvclive"
+    # `log` is three calls that share the state of one object without a lock, and scripts call the same object.
+    background = False
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__(run_name, **kwargs)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..state import PartialState
-from .base import GeneralTracker, logger
+from .background import END_LIMIT, BackgroundLog, NotCopiedError, log_later, snapshot
+from .base import ClientTracker, GeneralTracker, checked, logger
 from .registry import filter_trackers, start_trackers
 
 # {group with open trackers: the process that opened them}
@@ -24,6 +25,7 @@ def _finish_open() -> None:
     in_child = multiprocessing.parent_process() is not None
     for group, process in list(_open.items()):
         if process == os.getpid():
+            group.drain(END_LIMIT)
             _each(group._all, lambda tracker: tracker.finish() if in_child else tracker.finish_at_exit())
 
 
@@ -60,14 +62,19 @@ class TrackerGroup:
         # {tracker name: run key} from a loaded checkpoint: these trackers continue their runs.
         self.resumed_keys: dict[str, str] = {}
         self._warned = False
+        # Calls `log` in a thread; None calls it in the loop.
+        self._background: BackgroundLog | None = None
 
     def start(
         self,
         project_name: str,
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, dict[str, Any]] | None = None,
+        *,
+        background: bool = False,
     ) -> None:
         """Start the trackers. Call it on the main process only, so that each service has one run."""
+        self.drain()
         self.trackers = start_trackers(
             self.log_with, project_name, self.logging_dir, config, init_kwargs, self.resumed_keys
         )
@@ -78,6 +85,10 @@ class TrackerGroup:
             except OSError as error:
                 logger.warning("the values of this run are not written to its project folder: %s", error)
         _open[self] = os.getpid()
+        self._background = BackgroundLog.shared() if background else None
+        for tracker in self._all:
+            if isinstance(tracker, ClientTracker):
+                tracker._drain = self._background.drain if self._background and tracker.background else None
 
     @property
     def _all(self) -> list[GeneralTracker]:
@@ -96,6 +107,7 @@ class TrackerGroup:
         Raises:
             ValueError: other trackers have started, but not this one.
         """
+        self.drain()
         for tracker in self.trackers:
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
@@ -116,8 +128,29 @@ class TrackerGroup:
             logger.warning(
                 "accelerator.log was called before accelerator.init_trackers(project_name): the values are not logged"
             )
+        if self._background is not None:
+            self._log_later(self._background, values, step, log_kwargs or {})
+            return
         for tracker in self._all:
             tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))  # type: ignore[arg-type]
+
+    def _log_later(self, log: BackgroundLog, values: Any, step: Any, log_kwargs: dict[str, dict[str, Any]]) -> None:
+        """Have a thread log a copy of the values, unless there are objects among them that cannot be copied."""
+        try:
+            (copy, options, step), ready = snapshot((dict(checked(values, "log")), log_kwargs, step))
+        except NotCopiedError:
+            self.drain()
+            copy = None
+        for tracker in self._all:
+            if copy is None or not tracker.background:
+                tracker.log(values, step=step, **log_kwargs.get(tracker.name, {}))
+            else:
+                log_later(log, tracker, copy, ready, step=step, **options.get(tracker.name, {}))
+
+    def drain(self, limit: float | None = None) -> None:
+        """Wait until what was logged is with the trackers, at most `limit` seconds."""
+        if self._background is not None and not self._background.drain(limit):
+            logger.error("the trackers have not taken all values within %g seconds: the last ones are lost", limit)
 
     def run_keys(self) -> dict[str, str]:
         """Return {tracker name: run key} for the trackers whose run has a key."""
@@ -126,6 +159,7 @@ class TrackerGroup:
     def finish(self) -> None:
         """Close the trackers. If one cannot be closed, the others are, and its error is raised."""
         _open.pop(self, None)
+        self.drain(END_LIMIT)
         errors = _each(self._all, lambda tracker: tracker.finish())
         if errors:
             raise errors[0]

@@ -36,6 +36,8 @@ class LocalTracker(ClientTracker):
 
     name = "local"
     requires_logging_directory = True
+    # A line is written before `log` returns, in microseconds.
+    background = False
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
         if logging_dir is None:

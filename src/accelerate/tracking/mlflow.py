@@ -78,6 +78,10 @@ class MLflowTracker(ClientTracker):
             description=self.description,
         )
 
+    def background_options(self) -> dict[str, Any]:
+        """Name the run: the active run of MLflow is that of the thread that has started it."""
+        return {"run_id": self._client.info.run_id}
+
     def _close(self, client: Any) -> None:
         importlib.import_module("mlflow").end_run()
 

@@ -54,4 +54,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[2] / "helpers"))
+    import without_compiler  # noqa: F401
+
     main(Path(sys.argv[1]))

@@ -67,7 +67,8 @@ def log_media(name: str, tracker: object) -> None:
 def main(name: str, folder: Path, ending: str) -> None:
     """Log `STEPS` values of each kind, then end the run."""
     accelerator = Accelerator(cpu=True, log_with=name, project_dir=str(folder))
-    accelerator.init_trackers("project", CONFIG, {name: arguments(name, folder)})
+    ending, _, background = ending.partition("-")
+    accelerator.init_trackers("project", CONFIG, {name: arguments(name, folder)}, background=bool(background))
     for step in range(STEPS):
         loss = torch.tensor(1.0 / (step + 1), requires_grad=True)
         accelerator.log({"loss": loss, "count": np.int64(10 * step), "flag": True}, step=step)

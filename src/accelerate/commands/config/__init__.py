@@ -11,7 +11,7 @@ from ...config import launch_file
 from ...config.launch_settings import Settings
 from ...core.errors import ConfigurationError, suggestion
 from ...core.options import PRECISIONS, options
-from ..parser import Parser, table
+from ..parser import Parser, print_error, table
 from . import config_args, questions
 from .config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from .default import write_basic_config
@@ -19,12 +19,14 @@ from .default import write_basic_config
 __all__ = ["ClusterConfig", "SageMakerConfig", "default_config_file", "load_config_from_file", "write_basic_config"]
 
 SECRET = ("aws_secret_access_key",)
-ACTIONS = ("default", "update", "explain")
+ACTIONS = ("default", "update", "show", "explain")
 HELP = """usage: accelerate config [--config_file FILE]           answer questions and write a configuration
        accelerate config default [--config_file FILE] [--mixed_precision no|fp16|bf16|fp8]
                                                         write one that fits this machine, without questions
        accelerate config update [--config_file FILE]    bring an older file up to date
-       accelerate config explain [launch options]       show each effective value and where it comes from
+       accelerate config show [--all] [launch options]  show each effective value and where it comes from: flag,
+                                                        variable, line of the file or default (also: explain);
+                                                        --all: also what nobody has set
 
 The default file is default_config.yaml in $HF_HOME/accelerate, else $XDG_CACHE_HOME/huggingface/accelerate, else
 ~/.cache/huggingface/accelerate."""
@@ -46,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         _run(action, arguments)
     except ConfigurationError as error:
-        print(f"accelerate config: error: {error}", file=sys.stderr)
+        print_error("accelerate config", error)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\naccelerate config: interrupted, nothing was written", file=sys.stderr)
@@ -54,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(action: str, arguments: list[str]) -> None:
-    if action == "explain":
+    if action in ("show", "explain"):
         _explain(arguments)
         return
     if action not in (*ACTIONS, "questions"):

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The help of `accelerate launch`: the usual options, a topic, one option, or everything."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+
+from ..core.errors import ConfigurationError, suggestion
+from ..core.option import Group
+from ..core.options import GROUPS
+from .parser import Parser, add_options
+
+EXAMPLES = (
+    ("every accelerator of this machine, or its CPU; one argument of the script", "train.py --epochs 3"),
+    ("four processes, in bfloat16", "--num_processes 4 --mixed_precision bf16 train.py"),
+    ("shard the model over all processes", "--use_fsdp --fsdp_version 2 train.py"),
+    ("split each matrix over two of them", "--parallelism_config_tp_size 2 train.py"),
+    (
+        "two machines; the other one has --machine_rank 1",
+        "--num_machines 2 --machine_rank 0 \\\n      --main_process_ip 10.0.0.1 train.py",
+    ),
+    ("a batch job of Slurm", "--engine slurm --num_processes 8 train.py"),
+    ("show the commands and variables of the processes, start nothing", "--dry_run train.py"),
+)
+
+
+def text(parser: argparse.ArgumentParser, topic: str | None) -> str:
+    """The help of a topic, of one option, of everything ("all"), or without a topic of the usual options.
+
+    Raises:
+        ConfigurationError: for an unknown topic.
+    """
+    if topic is None:
+        return _usual(parser)
+    if topic == "all":
+        return f"{parser.format_help()}\n{_examples()}"
+    word = topic.lower().lstrip("-").replace("-", "_")
+    for group in GROUPS:
+        if word == name_of(group).replace("-", "_"):
+            return _options([group])
+    flag = f"--{word}"
+    for group in GROUPS:
+        if rows := tuple(option for option in group.options if flag in option.spellings):
+            return _options([Group(f"a part of {name_of(group)}", "", rows)])
+    names = [name_of(group) for group in GROUPS]
+    known = [*names, *(flag.lstrip("-") for group in GROUPS for option in group.options for flag in option.spellings)]
+    meant = suggestion(word, names) or suggestion(word, known)
+    raise ConfigurationError(f"no topic or option {topic!r}{meant}; the topics are {', '.join(names)}, all")
+
+
+def name_of(group: Group) -> str:
+    """The word by which the help of a topic is requested."""
+    return group.title.lower()
+
+
+def _usual(parser: argparse.ArgumentParser) -> str:
+    rows = tuple(option for group in GROUPS for option in group.options if option.usual)
+    width = max(len(name_of(group)) for group in GROUPS)
+    indent = " " * (width + 4)
+    topics = [
+        textwrap.fill(group.help, 78, initial_indent=f"  {name_of(group):<{width}}  ", subsequent_indent=indent)
+        for group in GROUPS
+    ]
+    return "\n".join(
+        [
+            f"usage: {parser.usage}\n",
+            textwrap.fill(parser.description or "", 78),
+            "",
+            _options([Group("usual options", "", rows)]),
+            _examples(),
+            "topics (-h TOPIC shows their options, -h OPTION one option, -h all everything):",
+            *topics,
+            "",
+        ]
+    )
+
+
+def _options(groups: list[Group]) -> str:
+    """The part of a help message that lists options."""
+    shown = Parser(add_help=False, usage=argparse.SUPPRESS)
+    add_options(shown, groups)
+    return shown.format_help().lstrip("\n")
+
+
+def _examples() -> str:
+    lines = [f"  # {what}\n  accelerate launch {line}" for what, line in EXAMPLES]
+    return "\n".join(["examples:", *lines, ""])
