@@ -98,6 +98,7 @@ format: $(STAMP)  ## apply automatic lint fixes and format the code
 
 bench: $(STAMP) $(PEER_STAMP)  ## compare this package, Hugging Face's accelerate and raw PyTorch
 	$(BIN)/python benchmarks/run.py --peer $(PEER_VENV)/bin/python
+	$(BIN)/python tools/comparison.py
 
 bench-plan: $(STAMP)  ## compare the estimates of `accelerate plan` with real runs on the CPU (half an hour on two cores)
 	$(BIN)/python benchmarks/plan.py

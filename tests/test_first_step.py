@@ -289,6 +289,23 @@ def test_a_parameter_that_one_rank_changes():
 
 
 @on_ranks(2)
+def test_a_complex_parameter_that_differs_in_its_imaginary_part():
+    logged = recorded()
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 3, bias=False, dtype=torch.complex64)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if accelerator.process_index == 1:
+        with torch.no_grad():
+            model.module.weight += 1j
+    for number in range(2):
+        inputs = torch.full((2, 1), accelerator.process_index + number + 1, dtype=torch.complex64)
+        accelerator.backward(model(inputs).abs().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert warnings(logged) == [] if accelerator.process_index else only(logged, "parameter weight", "rank 1")
+
+
+@on_ranks(2)
 def test_parameters_of_local_sgd_may_differ():
     logged = recorded()
     accelerator = Accelerator(cpu=True)

@@ -150,8 +150,8 @@ def main() -> None:
     accelerator = Accelerator(
         mixed_precision=arguments.mixed_precision,
         gradient_accumulation_steps=arguments.accumulate,
-        # batch_size is the global batch size in every layout.
-        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        # batch_size is the global batch size in every layout, and the seed determines the order of the data.
+        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True),
         **accelerator_options(
             LAYOUTS[arguments.layout], PartialState().num_processes, block, arguments.clip, arguments.accumulate
         ),

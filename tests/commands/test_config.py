@@ -54,7 +54,7 @@ def test_explain_shows_origins(tmp_path, capsys, monkeypatch):
     config.main(["default"])
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     capsys.readouterr()
-    config.main(["explain", "--mixed_precision", "fp16"])
+    config.main(["show", "--mixed_precision", "fp16"])
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert rows["mixed_precision"].split()[1:] == ["fp16", "flag", "--mixed_precision"]
     assert rows["gradient_accumulation_steps"].split()[1:3] == ["4", "variable"]
@@ -145,6 +145,14 @@ def test_an_ended_input_is_said(monkeypatch, tmp_path):
     with pytest.raises(ConfigurationError, match="config default"):
         questions.run(tmp_path / "c.yaml")
     assert not (tmp_path / "c.yaml").exists()
+
+
+def test_each_question_has_help_and_a_way_back(monkeypatch, tmp_path, capsys):
+    assert all(question.help for question in questions.QUESTIONS)
+    left = answers(monkeypatch, "?", "2", "back", "1", "?", "", "1", "", "")
+    assert load_config_from_file(questions.run(tmp_path / "c.yaml")).num_machines == 1
+    told = capsys.readouterr().out
+    assert list(left) == [] and "`accelerate launch --num_machines`" in " ".join(told.split())
 
 
 def test_menu_refuses_numbers_that_are_not_there(monkeypatch, capsys):

@@ -251,6 +251,32 @@ def test_between_epochs_a_generator_goes_on():
     assert run(fresh, 1) == [wanted[1]] and fresh.iteration == 2
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("kind", ["global", "generator", "workers"])
+def test_a_position_between_the_start_of_a_pass_and_its_first_batch(kind, exact):
+    def build():
+        generator = torch.Generator().manual_seed(4) if kind == "generator" else None
+        raw = DataLoader(Ids(9), 2, shuffle=True, generator=generator, num_workers=int(kind == "workers"))
+        return prepare_data_loader(raw, num_processes=1, process_index=0, exact=exact)
+
+    seed(3)
+    loader = build()
+    passing = iter(loader)
+    position, state = loader.state_dict(), torch.get_rng_state()
+    wanted = [ids(batch) for batch in passing], [ids(batch) for batch in loader]
+    for again in (False, True):
+        seed(8)
+        resumed = build()
+        resumed.load_state_dict(position)
+        if again:
+            # Saved again before its first pass.
+            saved = as_saved(resumed.state_dict())
+            resumed = build()
+            resumed.load_state_dict(saved)
+        torch.set_rng_state(state)
+        assert ([ids(batch) for batch in resumed], [ids(batch) for batch in resumed]) == wanted
+
+
 def test_a_seedable_samplers_seed_is_part_of_the_position():
     seed(1)
     loader = single("shuffled", use_seedable_sampler=True)

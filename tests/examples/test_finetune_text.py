@@ -85,7 +85,19 @@ def test_labels_that_cannot_be_learned_are_told(text):
 
 def test_a_folder_that_is_no_model_is_told(text, tmp_path):
     with pytest.raises(SystemExit, match=r"contains no config\.json"):
-        text.model_folder(tmp_path)
+        text.model_source(str(tmp_path))
+
+
+def test_an_id_of_the_hub_is_passed_on_and_an_unknown_one_is_told(text, monkeypatch):
+    assert text.model_source("someone/some-model") == "someone/some-model"
+
+    def absent(source, local_files_only):
+        assert not local_files_only
+        raise OSError("no such model")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", absent)
+    with pytest.raises(SystemExit, match="neither a folder nor a model of the Hub: no such model"):
+        text.load("someone/some-model")
 
 
 @pytest.mark.timeout(300)

@@ -189,6 +189,14 @@ def _check_by_tensor(optimizer: torch.optim.Optimizer) -> None:
             f"the state of {type(optimizer).__name__} has no tensors by parameter, and cannot be saved in "
             "shards: set state_dict_type=FULL_STATE_DICT"
         )
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            # What torch flattens.
+            if not isinstance(value, (torch.Tensor, int, float, dict)):
+                raise CheckpointError(
+                    f"the state {name!r} of {type(optimizer).__name__} is a {type(value).__name__}, which cannot be "
+                    "saved in shards: set state_dict_type=FULL_STATE_DICT"
+                )
 
 
 def _states_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:

@@ -11,6 +11,7 @@ from typing import Any
 # name -> module of this package with a `main(arguments)`, and what it is for
 COMMANDS = {
     "checkpoint": ("checkpoint", "list and verify checkpoints"),
+    "completion": ("completion", "print the completion script of bash, zsh or fish"),
     "config": ("config", "write, update and explain the configuration file"),
     "env": ("env", "show this installation and machine"),
     "estimate-memory": ("estimate", "show what a model takes to load and to train, from its configuration"),

@@ -111,7 +111,7 @@ class BatchSource:
         if start.inner is not None:
             loader.dataset.load_state_dict(start.inner[0])
         stream = order.open(plan.open, plan.opens_lazily)
-        if not order.resumes:
+        if order.draws_at_start():
             draw_worker_seed(loader.generator)
         fetch = finished(loader, map_fetch(loader.dataset, loader.collate_fn, loader.batch_sampler is not None))
         steps = order.paced(plan.read(stream, start.consumed, order.looks_ahead))
@@ -121,7 +121,7 @@ class BatchSource:
 
     def _stream_in_process(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         loader = self.loader
-        if not order.resumes:
+        if order.draws_at_start():
             draw_worker_seed(loader.generator)
         fetch = finished(loader, loader.collate_fn)
         if start.inner is not None or has_state(loader):

@@ -132,7 +132,7 @@ class DataLoaderDispatcher(PreparedLoader):
             return self._source.open(plan, order, start)
         channel = BatchChannel(plan.cut.index)
         if not self._reads:
-            if not order.resumes:
+            if order.draws_at_start():
                 self._draw_as_reader()
             return _received(channel)
         order.isolate(shared=False)

@@ -37,6 +37,7 @@ _PER_PROCESS = frozenset(
         "_history",
         "_place",
         "_pending",
+        "_opened",
         "_open_passes",
         "_origin",
         "_successor",
@@ -134,6 +135,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._order: Order | None = None
         self._place: StreamPosition | int = 0
         self._pending: Position | None = None
+        # The position that was loaded is that of a pass whose start has drawn its numbers, and nothing of the order.
+        self._opened = False
         # A loader that skips the first batches of this one's epoch continues it and has its position.
         self._origin: PreparedLoader | None = None
         self._successor: weakref.ref[PreparedLoader] | None = None
@@ -175,6 +178,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.set_epoch(self.iteration)
         order = self._new_order()
+        order.opened, self._opened = self._opened, False
         start = StreamPosition()
         if resumed is not None and resumed.order is not None:
             order.resume(resumed.order, resumed.place)
@@ -350,6 +354,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, here and in samplers and a dataset that have `set_epoch`."""
+        self._opened = self._opened and epoch == self.iteration
         self.iteration = epoch
         if self._pending is not None and self._pending.epoch != epoch:
             # A request for another epoch drops the rest of the loaded one.
@@ -378,6 +383,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if self._order is None or not (self._order.begun or _consumed(self._place)):
             # Between epochs, or before the first draw of one.
             states = position.own = self._new_order().own()
+            if self._opened or (self._order is not None and self._order.opened):
+                states["opened"] = True
         else:
             place = self._place
             if isinstance(place, int):
@@ -397,6 +404,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Continue the present epoch of `origin`, also from a position that was loaded into it."""
         self.before_pass, self.between_batches, self.meter = origin.before_pass, origin.between_batches, origin.meter
         self._pending, origin._pending = origin._pending, None
+        self._opened, origin._opened = origin._opened, False
         self._origin = origin
         self._history = origin._history
         origin._successor = weakref.ref(self)
@@ -424,6 +432,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if position.own is not None:
             self._new_order().restore_own(position.own)
         self.set_epoch(position.epoch)
+        self._opened = bool((position.own or {}).get("opened"))
 
     @property
     def _reads(self) -> bool:

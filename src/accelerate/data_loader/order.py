@@ -129,6 +129,8 @@ class Order:
         self.unrecorded: bool = False
         self.begun: bool = False
         self.resumes: bool = False
+        # The start of the pass has drawn its numbers, maybe before the position was saved that it continues from.
+        self.opened: bool = False
         self.isolates: bool = False
         self.shared: bool = False
         self.equal_lengths: bool = False
@@ -225,6 +227,12 @@ class Order:
         self.history.overtaken = bool(self.states.pop("overtaken", self.history.overtaken))
         self._expected = (place.consumed, place.digest)
         self.resumes = self.begun = True
+
+    def draws_at_start(self) -> bool:
+        """Whether the start of the pass has to draw what that of a torch loader draws; once in a pass."""
+        draws = not (self.resumes or self.opened)
+        self.opened = True
+        return draws
 
     def isolate(self, shared: bool, equal_lengths: bool = False) -> None:
         """Separate the sampler's draws from all others.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FSDP2: adapters over a frozen model, fp16 with an overflow in one rank's shard, one plugin for two runs."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin as Plugin
 from accelerate.config.precision import GradScalerKwargs
+from accelerate.core.errors import CheckpointError, PrepareError
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 WIDTH, VOCABULARY, BATCH, CLIP, ACCUMULATION = 8, 13, 4, 0.05, 2
@@ -243,3 +246,100 @@ def test_nested_no_sync(plugin):
         torch.manual_seed(0)
         for (name, found), start in zip(state.items(), nn.Linear(WIDTH, 2).parameters(), strict=True):
             torch.testing.assert_close(start - found, dict(plain.named_parameters())[name].grad, rtol=1e-5, atol=1e-6)
+
+
+class Mixed(nn.Module):
+    """A unit with a complex weight and a norm in fp32 beside parameters in fp64."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH, dtype=torch.float32)
+        self.spectrum = Spectrum()
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.last(self.spectrum(self.norm(self.first(x).float()).double()))
+
+
+class Spectrum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x.to(torch.complex128) @ self.weight).abs()
+
+
+@on_ranks(2)
+def test_parameters_of_several_dtypes_in_a_unit():
+    PartialState(cpu=True)
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    plain = Mixed()
+    model = copy.deepcopy(plain)
+    accelerator = fresh(Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP"))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for _ in range(4):
+        x = torch.randn(BATCH, WIDTH)
+        for run, inputs, step in ((plain, x, reference), (model, x.chunk(2)[dist.get_rank()], optimizer)):
+            loss = run(inputs).pow(2).mean()
+            loss.backward() if run is plain else accelerator.backward(loss)
+            step.step()
+            step.zero_grad()
+    state = plain.state_dict()
+    for name, parameter in model.named_parameters():
+        tolerance = 1e-5 if parameter.dtype == torch.float32 else 1e-6
+        assert parameter.dtype == state[name].dtype
+        assert (parameter.full_tensor() - state[name]).abs().max() < tolerance, name
+
+    nested = Mixed()
+    nested.norm = nn.Sequential(nn.LayerNorm(WIDTH))
+    nested.norm.scale = nn.Parameter(torch.ones(1, dtype=torch.float32))
+    with pytest.raises(PrepareError, match=r"shards norm \(Sequential\) as one unit, which trains"):
+        fresh(Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")).prepare(nested)
+
+
+@on_ranks(2)
+def test_a_module_in_two_models_is_refused():
+    PartialState(cpu=True)
+    accelerator = fresh(Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP"))
+    one, two = Adapted(), Adapted()
+    two.base = one.base
+    with pytest.raises(PrepareError, match=r"base.weight is a parameter of another model too"):
+        accelerator.prepare(one, two)
+
+
+class Historic(torch.optim.SGD):
+    """An optimizer whose state is no tensor."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                history = self.state[parameter].setdefault("history", [])
+                history.append(len(history) + 0.5)
+        return loss
+
+
+@on_ranks(2)
+def test_a_state_that_has_no_shards_is_named_with_what_saves_it(tmp_path):
+    PartialState(cpu=True)
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        accelerator = fresh(Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP", state_dict_type=kind))
+        model = Adapted()
+        model, optimizer = accelerator.prepare(model, Historic(model.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(2, WIDTH)).sum())
+        optimizer.step()
+        if kind == "SHARDED_STATE_DICT":
+            with pytest.raises(CheckpointError, match=r"'history' of Historic is a list.*FULL_STATE_DICT"):
+                accelerator.save_state(tmp_path / kind)
+            continue
+        accelerator.save_state(tmp_path / kind)
+        histories = [state["history"] for state in optimizer.optimizer.state.values()]
+        wanted = copy.deepcopy(histories)
+        optimizer.step()
+        accelerator.load_state(tmp_path / kind)
+        assert isinstance(next(model.parameters()), DTensor)
+        assert [state["history"] for state in optimizer.optimizer.state.values()] == wanted

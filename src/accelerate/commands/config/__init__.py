@@ -19,12 +19,14 @@ from .default import write_basic_config
 __all__ = ["ClusterConfig", "SageMakerConfig", "default_config_file", "load_config_from_file", "write_basic_config"]
 
 SECRET = ("aws_secret_access_key",)
-ACTIONS = ("default", "update", "explain")
+ACTIONS = ("default", "update", "show", "explain")
 HELP = """usage: accelerate config [--config_file FILE]           answer questions and write a configuration
        accelerate config default [--config_file FILE] [--mixed_precision no|fp16|bf16|fp8]
                                                         write one that fits this machine, without questions
        accelerate config update [--config_file FILE]    bring an older file up to date
-       accelerate config explain [launch options]       show each effective value and where it comes from
+       accelerate config show [--all] [launch options]  show each effective value and where it comes from: flag,
+                                                        variable, line of the file or default (also: explain);
+                                                        --all: also what nobody has set
 
 The default file is default_config.yaml in $HF_HOME/accelerate, else $XDG_CACHE_HOME/huggingface/accelerate, else
 ~/.cache/huggingface/accelerate."""
@@ -54,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(action: str, arguments: list[str]) -> None:
-    if action == "explain":
+    if action in ("show", "explain"):
         _explain(arguments)
         return
     if action not in (*ACTIONS, "questions"):

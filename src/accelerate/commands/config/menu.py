@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,24 +17,30 @@ BACK = object()
 _KEYS = {b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"\x1b[D": "back", b"\x1bOD": "back"}
 
 
-def choose(title: str, options: Sequence[tuple[Any, str]], default: Any) -> Any:
-    """The value of the option chosen, or BACK. `options` are values with their words."""
+def choose(title: str, options: Sequence[tuple[Any, str]], default: Any, help: str = "") -> Any:
+    """The value of the option chosen, or BACK. `options` are values with their words; `?` shows `help`."""
     values = [value for value, _ in options]
     start = values.index(default) if default in values else 0
     if _has_keys():
-        picked = _with_keys(title, [words for _, words in options], start)
+        picked = _with_keys(title, [words for _, words in options], start, help)
     else:
-        picked = _by_number(title, [words for _, words in options], start)
+        picked = _by_number(title, [words for _, words in options], start, help)
     return BACK if picked is None else values[picked]
 
 
-def line(title: str, default: Any, check: Callable[[str], Any]) -> Any:
-    """The value that `check` makes of a typed line, repeated until it accepts one; or BACK. Empty is the default."""
+def line(title: str, default: Any, check: Callable[[str], Any], help: str = "") -> Any:
+    """The value that `check` makes of a typed line, repeated until it accepts one; or BACK. Empty is the default.
+
+    `<` and `back` go back, and `?` shows `help`.
+    """
     while True:
         shown = f" [{default}]" if default not in (None, "") else ""
         text = _input(f"{title}{shown}: ").strip()
-        if text == "<":
+        if text in ("<", "back"):
             return BACK
+        if text == "?":
+            print(_help_lines(help))
+            continue
         if not text:
             return default
         try:
@@ -85,28 +92,33 @@ def _has_keys() -> bool:
     return env.get("TERM", "dumb") != "dumb"
 
 
-def _by_number(title: str, words: Sequence[str], start: int) -> int | None:
+def _help_lines(help: str) -> str:
+    keys = "Enter takes the default, < or back returns to the question before, Ctrl-C ends without writing."
+    return textwrap.indent("\n".join(textwrap.wrap(f"{help} {keys}".strip(), 90)), "  ")
+
+
+def _by_number(title: str, words: Sequence[str], start: int, help: str) -> int | None:
     print(title)
     for number, text in enumerate(words):
         print(f"  {number}: {text}")
 
     def check(text: str) -> int:
         if not text.isdigit() or int(text) >= len(words):
-            raise ValueError(f"give a number from 0 to {len(words) - 1}, or < to go back")
+            raise ValueError(f"give a number from 0 to {len(words) - 1}, ? for help, or < to go back")
         return int(text)
 
-    picked = line("number", start, check)
+    picked = line("number", start, check, help)
     return None if picked is BACK else int(picked)
 
 
-def _with_keys(title: str, words: Sequence[str], start: int) -> int | None:
-    """Arrow keys move, Enter or a digit chooses, the left arrow goes back."""
+def _with_keys(title: str, words: Sequence[str], start: int, help: str) -> int | None:
+    """Arrow keys move, Enter or a digit chooses, the left arrow goes back, `?` shows the help."""
     import termios
     import tty
 
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
-    print(f"{title}  (arrow keys, Enter; left arrow: back)")
+    print(f"{title}  (arrow keys, Enter; left arrow: back; ?: help)")
     current = start
     _draw(words, current)
     try:
@@ -126,7 +138,10 @@ def _with_keys(title: str, words: Sequence[str], start: int) -> int | None:
                 current = int(key)
             elif action in ("up", "down") or key in (b"k", b"j"):
                 current = (current + (-1 if action == "up" or key == b"k" else 1)) % len(words)
-            sys.stdout.write(f"\x1b[{len(words)}A")
+            if key == b"?":
+                print(_help_lines(help))
+            else:
+                sys.stdout.write(f"\x1b[{len(words)}A")
             _draw(words, current)
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

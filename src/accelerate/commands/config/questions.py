@@ -45,11 +45,28 @@ class Question:
         if self.has_one_answer(answers):
             return choices[0][0]
         if choices:
-            return menu.choose(self.text, choices, default)
+            return menu.choose(self.text, choices, default, self.help)
         option = cluster_keys().get(self.key)
-        return menu.line(self.text, default, (lambda text: option.convert(text, self.key)) if option else str)
+        check = (lambda text: option.convert(text, self.key)) if option else str
+        return menu.line(self.text, default, check, self.help)
+
+    @property
+    def help(self) -> str:
+        """What the answer means, where it is stored, and the flag that replaces it."""
+        option = cluster_keys().get(self.key)
+        if option is None:
+            return _HELP.get(self.key, "")
+        return f"{option.help} Stored as {self.key}; `accelerate launch {option.flag}` replaces it for one launch."
 
 
+# Of the questions that are no option.
+_HELP = {
+    "_device": "Which devices the processes use: one process for each accelerator, or processes on the CPU.",
+    "_strategy": "A replica is the fastest if the model, its gradients and the optimizer's states fit on one device; "
+    "the others share them among the processes.",
+    "_split": "Tensor, context, sequence and pipeline parallelism: for a model or sequences too large for one device "
+    "even when sharded.",
+}
 YES_NO = ((False, "no"), (True, "yes"))
 
 

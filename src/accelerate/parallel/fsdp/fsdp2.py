@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...config.fsdp import EFFICIENT_LOADING, FullyShardedDataParallelPlugin
 from ...core import env
+from ...core.errors import PrepareError
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
@@ -30,7 +31,7 @@ from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
 from .common import UnreducedGradients, fill_policy, refuse_unshardable
-from .units import find_modules, select_units
+from .units import find_modules, select_units, units_of_rare_dtypes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -101,6 +102,7 @@ class FullyShardedDataParallel(ShardedStrategy):
             prepared.reducers = reducers_of(model, averages, self.gradient_group)
             return prepared
         refuse_unshardable(model, self.name, self.plugin.ignored_modules)
+        self._refuse_shared(model)
         split = None
         if self.layout.tp_enabled and self.mesh is not None:
             split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler)
@@ -109,6 +111,16 @@ class FullyShardedDataParallel(ShardedStrategy):
         rest = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
         prepared.reducers.append(UnreducedGradients(self.gradient_group, rest))
         return prepared
+
+    def _refuse_shared(self, model: nn.Module) -> None:
+        """Raise PrepareError for a parameter that another model has, which is sharded already."""
+        own = {id(p) for unit in model.modules() if isinstance(unit, FSDPModule) for p in unit.parameters()}
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor) and parameter.device_mesh == self.shards and id(parameter) not in own:
+                raise PrepareError(
+                    f"{name} is a parameter of another model too, which {self.name} has sharded already, and torch "
+                    "shards a parameter in one model only. Put both into one nn.Module and prepare that, or use DDP"
+                )
 
 
 def shard_model(
@@ -144,6 +156,7 @@ def shard_model(
     units = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
     ignored_parameters = _Names(model, ignored)
     upcast(model, plugin)
+    rare = units_of_rare_dtypes(model, units, ignored)
     home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else device
 
     def shard(equal: bool) -> None:
@@ -155,7 +168,7 @@ def shard_model(
             split(model)
         if plugin.activation_checkpointing:
             modules = checkpoint_activations(model, units, device, bool(plugin.activation_checkpointing_offload))
-        for unit in [*modules, model]:
+        for unit in [*rare, *modules, model]:
             if equal and split is None:
                 materialize.make_equal(_not_sharded_yet(unit), device, ranks)
             _shard_unit(unit, unit is model, plugin, shards, ignored_parameters.find(model), full_outputs)

@@ -122,8 +122,14 @@ def load_full_optimizer_state(
         ]
     # Not strict: a parameter that was never used has no state, which is how a plain run's optimizer has it.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    with_state: list[Any] = [set(named.get("state", ()))]
+    values = [value for entry in named.get("state", {}).values() for value in entry.values()]
+    has_shards = any(isinstance(value, torch.Tensor) and value.dim() for value in values)
+    with_state: list[Any] = [set(named.get("state", ())), has_shards]
     dist.broadcast_object_list(with_state, src=0, device=next(model.parameters()).device)
+    if not with_state[1]:
+        # torch 2.13 finds the device of the state in it.
+        _load_unsharded_state(optimizer, state)
+        return
     set_optimizer_state_dict(model, optimizer, named, options=options)
     drop_states(model, optimizer, {name for group in groups for name in group} - with_state[0])
 

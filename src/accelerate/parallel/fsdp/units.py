@@ -62,6 +62,41 @@ def _keep_ties_together(model: nn.Module, units: list[nn.Module], ignored: set[i
         units = [unit for unit in units if id(unit) not in split]
 
 
+def units_of_rare_dtypes(model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]) -> list[nn.Module]:
+    """Modules that have to be units too, since they train parameters of another dtype than most in their unit.
+
+    FSDP2 reduces the gradients of a unit in one dtype.
+
+    Raises:
+        PrepareError: such a module has parameters of several dtypes itself, or has modules inside.
+    """
+    ignored_ids = {id(parameter) for parameter in ignored}
+    owners = owning_units(model, units)
+    sizes: dict[int, dict[torch.dtype, int]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad and id(parameter) not in ignored_ids:
+            of_unit = sizes.setdefault(min(owners[id(parameter)]), {})
+            of_unit[parameter.dtype] = of_unit.get(parameter.dtype, 0) + parameter.numel()
+    if all(len(found) == 1 for found in sizes.values()):
+        return []
+    usual = {unit: max(found, key=found.__getitem__) for unit, found in sizes.items()}
+    rare = []
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in ignored_ids]
+        if all(parameter.dtype == usual[min(owners[id(parameter)])] for parameter in own):
+            continue
+        dtypes = {parameter.dtype for parameter in own}
+        if len(dtypes) > 1 or module is model or next(module.children(), None) is not None:
+            raise PrepareError(
+                f"FSDP2 shards {name or 'the model'} ({type(module).__name__}) as one unit, which trains parameters "
+                f"of several dtypes ({', '.join(sorted(str(dtype) for dtype in dtypes))}). Give them one dtype, use "
+                "mixed_precision, or put the module into ignored_modules"
+            )
+        rare.append(module)
+    kept = {id(unit) for unit in _keep_ties_together(model, [*rare, *units], ignored_ids)}
+    return [module for module in rare if id(module) in kept]
+
+
 def owning_units(model: nn.Module, units: list[nn.Module]) -> dict[int, set[int]]:
     """Parameter id -> ids of the innermost units that hold it (that of the model for the rest)."""
     chosen = {id(unit) for unit in units}
