@@ -7,6 +7,7 @@ import functools
 import os
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -36,6 +37,24 @@ def memory(field: str) -> int:
     """Return a field of the memory statistics of this process in bytes: VmRSS, or VmHWM for its peak."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
+
+
+def anonymous_peak(run) -> int:
+    """Return how far the memory of this process that is not of files grows while `run` runs, in bytes."""
+    before = memory("RssAnon")
+    done = threading.Event()
+    peak = [before]
+
+    def sample() -> None:
+        while not done.wait(0.001):
+            peak.append(memory("RssAnon"))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    run()
+    done.set()
+    sampler.join()
+    return max(peak) - before
 
 
 def peak_memory(run) -> int:
@@ -81,12 +100,24 @@ def main() -> None:
         assert torch.equal(model(batch), resident(batch))
         times = alternate({"raw": lambda: resident(batch), "own": lambda: model(batch)}, rounds=ROUNDS)
         emit("big model forward", "ms", times["raw"], times["own"])
-        growth = peak_memory(lambda: model(batch))
-        emit("big model memory", "MB", None, growth)
+        files = model[0]._hf_hook.weights_map.dataset._files
+        emit("big model mapped", "MB", None, sum(kept.size for kept in files._kept.values()))
+        emit("big model memory", "MB", None, anonymous_peak(lambda: model(batch)))
+        # As where memory is short: nothing stays mapped.
+        shared, files.shared = files.shared, files.tensor
+        for kept in files._kept.values():
+            kept.unmap()
+        model(batch)
+        emit("big model memory when short", "MB", None, peak_memory(lambda: model(batch)))
+        times = alternate({"raw": lambda: resident(batch), "own": lambda: model(batch)}, rounds=ROUNDS)
+        emit("big model forward when memory is short", "ms", times["raw"], times["own"])
+        files.shared = shared
 
         block = bytearray(8 << 20)
 
         def drop() -> None:
+            for kept in files._kept.values():
+                kept.unmap()  # the system keeps pages that are mapped
             for file in (path, *offload.rglob("*.dat")):
                 drop_file_cache(file)
 

@@ -135,7 +135,10 @@ SCRIPTS = [
             "big model cold forward": Row(
                 "the same with nothing in the file cache / max(compute, reading the bytes)", "ratio", 1.1
             ),
+            "big model mapped": Row("pages of the checkpoint that stay mapped (RssFile)", "time"),
             "big model memory": Row("memory that this forward takes (a layer: 16.8 MB)", "time", 34),
+            "big model memory when short": Row("the same if nothing stays mapped", "time", 34),
+            "big model forward when memory is short": Row("forward if nothing stays mapped", "ratio"),
         },
     ),
     Script(

@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate import cpu_offload, disk_offload, init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.core.errors import CheckpointError
-from accelerate.placement import streaming
+from accelerate.placement import file_pages, streaming, weight_files
 from accelerate.placement.offload import OffloadedWeightsLoader
 from accelerate.placement.streaming import FetchRequest, WeightStream
 
@@ -27,6 +27,11 @@ class Source(dict):
     def __getitem__(self, name):
         self.reads.append(int(name))
         return super().__getitem__(name)
+
+    shared = __getitem__
+
+    def is_ready(self, name):
+        return False
 
 
 @pytest.fixture
@@ -104,9 +109,9 @@ def test_pages_are_read_where_the_system_has_no_call_for_it(monkeypatch, tmp_pat
     path = tmp_path / "weights.safetensors"
     save_file({"a": torch.randn(1000, 300), "b": torch.zeros(0)}, path)
     loader = OffloadedWeightsLoader(index={name: {"safetensors_file": str(path)} for name in "ab"})
-    monkeypatch.setattr(streaming, "_libc", lambda: object())
+    monkeypatch.setattr(file_pages, "_libc", lambda: object())
     for name in "ab":
-        streaming._read_pages(loader[name])
+        file_pages.read_pages(loader[name])
 
 
 class Block(nn.Module):
@@ -210,6 +215,61 @@ def test_a_checkpoint_that_is_written_over_is_not_taken_for_the_one_that_was_loa
         file.write(content[:8] + content[8:].replace(b"F64", b"I64"))
     with pytest.raises(CheckpointError, match=r"model\.safetensors was changed after its weights had been offloaded"):
         loaded(torch.randn(3, 256, dtype=torch.double))
+
+
+class Recording(nn.Linear):
+    """Keeps the address of its weight; doubles the weight after it has been used if `writes` is set."""
+
+    writes = False
+
+    def forward(self, x):
+        self.address = self.weight.data_ptr()
+        y = super().forward(x)
+        if self.writes:
+            self.weight.data.mul_(2)
+        return y
+
+
+@torch.no_grad()
+def test_pages_stay_mapped_and_what_a_forward_writes_is_lost(tmp_path):
+    model, path = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3))), tmp_path / "model.safetensors"
+    save_file(model.state_dict(), path, metadata={"format": "pt"})
+    with init_empty_weights():
+        empty = nn.Sequential(*(Recording(256, 256) for _ in range(3)))
+    loaded = load_checkpoint_and_dispatch(empty, path, device_map={"": "disk"}, offload_folder=tmp_path / "offload")
+    x = torch.randn(3, 256)
+    addresses = []
+    for _ in range(4):
+        assert torch.equal(loaded(x), model(x))
+        addresses.append(loaded[1].address)
+    page = torch.from_file(str(path), size=1 << 12, dtype=torch.uint8)
+    file_pages.read_pages(page)
+    if file_pages.is_unwritten(page.data_ptr(), page.nbytes):  # Linux 6.7
+        assert len(set(addresses)) == 1
+    loaded[1].writes = True
+    for _ in range(3):
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_weights_mapped_in_inference_mode_serve_training(model, checkpoint, tmp_path):
+    loaded = load(checkpoint, tmp_path)
+    x = torch.randn(3, 256, dtype=torch.double, requires_grad=True)
+    with torch.inference_mode():
+        for _ in range(3):
+            loaded(x)
+    loaded(x).sum().backward()
+    assert x.grad is not None
+
+
+@torch.no_grad()
+def test_little_memory_keeps_nothing_mapped(model, checkpoint, tmp_path, monkeypatch):
+    loaded = load(checkpoint, tmp_path)
+    x = torch.randn(3, 256, dtype=torch.double)
+    monkeypatch.setattr(weight_files, "available_memory", lambda: 1000)
+    for _ in range(3):
+        assert torch.equal(loaded(x), model(x))
+    (kept,) = loaded.blocks[1].up._hf_hook.weights_map.dataset._files._kept.values()
+    assert kept.size == 0 and kept.tensors == {}
 
 
 @torch.no_grad()

@@ -107,7 +107,8 @@ def save_model(
     others = [name for name, value in kept.items() if not isinstance(value, torch.Tensor)]
     shards[0] = shards[0] + others
     contents = [{name: kept[name] for name in members} for members in shards]
-    _write_shards(folder, dict(zip(names, contents, strict=True)), aliases, index if len(shards) > 1 else None)
+    files = dict(zip(names, contents, strict=True))
+    _write_files(folder, files, aliases, index if len(shards) > 1 else None, safe_serialization)
     _remove_stale(folder, single, pattern, index, set(names), len(shards) > 1)
     logger.info("model weights saved in %s (%d file(s))", folder, len(names))
 
@@ -127,13 +128,16 @@ def clean_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     return only_tensors(state)
 
 
-def _write_shards(
-    folder: Path, files: Mapping[str, Mapping[str, object]], aliases: Mapping[str, str], index: str | None
+def _write_files(
+    folder: Path,
+    files: Mapping[str, Mapping[str, object]],
+    aliases: Mapping[str, str],
+    index: str | None = None,
+    safe: bool = True,
 ) -> None:
     """Write all files under temporary names, then rename each, the index last."""
     token = uuid.uuid4().hex[:8]
     temporary = {name: folder / f".{name}.{token}.tmp" for name in files}
-    safe = next(iter(files)).endswith(".safetensors")
     try:
         with BlockIO() as io:
             for name, content in files.items():
@@ -153,11 +157,11 @@ def _write_shards(
             path.unlink(missing_ok=True)
         raise
     if index is not None:
-        _write_index(folder / index, files, aliases)
+        _write_index(folder / index, files)
     fsync_path(folder)
 
 
-def _write_index(path: Path, files: Mapping[str, Mapping[str, object]], aliases: Mapping[str, str]) -> None:
+def _write_index(path: Path, files: Mapping[str, Mapping[str, object]]) -> None:
     total = sum(
         value.numel() * value.element_size()
         for content in files.values()
@@ -165,7 +169,6 @@ def _write_index(path: Path, files: Mapping[str, Mapping[str, object]], aliases:
         if isinstance(value, torch.Tensor)
     )
     where = {entry: name for name, content in files.items() for entry in content}
-    where.update({alias: where[kept] for alias, kept in aliases.items() if path.name == WEIGHTS_INDEX_NAME})
     with atomic_write(path, "w") as file:
         json.dump({"metadata": {"total_size": total}, "weight_map": where}, file, indent=2, sort_keys=True)
         file.write("\n")
@@ -212,13 +215,7 @@ def save(
                 stacklevel=2,
             )
         path = follow_links(user_path(f, "save"), "save")
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-        try:
-            with BlockIO() as io:
-                io.write(temporary, segments(kept, aliases))
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        _write_files(path.parent, {path.name: kept}, aliases)
         return
     if not isinstance(f, (str, os.PathLike)):
         torch.save(obj, f)

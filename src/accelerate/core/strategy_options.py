@@ -143,8 +143,10 @@ FSDP = Group(
 )
 
 
-def _deepspeed(name: str, kind: str, help: str, variable: str = "", **more: Any) -> Option:
+def _deepspeed(name: str, kind: str, help: str, variable: str | None = None, **more: Any) -> Option:
     when = ("use_deepspeed",)
+    if variable is None:
+        variable = f"ACCELERATE_DEEPSPEED_{name.removeprefix('deepspeed_').upper()}"
     return Option(name, kind, help, key=f"deepspeed_config.{name}", variable=variable, when=when, **more)
 
 
@@ -156,23 +158,13 @@ DEEPSPEED = Group(
             "deepspeed_config_file",
             "text",
             "DeepSpeed's own JSON configuration.",
-            "ACCELERATE_DEEPSPEED_CONFIG_FILE",
             question="DeepSpeed JSON file (empty: none)",
         ),
-        _deepspeed(
-            "zero_stage",
-            "int",
-            "ZeRO stage: 0, 1, 2 or 3.",
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-            least=0,
-            greatest=3,
-            question="ZeRO stage",
-        ),
+        _deepspeed("zero_stage", "int", "ZeRO stage: 0, 1, 2 or 3.", least=0, greatest=3, question="ZeRO stage"),
         _deepspeed(
             "offload_optimizer_device",
             "text",
             "Device of the optimizer states: none, cpu or nvme.",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
             choices=_OFFLOAD,
             question="Where are optimizer states stored?",
         ),
@@ -180,22 +172,11 @@ DEEPSPEED = Group(
             "offload_param_device",
             "text",
             "Device of the parameters: none, cpu or nvme.",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
             choices=_OFFLOAD,
             question="Where are parameters stored?",
         ),
-        _deepspeed(
-            "offload_optimizer_nvme_path",
-            "text",
-            "Folder on the NVMe disk for optimizer states.",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-        ),
-        _deepspeed(
-            "offload_param_nvme_path",
-            "text",
-            "Folder on the NVMe disk for parameters.",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-        ),
+        _deepspeed("offload_optimizer_nvme_path", "text", "Folder on the NVMe disk for optimizer states."),
+        _deepspeed("offload_param_nvme_path", "text", "Folder on the NVMe disk for parameters."),
         _deepspeed(
             "gradient_clipping",
             "float",
@@ -209,26 +190,17 @@ DEEPSPEED = Group(
             "Stage 3: build the model sharded (zero.Init).",
             "ACCELERATE_DEEPSPEED_ZERO3_INIT",
         ),
-        _deepspeed(
-            "zero3_save_16bit_model",
-            "truth",
-            "Stage 3: save unsharded 16-bit weights.",
-            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-        ),
-        _deepspeed("deepspeed_hostfile", "text", "DeepSpeed's host file, for several machines."),
-        _deepspeed("deepspeed_exclusion_filter", "text", "Hosts and GPUs to leave out."),
-        _deepspeed("deepspeed_inclusion_filter", "text", "Hosts and GPUs to use."),
+        _deepspeed("zero3_save_16bit_model", "truth", "Stage 3: save unsharded 16-bit weights."),
+        _deepspeed("deepspeed_hostfile", "text", "DeepSpeed's host file, for several machines.", ""),
+        _deepspeed("deepspeed_exclusion_filter", "text", "Hosts and GPUs to leave out.", ""),
+        _deepspeed("deepspeed_inclusion_filter", "text", "Hosts and GPUs to use.", ""),
         _deepspeed(
             "deepspeed_multinode_launcher",
             "text",
             "How DeepSpeed starts the other machines: pdsh, standard, openmpi, mvapich, slurm...",
+            "",
         ),
-        _deepspeed(
-            "deepspeed_moe_layer_cls_names",
-            "text",
-            "Class names of mixture-of-experts layers, with commas.",
-            "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-        ),
+        _deepspeed("deepspeed_moe_layer_cls_names", "text", "Class names of mixture-of-experts layers, with commas."),
     ),
 )
 

@@ -93,7 +93,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     """The command of DeepSpeed's own starter (None where torch's starter is used) and the environment."""
     settings = _settings(args)
     environment = _environment(args, settings)
-    environment.update({name: text for name, text in _deepspeed_variables(args, settings).items() if text is not None})
+    environment.update({name: text for name, text in _deepspeed_variables(args).items() if text is not None})
     environment["PYTHONPATH"] = python_path()
     machines = args.num_machines or 1
     starter = getattr(args, "deepspeed_multinode_launcher", None) or "pdsh"
@@ -105,7 +105,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     return starter_command(hosts, _program(args), local, args.main_process_ip, args.main_process_port), environment
 
 
-def _deepspeed_variables(args: argparse.Namespace, settings: Settings) -> dict[str, str | None]:
+def _deepspeed_variables(args: argparse.Namespace) -> dict[str, str | None]:
     with_deepspeed = resolve_settings(
         {**given(args), "use_deepspeed": True, "use_fsdp": False, "use_megatron_lm": False}
     )

@@ -103,18 +103,22 @@ def find_first(ranks: Sequence[Rank]) -> Rank | None:
 
     A rank that ended without an error counts as the first where the others failed only because they needed it.
     """
-    failed = [rank for rank in ranks if rank.exit_code and rank.failed_at is not None]
-    # Sorted by blame first: ranks that lost the connection may write their tracebacks before the cause ends.
-    ordered = sorted(failed, key=lambda rank: (blame(rank), rank.failed_at))
-    if not ordered:
-        return None
-    first = ordered[0]
-    if (level := blame(first)) == OWN:
+    first = _first_failed(ranks)
+    if first is None or (level := blame(first)) == OWN:
         return first
     early = sorted(
         (rank for rank in ranks if rank.code == 0 and not rank.spec.starter), key=lambda rank: rank.ended_at or 0
     )
     return _explaining(early, level, _last_output(first), first.rank) or first
+
+
+def _first_failed(ranks: Sequence[Rank]) -> Rank | None:
+    """The first of the failed ranks, those first whose output points to no other rank.
+
+    Ranks that lost the connection may write their tracebacks before the cause ends.
+    """
+    failed = [rank for rank in ranks if rank.exit_code and rank.failed_at is not None]
+    return min(failed, key=lambda rank: (blame(rank), rank.failed_at), default=None)
 
 
 def _explaining(early: Sequence[Ended], level: int, output: str, rank: int) -> Ended | None:
@@ -142,10 +146,7 @@ def describe(ranks: Sequence[Rank], first: Rank, oom_kills: int) -> Failure:
     """Everything about the first failure. Removes the delayed tracebacks of all ranks from their streams."""
     ended_early = first.code == 0
     # Where the first rank ended without an error, the traceback of a rank that needed it shows where that was.
-    source = first
-    if ended_early:
-        failed = [rank for rank in ranks if rank.exit_code and rank.failed_at is not None]
-        source = min(failed, key=lambda rank: (blame(rank), rank.failed_at), default=first)
+    source = (_first_failed(ranks) if ended_early else None) or first
     output = _last_output(source)
     others = {
         rank.rank: _outcome(rank, source, output)

@@ -22,7 +22,7 @@ def plan(settings: Settings, program: Program) -> LaunchSpec:
     else:
         device, count = _device(settings, present)
     machines, nnodes = _machines(settings)
-    processes = _processes(settings, device, count, machines)
+    processes = _processes(settings, count, machines)
     shared = variables(settings)
     if device != "cpu" and _gpu_ids(settings) and present.visible:
         shared[present.visible] = settings["gpu_ids"]
@@ -115,7 +115,7 @@ def _gpu_ids(settings: Settings) -> list[str]:
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
-def _processes(settings: Settings, device: str, count: int, machines: int) -> int:
+def _processes(settings: Settings, count: int, machines: int) -> int:
     requested = settings["num_processes"]
     if requested == "all":
         if not count:

@@ -20,6 +20,8 @@ from .spec import LaunchSpec, ProcessSpec
 from .streams import Stream
 
 PR_SET_PDEATHSIG = 1
+# Signals that a starter sends on to what it has started.
+FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 class Running(Protocol):
@@ -89,10 +91,10 @@ class Rank:
         tee = spec.tee_of(self.rank)
         if self.log_folder is not None:
             self.log_folder.mkdir(parents=True, exist_ok=True)
-        error = self._open_stream(spec, 2, bool(tee & 2))
-        return self._open_stream(spec, 1, bool(tee & 1)), error
+        error = self._open_stream(2, bool(tee & 2))
+        return self._open_stream(1, bool(tee & 1)), error
 
-    def _open_stream(self, spec: LaunchSpec, number: int, prefixed: bool) -> int:
+    def _open_stream(self, number: int, prefixed: bool) -> int:
         source, end = _channel(number)
         os.set_blocking(source, False)
         name = {1: "stdout.log", 2: "stderr.log"}[number]

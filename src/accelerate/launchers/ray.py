@@ -115,7 +115,7 @@ class RayLauncher(Launcher):
                 _dismiss(members)
 
     def _supervise(self, cluster: Cluster, members: list[RayMember], number: int) -> RemoteSupervisor:
-        processes, spec = self._specified(cluster, members, number), self.spec
+        processes, spec = self._specified(members, number), self.spec
         folder = None if cluster.brings_folder else str(Path.cwd())
         calls = [
             member.worker.start.remote(spec.program, process.variables, folder)
@@ -128,7 +128,7 @@ class RayLauncher(Launcher):
         supervisor.run(processes)
         return supervisor
 
-    def _specified(self, cluster: Cluster, members: list[RayMember], number: int) -> list[ProcessSpec]:
+    def _specified(self, members: list[RayMember], number: int) -> list[ProcessSpec]:
         """The processes, in the order of the ranks."""
         spec, first = self.spec, members[0]
         nodes = list(dict.fromkeys(member.node for member in members))

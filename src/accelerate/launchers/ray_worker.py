@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import selectors
 import signal
 import socket
@@ -49,7 +48,6 @@ class RayWorker:
         """The machine and its versions."""
         return {
             "host": socket.gethostname(),
-            "python": platform.python_version(),
             "accelerate": __version__,
             "torch": version_of("torch").base_version,
         }

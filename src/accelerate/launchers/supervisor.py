@@ -23,7 +23,7 @@ from ..core.system import handles_signal
 from . import failure as failures
 from . import tracebacks
 from .failure import Failure
-from .process import Rank
+from .process import FORWARDED, Rank
 from .spec import LaunchSpec, ProcessSpec
 from .streams import LINE_WAIT
 from .tracebacks import fingerprint
@@ -42,7 +42,6 @@ GRACE_ENDING = 3.0
 SAVE_TIME = 30.0
 # Seconds after a signal at which the console shows that processes are still running.
 NOTICE_AFTER = 1.5
-FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 ENDING = frozenset({"SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"})
 # Stops the ranks here because of another machine: reason, exit code, and whether the run must not be restarted.
 Stop = Callable[[str, int, bool], None]
@@ -182,8 +181,8 @@ class Supervisor:
                     stream.flush_expired(single)
 
     def _act(self) -> None:
-        for number in self._take_signals():
-            self._handle_signal(number)
+        while self._signals:
+            self._handle_signal(self._signals.pop(0))
         if self.link is not None:
             self.link.tick(self._stop_for_others)
         self._show_progress()
@@ -376,10 +375,6 @@ class Supervisor:
         # A console that is gone (a closed terminal, a broken pipe) must not change how the run ends.
         with contextlib.suppress(OSError):
             print("\n".join(lines), file=sys.stderr, flush=True)
-
-    def _take_signals(self) -> list[int]:
-        taken, self._signals = self._signals, []
-        return taken
 
     @contextlib.contextmanager
     def _forwarding_signals(self) -> Iterator[None]:

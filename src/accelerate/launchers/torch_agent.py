@@ -17,7 +17,7 @@ from typing import Any
 from ..core import env
 from ..core.errors import LaunchError
 from .failure import Failure, cause_of
-from .process import die_with
+from .process import die_with, guarded
 from .spec import LaunchSpec
 
 # A node that dies is left behind in seconds: the agent's own defaults take most of a minute.
@@ -87,8 +87,7 @@ def _run_agent(config: Any, entrypoint: Any, args: Sequence[Any], spec: LaunchSp
 def run_program_elastic(spec: LaunchSpec, address: str) -> int:
     """Run the launch's program under torch's agent and any rendezvous backend that it knows."""
     env.publish({**spec.variables, FRESH_STORE: "1"})
-    guard = str(Path(__file__).with_name("guard.py"))
-    command = [sys.executable, "-S", "-E", guard, str(os.getpid()), *spec.program.argv()]
+    command = [*guarded(os.getpid()), *spec.program.argv()]
     config = agent_config(
         spec,
         endpoint=f"{spec.main_process_ip}:{spec.main_process_port}",

@@ -16,12 +16,11 @@ from types import FrameType
 
 from ..runtime.topology import Topology
 from .failure import end_report
-from .process import die_with
+from .process import FORWARDED, die_with
 
 # srun stops a step as soon as it hears of a failure, and what it has not received by then is lost: a rank that failed
 # ends this many seconds after its last words.
 LAST_WORDS = 1.0
-FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 
 def watched(command: Sequence[str]) -> tuple[str, ...]:

@@ -195,8 +195,15 @@ class AlignDevicesHook(ModelHook):
             if copies is not None:
                 copies.pop(device, None)
         self._borrowed = []
-        if self._stream is not None:
+        if self._stream is not None and not any(request.is_ready() for request in self._streamed.values()):
             self._stream.release(offloaded)
+
+    def _read(self, name: str) -> torch.Tensor:
+        """Return an offloaded weight for one forward."""
+        weights: Any = self.weights_map
+        on_cpu = self.execution_device is not None and as_device(self.execution_device).type == "cpu"
+        value: torch.Tensor = weights.shared(name) if on_cpu and self._stream is not None else weights[name]
+        return value
 
     def _put(self, module: nn.Module, name: str, device: Place) -> None:
         set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map, clear_cache=False)
@@ -213,7 +220,7 @@ class AlignDevicesHook(ModelHook):
         """Put one offloaded weight, read from the weights map if no `value` is given, on the execution device."""
         assert self.weights_map is not None and self.execution_device is not None
         if value is None:
-            value = self.weights_map[name]
+            value = self._read(name)
         tied = self.tied_params_map
         if tied:
             # A tied weight that is not there yet is this hook's to take away; one that is serves as it is.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,17 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
     def __contains__(self, key: object) -> bool:
         return f"{self.prefix}{key}" in self.dataset
 
+    def shared(self, key: str) -> torch.Tensor:
+        """Return a weight for one forward on the CPU: `OffloadedWeightsLoader.shared`."""
+        dataset: Any = self.dataset
+        tensor: torch.Tensor = dataset.shared(f"{self.prefix}{key}")
+        return tensor
+
+    def is_ready(self, key: str) -> bool:
+        """Return whether a weight is mapped, with its pages in memory: `OffloadedWeightsLoader.is_ready`."""
+        dataset: Any = self.dataset
+        return bool(dataset.is_ready(f"{self.prefix}{key}"))
+
     @property
     def stream(self) -> WeightStream | None:
         """What fetches these weights ahead; None if they are in a mapping that has no such stream."""
@@ -204,7 +215,25 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         value = self.state_dict.get(self.aliases.get(key, key))
         return value is None or (device.type != "cpu" and data_address(value) not in tied)
 
+    def shared(self, key: str) -> torch.Tensor:
+        """Return a weight for one forward on the CPU: in a mapping of its file that may stay."""
+        return self._read(key, self._files.shared)
+
+    def is_ready(self, key: str) -> bool:
+        """Return whether `shared` finds a weight mapped, with its pages in memory."""
+        key = self.aliases.get(key, key)
+        entry = self.index.get(key, {})
+        file = entry.get("safetensors_file")
+        return (
+            key not in self.state_dict
+            and file is not None
+            and self._files.is_ready(file, entry.get("weight_name", key))
+        )
+
     def __getitem__(self, key: str) -> torch.Tensor:
+        return self._read(key, self._files.tensor)
+
+    def _read(self, key: str, from_file: Callable[[str, str], torch.Tensor]) -> torch.Tensor:
         key = self.aliases.get(key, key)
         if key in self.state_dict:
             return self.state_dict[key]
@@ -213,7 +242,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             if self.save_folder is None:
                 raise CheckpointError(f"the index names {key} as a file of an offload folder, and no folder was given")
             return load_offloaded_weight(os.path.join(self.save_folder, f"{key}.dat"), entry)
-        tensor = self._files.tensor(entry["safetensors_file"], entry.get("weight_name", key))
+        tensor = from_file(entry["safetensors_file"], entry.get("weight_name", key))
         device = None if self.device is None else as_device(self.device)
         return tensor.to(device=device, dtype=as_dtype(entry.get("dtype")))
 

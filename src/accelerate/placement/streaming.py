@@ -3,22 +3,34 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import mmap
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..core.device_kinds import DEVICES
+from .file_pages import read_ahead, read_pages
 from .subclasses import convert_inner, inner_tensors
 
 # A smaller set of weights is read when it is needed: handing it to another thread takes as long as reading it.
 MINIMUM = 2**18  # bytes
-_MADV_POPULATE_READ = 22  # Linux 5.14
+
+
+class WeightSource(Protocol):
+    """Offloaded weights by name."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a weight."""
+        ...
+
+    def shared(self, name: str) -> torch.Tensor:
+        """Return a weight for one forward on the CPU. Its memory may be that of earlier and later calls."""
+        ...
+
+    def is_ready(self, name: str) -> bool:
+        """Return whether `shared` takes no time: the weight is mapped and its pages are in memory."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +46,14 @@ class FetchRequest:
     """
 
     module: int
-    source: Mapping[str, torch.Tensor]
+    source: WeightSource
     names: tuple[str, ...]
     size: int
     device: torch.device
+
+    def is_ready(self) -> bool:
+        """Return whether nothing remains to be fetched ahead."""
+        return self.device.type == "cpu" and all(map(self.source.is_ready, self.names))
 
 
 @dataclass(frozen=True)
@@ -64,8 +80,8 @@ class WeightStream:
     starts. What is fetched ahead is at most as large as the largest module, or one module if all are larger than what
     remains, so that two modules are in memory at a time.
 
-    On the CPU, weights in files are mapped, and their pages are read ahead. For accelerators they are copied from
-    pinned memory on a stream of their own.
+    On the CPU, weights in files are mapped, and their pages are read ahead if they are not in memory. For accelerators
+    they are copied from pinned memory on a stream of their own.
     """
 
     def __init__(self) -> None:
@@ -99,7 +115,7 @@ class WeightStream:
         for other in [number for number in self._ahead if number not in expected]:
             self._ahead.pop(other).cancel()
         for number in expected:
-            if number not in self._ahead:
+            if number not in self._ahead and not self._requests[number].is_ready():
                 self._ahead[number] = self._submit(self._fetch, self._requests[number])
         return {} if present is None else present.result().take(request.device)
 
@@ -127,13 +143,15 @@ class WeightStream:
         return self._executor.submit(function, *arguments)
 
     def _fetch(self, request: FetchRequest) -> _Fetched:
-        values = {name: request.source[name] for name in request.names}
         device = request.device
         if device.type == "cpu":
-            for value in values.values():
-                for inner in inner_tensors(value).values():
-                    _read_pages(inner)
+            values = {name: request.source.shared(name) for name in request.names}
+            tensors = [inner for value in values.values() for inner in inner_tensors(value).values()]
+            for read in (read_ahead, read_pages):
+                for tensor in tensors:
+                    read(tensor)
             return _Fetched(values)
+        values = {name: request.source[name] for name in request.names}
         stream = self._copies.get(device)
         if stream is None:
             stream = self._copies[device] = torch.Stream(device=device)
@@ -149,20 +167,3 @@ class WeightStream:
 def _can_stream(device: torch.device) -> bool:
     kind = DEVICES.get(device.type)
     return kind is not None and (device.type == "cpu" or kind.pin_memory)
-
-
-def _read_pages(tensor: torch.Tensor) -> None:
-    """Bring the pages of a tensor in a mapped file to memory, so that computing with it does not wait for them."""
-    if not tensor.nbytes:
-        return
-    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    length = tensor.data_ptr() + tensor.nbytes - begin
-    madvise = getattr(_libc(), "madvise", None)
-    if madvise is None or madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_READ):
-        # Another system, or an older Linux: touch a byte of each page.
-        tensor.detach().reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()
-
-
-@functools.cache
-def _libc() -> Any:
-    return ctypes.CDLL(None)

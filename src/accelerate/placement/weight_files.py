@@ -7,7 +7,8 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,9 @@ from ..core import json_text
 from ..core.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from ..core.errors import CheckpointError
 from ..core.files import open_regular, require_regular
+from ..core.system import available_memory
 from ..core.torch_files import READ_ERRORS, check_archive
+from .file_pages import are_in_memory, is_unwritten
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -200,13 +203,15 @@ _DTYPES = {
 class SafetensorsFiles:
     """Tensors of safetensors files at any time: the header of a file is read once, until the file is another.
 
-    For a file of 300 tensors that takes 40 times as long as reaching one of them. Each tensor is a separate mapping:
-    what is written to one reaches neither the file nor what is read from it later.
+    For a file of 300 tensors that takes 40 times as long as reaching one of them. Each tensor of
+    `tensor` is a separate mapping: what is written to one reaches neither the file nor what is read from it later.
     """
 
     def __init__(self) -> None:
         self._headers: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {}
         self._kept: dict[str, _KeptFile] = {}
+        self._room = 0  # bytes that may stay mapped, of what was free at `_measured` (seconds)
+        self._measured = -math.inf
 
     def keep(self, path: str | os.PathLike[str]) -> None:
         """Read this file from now on, also after it has been removed or another one has taken its place.
@@ -221,6 +226,52 @@ class SafetensorsFiles:
     def tensor(self, path: str | os.PathLike[str], name: str) -> torch.Tensor:
         """Raises CheckpointError where the file is gone or broken, or does not hold the tensor."""
         file = os.fspath(path)
+        kept = self._kept.get(file)
+        opened = file if kept is None else kept.opened
+        return self._read(file, name, lambda size: _map(opened, size))
+
+    def shared(self, path: str | os.PathLike[str], name: str) -> torch.Tensor:
+        """Return the tensor in a mapping that stays, so that its pages are looked up once, and not at each call.
+
+        A tensor that was written to, or that would map more than half of the free memory, is one of `tensor`.
+        """
+        file = os.fspath(path)
+        kept = self._kept.get(file)
+        if kept is None or name in kept.written:
+            return self.tensor(file, name)
+        tensor = self._read(file, name, kept.mapping)
+        new = name not in kept.tensors
+        if not self._may_stay(tensor.nbytes if new else 0):
+            return self.tensor(file, name)
+        if tensor.nbytes and not is_unwritten(tensor.data_ptr(), tensor.nbytes):
+            # What a forward writes to its weights is lost afterwards.
+            kept.written.add(name)
+            kept.unmap()
+            return self.tensor(file, name)
+        if new:
+            kept.tensors[name] = (tensor.data_ptr(), tensor.nbytes)
+            kept.size += tensor.nbytes
+        return tensor
+
+    def is_ready(self, path: str | os.PathLike[str], name: str) -> bool:
+        """Return whether `shared` has returned the tensor before and its pages are still in memory."""
+        kept = self._kept.get(os.fspath(path))
+        place = None if kept is None else kept.tensors.get(name)
+        return place is not None and are_in_memory(*place)
+
+    def _may_stay(self, size: int) -> bool:
+        """Whether so many bytes more may stay mapped."""
+        mapped = sum(kept.size for kept in self._kept.values())
+        now = time.monotonic()
+        if now > self._measured + 1:
+            self._measured, self._room = now, (available_memory() or 0) // 2
+            if mapped > self._room:
+                for kept in self._kept.values():
+                    kept.unmap()
+                return False
+        return mapped + size <= self._room
+
+    def _read(self, file: str, name: str, mapping: Callable[[int], torch.UntypedStorage]) -> torch.Tensor:
         size, header = self._header(file)
         entry = header.get(name)
         if entry is None:
@@ -235,9 +286,7 @@ class SafetensorsFiles:
         if stop - start != empty.nbytes or stop > size:
             raise CheckpointError(f"{file} is not a complete safetensors file: {name} lies outside of it")
         # Only a slice of the mapping: saving the tensor would otherwise save the entire file.
-        kept = self._kept.get(file)
-        opened = file if kept is None else f"{_DESCRIPTORS}/{kept.descriptor}"
-        storage = torch.UntypedStorage.from_file(opened, False, size)[start:stop]
+        storage = mapping(size)[start:stop]
         if start % dtype.itemsize:
             # Only writers that do not pad the header make such files.
             storage = storage.clone()
@@ -248,7 +297,7 @@ class SafetensorsFiles:
         """The size of a file in bytes, and its entries with their places counted from the start of the file."""
         kept = self._kept.get(path)
         if kept is not None:
-            state, opened = os.fstat(kept.descriptor), f"{_DESCRIPTORS}/{kept.descriptor}"
+            state, opened = os.fstat(kept.descriptor), kept.opened
             if _stamp(state) != kept.stamp:
                 raise CheckpointError(
                     f"{path} was changed after its weights had been offloaded from it: load the model again"
@@ -273,12 +322,40 @@ class SafetensorsFiles:
         return SafetensorsFiles, ()
 
 
+def _map(path: str, size: int) -> torch.UntypedStorage:
+    """A private mapping of a file: its pages are the file's until they are written to."""
+    storage: Any = torch.UntypedStorage.from_file(path, False, size)
+    return storage  # type: ignore[no-any-return]
+
+
 class _KeptFile:
-    """An open file, and what it was like when it was opened."""
+    """An open file, what it was like when it was opened, and a mapping of it.
+
+    Fields:
+        tensors: those that the mapping serves: name -> (address, bytes).
+        size: their bytes.
+        written: the names of those that were written to while they were in use.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.stamp = _stamp(os.fstat(descriptor))
+        self.opened = f"{_DESCRIPTORS}/{descriptor}"
+        self.tensors: dict[str, tuple[int, int]] = {}
+        self.size = 0
+        self.written: set[str] = set()
+        self._storage: torch.UntypedStorage | None = None
+
+    def mapping(self, size: int) -> torch.UntypedStorage:
+        """Return the mapping of the file."""
+        if self._storage is None:
+            self._storage = _map(self.opened, size)
+        return self._storage
+
+    def unmap(self) -> None:
+        """Drop the mapping: the next tensors come from a new one."""
+        self._storage = None
+        self.tensors, self.size = {}, 0
 
     def __del__(self) -> None:
         os.close(self.descriptor)

@@ -59,10 +59,6 @@ class Layout:
     shards: tuple[Ranks, ...]
     averages: tuple[tuple[Ranks, ...], ...]
 
-    def shard_of(self, rank: int) -> int:
-        """The index of the shard that a rank reads."""
-        return next(index for index, ranks in enumerate(self.shards) if rank in ranks)
-
 
 def derive(descriptions: Sequence[Description]) -> Layout:
     """The layout that follows from the description of each rank.

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ...config.deepspeed import DeepSpeedPlugin, get_active_deepspeed_plugin
+from ...core.availability import deepspeed_required
 from ...core.errors import ConfigurationError, PrepareError
-from ...core.imports import required
 from ...optimizer import AcceleratedOptimizer
 from ...scheduler import AcceleratedScheduler
 from ..gradients import gradients_of, multiply
@@ -135,6 +135,7 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         """Nothing: the engine has moved it."""
 
 
+@deepspeed_required
 def start_engine(
     plugin: DeepSpeedPlugin,
     model: nn.Module,
@@ -151,20 +152,6 @@ def start_engine(
     one process and backward. Raises PrepareError for an optimizer or scheduler that is given twice (here and in the
     file) or not at all, ConfigurationError for values that contradict each other.
     """
-    return required("deepspeed", _start_engine)(
-        plugin, model, optimizer, scheduler, micro_batch_size, gradient_accumulation_steps, world_size
-    )
-
-
-def _start_engine(
-    plugin: DeepSpeedPlugin,
-    model: nn.Module,
-    optimizer: Any,
-    scheduler: Any,
-    micro_batch_size: int,
-    accumulation: int,
-    world_size: int,
-) -> tuple[Any, DeepSpeedOptimizerWrapper | None, DeepSpeedSchedulerWrapper | None]:
     import deepspeed
     from deepspeed.runtime.lr_schedules import VALID_LR_SCHEDULES
 
@@ -176,8 +163,8 @@ def _start_engine(
         plugin,
         facts={
             "train_micro_batch_size_per_gpu": micro_batch_size,
-            "gradient_accumulation_steps": accumulation,
-            "train_batch_size": micro_batch_size * accumulation * world_size,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "train_batch_size": micro_batch_size * gradient_accumulation_steps * world_size,
         },
         defaults=_defaults(model, optimizer, scheduler),
     )

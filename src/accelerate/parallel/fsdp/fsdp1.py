@@ -252,8 +252,7 @@ class FullyShardedDataParallel1(Strategy):
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
-        """Clip shards and replicated parameters together (torch's method clips one complete model only)."""
-        # torch's own method clips one complete model only, and not in double precision.
+        """Clip shards and replicated parameters together (torch clips one complete model, not in double precision)."""
         listed = list(parameters)
         group_ = self.shards.get_group(self.shards.ndim - 1)
         split = {id(parameter) for plain in self._plain_models() for parameter in plain.split}
