@@ -37,6 +37,8 @@ LAYOUTS = ("single", "ddp", "fsdp", "fsdp+ckpt")
 # The fifth: tensor parallelism where the model has a plan for it; the others shard over 2 of 4 ranks.
 FIFTH = {"llama": "tp2", "mixture": "hsdp2x2", "bert": "hsdp2x2", "gpt": "hsdp2x2"}
 
+PIPELINES = ("pp2", "pp2+1f1b")
+
 
 def build(kind: str) -> nn.Module:
     """The model of 15 to 30 million parameters."""
@@ -100,8 +102,7 @@ def train(kind: str, batch: BatchShape, accumulation: int, variables: dict, step
         start = time.perf_counter()
         step(accelerator, model, optimizer, inputs, accumulation)
         times.append(time.perf_counter() - start)
-    if accelerator.is_main_process:
-        results.put((peak, min(times, default=0.0)))
+    results.put((accelerator.process_index, peak, min(times, default=0.0)))
     accelerator.end_training()
 
 
@@ -133,10 +134,12 @@ def run(kind: str, training: trace.PlannedTraining, layout: layouts.PlannedLayou
         arguments = (kind, training.batch.of_rank(layout), layout.accumulation, variables, steps, results)
         workers.append(context.Process(target=train, args=arguments))
         workers[-1].start()
-    found = results.get(timeout=1200)
+    found = sorted(results.get(timeout=1200) for _ in workers)
     for worker in workers:
         worker.join()
-    return found
+    # The stages of a pipeline differ: an estimate is that of the largest.
+    of_ranks = found if layout.stages > 1 else found[:1]
+    return max(peak for _, peak, _ in of_ranks), max(seconds for _, _, seconds in of_ranks)
 
 
 def kendall(found: list[tuple[float, float, float]]) -> tuple[float, int]:
@@ -152,6 +155,7 @@ def main() -> None:
     parser.add_argument("--memory", nargs="*", default=["gpt", "llama", "bert", "mixture"])
     parser.add_argument("--order", nargs="*", default=["llama"])
     parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
+    parser.add_argument("--layouts", nargs="*", help="only these are compared in memory")
     parser.add_argument("--batch", default="8x128", help="of the runs whose memory is compared")
     parser.add_argument("--order_batch", default="8x64", help="of the runs that are timed")
     parser.add_argument("--steps", type=int, default=4)
@@ -161,6 +165,8 @@ def main() -> None:
     for kind in given.memory:
         chosen = [(name, 1 if name == "single" else 2) for name in LAYOUTS]
         chosen.append((FIFTH[kind], 4 if FIFTH[kind].startswith("hsdp") else 2))
+        chosen += [(name, 2) for name in PIPELINES]
+        chosen = [(name, ranks) for name, ranks in chosen if name in (given.layouts or name)]
         compare_memory(kind, batch, chosen)
     for kind in given.order:
         for ranks in given.ranks:

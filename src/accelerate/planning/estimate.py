@@ -87,7 +87,7 @@ def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
     low, high = memory_interval(layout, total, machine.memory_spread)
     first, last = step.work
     seconds = _seconds(last, machine) + (layout.accumulation - 1) * _seconds(first, machine) + extra
-    seconds *= machine.time_scale
+    seconds *= machine.time_scale * (1 + step.waiting)
     times = Interval(seconds * (1 - machine.spread), seconds * (1 + machine.spread))
     sent = _sent(last) + (layout.accumulation - 1) * _sent(first)
     return Estimate(layout, Interval(low, high), kinds, times, sent, high <= machine.memory)

@@ -12,12 +12,15 @@ from torch import nn
 
 # Layouts without an estimate, and why.
 NOT_ESTIMATED = {
-    "pp": "a pipeline's stages and schedule depend on real sends between ranks, which fake tensors do not carry out; "
-    "start it with --parallelism_config_pp_size and read accelerator.explain()",
+    "pp (looped_bfs, interleaved, zero_bubble, zbv)": "torch's schedules of several stages a rank wait in other places "
+    "than between stages; pp with gpipe and 1f1b is estimated",
+    "pp+fsdp, pp+tp": "only pipelines of plain and replicated stages are traced",
     "ep": "experts are sharded over ranks while transformers loads a model (its distributed_config), not by a launch",
 }
 # The smallest fraction of a model that SIZE_BASED_WRAP makes a unit, for models that do not name their blocks.
 _UNIT = 1 / 32
+# Micro-batches of a stage: more wait less, and compute smaller matrix products.
+_MICROBATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class PlannedLayout:
         checkpointing: activations are recomputed in the backward.
         offload: shards are in host memory between their uses.
         accumulation: batches of an optimizer step.
+        schedule: of a pipeline.
     """
 
     name: str
@@ -41,6 +45,17 @@ class PlannedLayout:
     checkpointing: bool = False
     offload: bool = False
     accumulation: int = 1
+    schedule: str | None = None
+
+    @property
+    def stages(self) -> int:
+        """The stages of a pipeline; 1 without one."""
+        return dict(self.sizes).get("pp", 1)
+
+    @property
+    def microbatches(self) -> int:
+        """Of a batch, in a pipeline."""
+        return _MICROBATCHES * self.stages if self.stages > 1 else 1
 
     @property
     def replicated(self) -> bool:
@@ -55,7 +70,7 @@ class PlannedLayout:
     @property
     def data_ranks(self) -> int:
         """The ranks, or groups of ranks, that read different samples."""
-        return self.ranks // math.prod(size for name, size in self.sizes if name in ("tp", "cp", "sp"))
+        return self.ranks // math.prod(size for name, size in self.sizes if name in ("tp", "cp", "sp", "pp"))
 
     def accumulated(self, steps: int) -> PlannedLayout:
         """The same layout with smaller batches."""
@@ -84,9 +99,12 @@ class PlannedLayout:
                 **_units(model),
             }
         if self.sizes:
-            sizes = {f"parallelism_config_{name}_size": size for name, size in self.sizes}
+            sizes: dict[str, Any] = {f"parallelism_config_{name}_size": size for name, size in self.sizes}
             if "sp" in dict(self.sizes):
                 sizes["parallelism_config_sp_seq_length"] = sequence
+            if self.stages > 1:
+                sizes["parallelism_config_pp_schedule"] = self.schedule
+                sizes["parallelism_config_pp_num_microbatches"] = self.microbatches
             found["parallelism_config"] = sizes
         return found
 
@@ -117,7 +135,18 @@ def candidates(ranks: int, machines: int = 1, device: str = "cpu") -> list[Plann
         shards = (("dp_shard", ranks),)
         found.append(PlannedLayout("fsdp+ckpt+offload", ranks, shards, sharded=True, checkpointing=True, offload=True))
     found.append(PlannedLayout(f"tp{ranks}", ranks, (("tp", ranks),)))
-    return found
+    return [*found, *_pipelines(ranks)]
+
+
+def _pipelines(ranks: int) -> Iterator[PlannedLayout]:
+    for size in (2, 4, 8):
+        if ranks % size:
+            continue
+        replicas = ranks // size
+        sizes = ((("dp_replicate", replicas),) if replicas > 1 else ()) + (("pp", size),)
+        name = f"pp{size}+dp{replicas}" if replicas > 1 else f"pp{size}"
+        yield PlannedLayout(name, ranks, sizes, schedule="gpipe")
+        yield PlannedLayout(f"{name}+1f1b", ranks, sizes, schedule="1f1b")
 
 
 def _sharded(ranks: int, machines: int) -> Iterator[PlannedLayout]:

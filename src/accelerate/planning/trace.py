@@ -10,8 +10,8 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,13 @@ class Step:
         memory: bytes by kind at the peak.
         work: of the batches before the last one of an accumulation window, and of the last one with the optimizer's
             step.
+        waiting: the part of the time of `work` that a rank waits for other stages in addition.
         failure: why the layout has no estimate; None if it has one.
     """
 
     memory: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     work: tuple[Work, Work] = field(default_factory=lambda: (Work(), Work()))
+    waiting: float = 0.0
     failure: str | None = None
 
     @property
@@ -101,31 +103,58 @@ class PlannedTraining:
 def trace_all(
     training: PlannedTraining, layouts: Iterable[PlannedLayout], processes: int = 1
 ) -> Iterator[tuple[PlannedLayout, Step]]:
-    """Trace each layout in a separate process, `processes` at a time; in the order of `layouts`."""
+    """Trace each layout in a separate process (a pipeline in one a stage), `processes` at a time; in their order."""
     # A forked process has the model and the imported packages already; CUDA does not survive a fork.
     forks = "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
     method = "fork" if forks else "spawn"
     context: Any = multiprocessing.get_context(method)
-    waiting, running = list(layouts), list[tuple[PlannedLayout, Any, Connection]]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < processes:
-                layout = waiting.pop(0)
-                receiver, sender = context.Pipe(duplex=False)
-                child = context.Process(target=_in_child, args=(training, layout, sender), daemon=True)
-                child.start()
-                sender.close()
-                running.append((layout, child, receiver))
-            layout, child, receiver = running.pop(0)
-            yield layout, _received(child, receiver)
-    finally:
-        for _, child, _ in running:
-            child.kill()
+    waiting, running = list(layouts), list[tuple[PlannedLayout, dict[Connection, Any]]]()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while waiting or running:
+                while waiting and len(running) < processes:
+                    layout = waiting.pop(0)
+                    running.append((layout, {}))
+                    for stage in range(layout.stages):
+                        receiver, sender = context.Pipe(duplex=False)
+                        path = str(Path(folder) / f"{len(waiting)}")
+                        child = context.Process(
+                            target=_in_child, args=(training, layout, sender, stage, path), daemon=True
+                        )
+                        child.start()
+                        sender.close()
+                        running[-1][1][receiver] = child
+                layout, children = running[0]
+                step = _received_from_all(children)
+                running.pop(0)
+                yield layout, step
+        finally:
+            for _, children in running:
+                for child in children.values():
+                    child.kill()
 
 
-def _received(child: Any, receiver: Connection) -> Step:
+def _received_from_all(children: Mapping[Connection, Any]) -> Step:
+    """The step of the rank that needs most; of a pipeline, with the work of the stage that computes most."""
+    steps, left = list[Step](), dict(children)
+    while left:
+        ready: Any = wait(list(left), _LIMIT) or list(left)
+        for receiver in ready:
+            step = _received(left.pop(receiver), receiver, 0)
+            if step.failure is not None:
+                # The other stages wait for this one.
+                for child in left.values():
+                    child.kill()
+                return step
+            steps.append(step)
+    largest = max(steps, key=lambda step: step.total)
+    busiest = max(steps, key=lambda step: sum(step.work[-1].flops.values()))
+    return replace(largest, work=busiest.work)
+
+
+def _received(child: Any, receiver: Connection, limit: float = _LIMIT) -> Step:
     try:
-        if not receiver.poll(_LIMIT):
+        if not receiver.poll(limit):
             child.kill()
             return Step(failure=f"its trace did not end in {_LIMIT:g} s")
         step: Step = receiver.recv()
@@ -136,12 +165,14 @@ def _received(child: Any, receiver: Connection) -> Step:
     return step
 
 
-def _in_child(training: PlannedTraining, layout: PlannedLayout, sender: Connection) -> None:
+def _in_child(
+    training: PlannedTraining, layout: PlannedLayout, sender: Connection, stage: int = 0, path: str = ""
+) -> None:
     # Warnings of libraries about fake tensors do not concern a plan; torch logs an error that is caught here.
     warnings.simplefilter("ignore")
     logging.getLogger("torch._subclasses.fake_tensor").disabled = True
     try:
-        step = trace_step(training, layout)
+        step = trace_step(training, layout, stage, path)
     except AccelerateError as error:
         step = Step(failure=str(error))
     except Exception as error:
@@ -150,10 +181,11 @@ def _in_child(training: PlannedTraining, layout: PlannedLayout, sender: Connecti
     sender.close()
 
 
-def trace_step(training: PlannedTraining, layout: PlannedLayout) -> Step:
+def trace_step(training: PlannedTraining, layout: PlannedLayout, stage: int = 0, path: str = "") -> Step:
     """Prepare the model and run optimizer steps of it, as the first rank; all but the first are measured.
 
-    It changes the environment and the state of this process: call it in a separate process.
+    Of a pipeline it is the first rank of a stage, which exchanges objects with the others through the file `path`. It
+    changes the environment and the state of this process: call it in a separate process.
     """
     batch = training.batch.of_rank(layout)
     # More batches than two in a window have the memory of two.
@@ -162,7 +194,12 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout) -> Step:
     if not layout.replicated and layout.ranks > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", rank=0, world_size=layout.ranks, store=FakeStore())
+        rank = stage * (layout.ranks // layout.stages)
+        dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
+    if layout.stages > 1:
+        from .stages import StageObjects, prepare_stage
+
+        prepare_stage(StageObjects(path, stage, layout.stages), training.model, training.device)
     # The step of a replica is that of a single process, with the messages that DDP adds.
     accelerator = Accelerator(cpu=True, device_placement=False)
     ledger, works = Ledger(fake=True), list[Work]()
@@ -187,7 +224,7 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout) -> Step:
     if layout.replicated:
         memory[MESSAGES] += buckets
         works[-1].send("all-reduce", layout.ranks, min(_BUCKET, buckets), max(1, round(buckets / _BUCKET)))
-    return Step(memory, (works[0], works[-1]))
+    return Step(memory, (works[0], works[-1]), (layout.stages - 1) / layout.microbatches)
 
 
 def launch_variables(configuration: Mapping[str, Any]) -> dict[str, Any]:
