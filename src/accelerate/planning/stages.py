@@ -79,10 +79,10 @@ class StageObjects:
         return [self._get(f"{key}/{stage}") for stage in range(self._stages)]
 
 
-def prepare_stage(objects: StageObjects, model: nn.Module, device: str) -> None:
+def prepare_stage(objects: StageObjects, model: nn.Module, device: str, scheduled: bool) -> None:
     """Have this process, a stage of a traced pipeline, send objects only, and answer what depends on values.
 
-    It cannot be undone. `model` is on the meta device.
+    It cannot be undone. `model` is on the meta device. `scheduled`: one of torch's schedules runs its batches.
     """
 
     def broadcast_list(values: list[Any], src: int = 0, **_: Any) -> None:
@@ -107,13 +107,30 @@ def prepare_stage(objects: StageObjects, model: nn.Module, device: str) -> None:
         (microbatch, "holds_nan", lambda _: False),
         (microbatch, "outputs_match", lambda *_: True),
         (losses, "matching_rules", lambda *_: ["samples"]),
+        (schedules, "multiply", lambda *_: None),
         (TiedParameters, "_any_used", lambda *_: True),
         (StageRandom, "seeded", lambda _: contextlib.nullcontext()),
     ):
         setattr(owner, name, replaced)
+    if scheduled:
+        _skip_vote()
     if device == "cpu":
         # The group of a trace is not gloo's, and a run's is.
         schedules._is_gloo = lambda *_: True  # type: ignore[assignment]
+
+
+def _skip_vote() -> None:
+    """Without a vote of all stages (torch 2.13), which reads a tensor: the shapes of all of them are known."""
+    # It takes long to import.
+    from torch.distributed.pipelining import schedules as of_torch
+    from torch.distributed.pipelining import stage as stages_of_torch
+
+    def no_vote(self: Any, stages: Any, *_: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = stages_of_torch.InferenceMode.STATIC
+
+    if hasattr(of_torch._PipelineSchedule, "_warmup_p2p"):
+        of_torch._PipelineSchedule._warmup_p2p = no_vote  # type: ignore[method-assign]
 
 
 def _observed(model: nn.Module) -> Any:

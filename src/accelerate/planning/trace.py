@@ -199,7 +199,8 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout, stage: int = 0,
     if layout.stages > 1:
         from .stages import StageObjects, prepare_stage
 
-        prepare_stage(StageObjects(path, stage, layout.stages), training.model, training.device)
+        objects = StageObjects(path, stage, layout.stages)
+        prepare_stage(objects, training.model, training.device, layout.schedule != "gpipe")
     # The step of a replica is that of a single process, with the messages that DDP adds.
     accelerator = Accelerator(cpu=True, device_placement=False)
     ledger, works = Ledger(fake=True), list[Work]()
