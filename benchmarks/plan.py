@@ -37,7 +37,7 @@ LAYOUTS = ("single", "ddp", "fsdp", "fsdp+ckpt")
 # The fifth: tensor parallelism where the model has a plan for it; the others shard over 2 of 4 ranks.
 FIFTH = {"llama": "tp2", "mixture": "hsdp2x2", "bert": "hsdp2x2", "gpt": "hsdp2x2"}
 
-PIPELINES = ("pp2", "pp2+1f1b")
+PIPELINES = ("pp2", "pp2+1f1b", "pp2+looped_bfs", "pp2+interleaved", "pp2+zero_bubble", "pp2+zbv")
 
 
 def build(kind: str) -> nn.Module:
@@ -138,7 +138,7 @@ def run(kind: str, training: trace.PlannedTraining, layout: layouts.PlannedLayou
     for worker in workers:
         worker.join()
     # The stages of a pipeline differ: an estimate is that of the largest.
-    of_ranks = found if layout.stages > 1 else found[:1]
+    of_ranks = found if layout.pipeline_ranks > 1 else found[:1]
     return max(peak for _, peak, _ in of_ranks), max(seconds for _, _, seconds in of_ranks)
 
 
@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--memory", nargs="*", default=["gpt", "llama", "bert", "mixture"])
     parser.add_argument("--order", nargs="*", default=["llama"])
     parser.add_argument("--ranks", nargs="*", type=int, default=[2, 4])
-    parser.add_argument("--layouts", nargs="*", help="only these are compared in memory")
+    parser.add_argument("--layouts", nargs="*", help="only these are compared")
     parser.add_argument("--batch", default="8x128", help="of the runs whose memory is compared")
     parser.add_argument("--order_batch", default="8x64", help="of the runs that are timed")
     parser.add_argument("--steps", type=int, default=4)
@@ -170,7 +170,7 @@ def main() -> None:
         compare_memory(kind, batch, chosen)
     for kind in given.order:
         for ranks in given.ranks:
-            compare_order(kind, parse_batch(given.order_batch), ranks, given.steps)
+            compare_order(kind, parse_batch(given.order_batch), ranks, given.steps, given.layouts)
 
 
 def compare_memory(kind: str, batch: BatchShape, chosen: list[tuple[str, int]]) -> None:
@@ -191,9 +191,9 @@ def compare_memory(kind: str, batch: BatchShape, chosen: list[tuple[str, int]]) 
         )  # fmt: skip
 
 
-def compare_order(kind: str, batch: BatchShape, ranks: int, steps: int) -> None:
+def compare_order(kind: str, batch: BatchShape, ranks: int, steps: int, names: list[str] | None) -> None:
     training = training_of(kind, batch)
-    names = ("ddp", "fsdp", "fsdp+ckpt", "hsdp2x2", f"tp{ranks}")
+    names = names or ["ddp", "fsdp", "fsdp+ckpt", "hsdp2x2", f"tp{ranks}", *PIPELINES]
     chosen = [layout for layout in layouts.candidates(ranks) if layout.name in names]
     chosen += [layout.accumulated(2) for layout in chosen if layout.name in ("ddp", "fsdp")]
     here = machine.measure(ranks)

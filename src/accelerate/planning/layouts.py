@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import nn
 
+from ..core.pipeline_schedules import PIPELINE_SCHEDULES
+
 # Layouts without an estimate, and why.
 NOT_ESTIMATED = {
-    "pp (looped_bfs, interleaved, zero_bubble, zbv)": "torch's schedules of several stages a rank wait in other places "
-    "than between stages; pp with gpipe and 1f1b is estimated",
-    "pp+fsdp, pp+tp": "only pipelines of plain and replicated stages are traced",
+    "pp+fsdp, pp+tp": "only pipelines of plain and of replicated stages are traced; start it with "
+    "--parallelism_config_pp_size and read accelerator.explain()",
     "ep": "experts are sharded over ranks while transformers loads a model (its distributed_config), not by a launch",
 }
 # The smallest fraction of a model that SIZE_BASED_WRAP makes a unit, for models that do not name their blocks.
@@ -48,14 +49,20 @@ class PlannedLayout:
     schedule: str | None = None
 
     @property
-    def stages(self) -> int:
-        """The stages of a pipeline; 1 without one."""
+    def pipeline_ranks(self) -> int:
+        """The ranks of a pipeline; 1 without one."""
         return dict(self.sizes).get("pp", 1)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """As a run's by default."""
+        row = PIPELINE_SCHEDULES[self.schedule] if self.schedule else None
+        return 1 if row is None else row.stages_per_rank or 2
 
     @property
     def microbatches(self) -> int:
         """Of a batch, in a pipeline."""
-        return _MICROBATCHES * self.stages if self.stages > 1 else 1
+        return _MICROBATCHES * self.pipeline_ranks if self.pipeline_ranks > 1 else 1
 
     @property
     def replicated(self) -> bool:
@@ -102,7 +109,7 @@ class PlannedLayout:
             sizes: dict[str, Any] = {f"parallelism_config_{name}_size": size for name, size in self.sizes}
             if "sp" in dict(self.sizes):
                 sizes["parallelism_config_sp_seq_length"] = sequence
-            if self.stages > 1:
+            if self.pipeline_ranks > 1:
                 sizes["parallelism_config_pp_schedule"] = self.schedule
                 sizes["parallelism_config_pp_num_microbatches"] = self.microbatches
             found["parallelism_config"] = sizes
@@ -145,8 +152,9 @@ def _pipelines(ranks: int) -> Iterator[PlannedLayout]:
         replicas = ranks // size
         sizes = ((("dp_replicate", replicas),) if replicas > 1 else ()) + (("pp", size),)
         name = f"pp{size}+dp{replicas}" if replicas > 1 else f"pp{size}"
-        yield PlannedLayout(name, ranks, sizes, schedule="gpipe")
-        yield PlannedLayout(f"{name}+1f1b", ranks, sizes, schedule="1f1b")
+        for schedule in PIPELINE_SCHEDULES if replicas == 1 else ("gpipe", "1f1b"):
+            suffix = "" if schedule == "gpipe" else f"+{schedule}"
+            yield PlannedLayout(f"{name}{suffix}", ranks, sizes, schedule=schedule)
 
 
 def _sharded(ranks: int, machines: int) -> Iterator[PlannedLayout]:

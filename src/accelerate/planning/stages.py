@@ -116,7 +116,7 @@ def prepare_stage(objects: StageObjects, model: nn.Module, device: str, schedule
         _skip_vote()
     if device == "cpu":
         # The group of a trace is not gloo's, and a run's is.
-        schedules._is_gloo = lambda *_: True  # type: ignore[assignment]
+        schedules._is_gloo = lambda *_: True
 
 
 def _skip_vote() -> None:
@@ -130,7 +130,7 @@ def _skip_vote() -> None:
             stage._inference_mode = stages_of_torch.InferenceMode.STATIC
 
     if hasattr(of_torch._PipelineSchedule, "_warmup_p2p"):
-        of_torch._PipelineSchedule._warmup_p2p = no_vote  # type: ignore[method-assign]
+        of_torch._PipelineSchedule._warmup_p2p = no_vote  # type: ignore
 
 
 def _observed(model: nn.Module) -> Any:

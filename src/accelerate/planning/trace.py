@@ -115,7 +115,7 @@ def trace_all(
                 while waiting and len(running) < processes:
                     layout = waiting.pop(0)
                     running.append((layout, {}))
-                    for stage in range(layout.stages):
+                    for stage in range(layout.pipeline_ranks):
                         receiver, sender = context.Pipe(duplex=False)
                         path = str(Path(folder) / f"{len(waiting)}")
                         child = context.Process(
@@ -125,7 +125,7 @@ def trace_all(
                         sender.close()
                         running[-1][1][receiver] = child
                 layout, children = running[0]
-                step = _received_from_all(children)
+                step = _received_from_all(children, layout)
                 running.pop(0)
                 yield layout, step
         finally:
@@ -134,7 +134,7 @@ def trace_all(
                     child.kill()
 
 
-def _received_from_all(children: Mapping[Connection, Any]) -> Step:
+def _received_from_all(children: Mapping[Connection, Any], layout: PlannedLayout) -> Step:
     """The step of the rank that needs most; of a pipeline, with the work of the stage that computes most."""
     steps, left = list[Step](), dict(children)
     while left:
@@ -148,8 +148,12 @@ def _received_from_all(children: Mapping[Connection, Any]) -> Step:
                 return step
             steps.append(step)
     largest = max(steps, key=lambda step: step.total)
-    busiest = max(steps, key=lambda step: sum(step.work[-1].flops.values()))
-    return replace(largest, work=busiest.work)
+    computed = [max(1, sum(step.work[-1].flops.values())) for step in steps]
+    most = max(computed)
+    # The busiest stage waits until the first micro-batch has reached it and the last one has left the others: for
+    # stages that compute alike, (stages - 1) / micro-batches, and less with several stages on each rank.
+    waiting = (sum(computed) / most - 1) / (layout.microbatches * layout.stages_per_rank)
+    return replace(largest, work=steps[computed.index(most)].work, waiting=waiting)
 
 
 def _received(child: Any, receiver: Connection, limit: float = _LIMIT) -> Step:
@@ -194,12 +198,12 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout, stage: int = 0,
     if not layout.replicated and layout.ranks > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        rank = stage * (layout.ranks // layout.stages)
+        rank = stage * (layout.ranks // layout.pipeline_ranks)
         dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=FakeStore())
-    if layout.stages > 1:
+    if layout.pipeline_ranks > 1:
         from .stages import StageObjects, prepare_stage
 
-        objects = StageObjects(path, stage, layout.stages)
+        objects = StageObjects(path, stage, layout.pipeline_ranks)
         prepare_stage(objects, training.model, training.device, layout.schedule != "gpipe")
     # The step of a replica is that of a single process, with the messages that DDP adds.
     accelerator = Accelerator(cpu=True, device_placement=False)
@@ -225,7 +229,7 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout, stage: int = 0,
     if layout.replicated:
         memory[MESSAGES] += buckets
         works[-1].send("all-reduce", layout.ranks, min(_BUCKET, buckets), max(1, round(buckets / _BUCKET)))
-    return Step(memory, (works[0], works[-1]), (layout.stages - 1) / layout.microbatches)
+    return Step(memory, (works[0], works[-1]))
 
 
 def launch_variables(configuration: Mapping[str, Any]) -> dict[str, Any]:
