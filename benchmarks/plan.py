@@ -165,7 +165,7 @@ def main() -> None:
     for kind in given.memory:
         chosen = [(name, 1 if name == "single" else 2) for name in LAYOUTS]
         chosen.append((FIFTH[kind], 4 if FIFTH[kind].startswith("hsdp") else 2))
-        chosen += [(name, 2) for name in PIPELINES]
+        chosen += [*((name, 2) for name in PIPELINES), ("pp2+dp2", 4)]
         chosen = [(name, ranks) for name, ranks in chosen if name in (given.layouts or name)]
         compare_memory(kind, batch, chosen)
     for kind in given.order:

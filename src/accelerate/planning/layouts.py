@@ -14,7 +14,7 @@ from ..core.pipeline_schedules import PIPELINE_SCHEDULES
 
 # Layouts without an estimate, and why.
 NOT_ESTIMATED = {
-    "pp+fsdp, pp+tp": "only pipelines of plain and of replicated stages are traced; start it with "
+    "pp+fsdp": "only pipelines of plain and of replicated stages are traced, not of sharded ones (pp+tp neither); start it with "
     "--parallelism_config_pp_size and read accelerator.explain()",
     "ep": "experts are sharded over ranks while transformers loads a model (its distributed_config), not by a launch",
 }
