@@ -44,7 +44,7 @@ def run():
         ahead = []
         for number in order:
             fetched = stream.fetch(requests[number])
-            assert len(stream._ahead) <= 1
+            assert len(stream._position.ahead) <= 1
             if fetched:
                 assert fetched[str(number)].unique().item() == number
                 ahead.append(number)
@@ -76,7 +76,7 @@ def test_a_wrong_guess_is_dropped(run):
         run(range(4))
     run.source.reads.clear()
     assert run([0, 1, 7, 8]) == [0, 1]  # 2 was expected instead of 7
-    assert list(run.stream._ahead) == []
+    assert list(run.stream._position.ahead) == []
 
 
 def test_small_modules_are_fetched_together_within_the_size_of_the_largest():
@@ -87,7 +87,7 @@ def test_small_modules_are_fetched_together_within_the_size_of_the_largest():
     for _ in range(3):
         for number, request in enumerate(requests):
             stream.fetch(request)
-            ahead.append((number, sorted(stream._ahead)))
+            ahead.append((number, sorted(stream._position.ahead)))
     assert ahead[-6:] == [(0, [1, 2, 3, 4]), (1, [2, 3, 4, 5]), (2, [3, 4, 5]), (3, [4, 5]), (4, [5]), (5, [0])]
 
 

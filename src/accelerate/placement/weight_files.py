@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -212,6 +213,7 @@ class SafetensorsFiles:
         self._kept: dict[str, _KeptFile] = {}
         self._room = 0  # bytes that may stay mapped, of what was free at `_measured` (seconds)
         self._measured = -math.inf
+        self._lock = threading.Lock()  # for the mappings that stay
 
     def keep(self, path: str | os.PathLike[str]) -> None:
         """Read this file from now on, also after it has been removed or another one has taken its place.
@@ -239,19 +241,20 @@ class SafetensorsFiles:
         kept = self._kept.get(file)
         if kept is None or name in kept.written:
             return self.tensor(file, name)
-        tensor = self._read(file, name, kept.mapping)
-        new = name not in kept.tensors
-        if not self._may_stay(tensor.nbytes if new else 0):
-            return self.tensor(file, name)
-        if tensor.nbytes and not is_unwritten(tensor.data_ptr(), tensor.nbytes):
-            # What a forward writes to its weights is lost afterwards.
-            kept.written.add(name)
-            kept.unmap()
-            return self.tensor(file, name)
-        if new:
-            kept.tensors[name] = (tensor.data_ptr(), tensor.nbytes)
-            kept.size += tensor.nbytes
-        return tensor
+        with self._lock:
+            tensor = self._read(file, name, kept.mapping)
+            new = name not in kept.tensors
+            if not self._may_stay(tensor.nbytes if new else 0):
+                return self.tensor(file, name)
+            if tensor.nbytes and not is_unwritten(tensor.data_ptr(), tensor.nbytes):
+                # What a forward writes to its weights is lost afterwards.
+                kept.written.add(name)
+                kept.unmap()
+                return self.tensor(file, name)
+            if new:
+                kept.tensors[name] = (tensor.data_ptr(), tensor.nbytes)
+                kept.size += tensor.nbytes
+            return tensor
 
     def is_ready(self, path: str | os.PathLike[str], name: str) -> bool:
         """Return whether `shared` has returned the tensor before and its pages are still in memory."""
