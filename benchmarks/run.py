@@ -149,6 +149,27 @@ SCRIPTS = [
             for size in (8, 64)
         },
     ),
+    Script(
+        "growth.py",
+        {
+            **{
+                f"growth: step, {count} parameters": Row(f"step with {count} parameters / raw", "ratio")
+                for count in (10, 100, 1000)
+            },
+            **{
+                f"growth: first batch, {count} samples": Row(f"first batch of {count:,} samples / raw", "ratio")
+                for count in (1_000, 10_000, 100_000)
+            },
+        },
+    ),
+    Script(
+        "growth.py",
+        {
+            f"growth: gather, {count} tensors": Row(f"gather of {count} tensors / a gather of each, raw", "ratio")
+            for count in (1, 10, 100)
+        },
+        ranks=2,
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import sys
 from html import escape
 from pathlib import Path
@@ -128,6 +129,31 @@ def growth(figures: dict[str, Any]) -> str | None:
     return svg(740, 245, parts)
 
 
+def sizes(figures: dict[str, Any]) -> str | None:
+    """Draw how the time relative to plain PyTorch changes with parameters, samples and tensors."""
+    parts, shown = [], 0
+    for what, unit in (("step", "parameters"), ("first batch", "samples"), ("gather", "tensors")):
+        found = [(re.fullmatch(rf"growth: {what}, (\d+) {unit}", name), item) for name, item in figures.items()]
+        points = sorted((int(match[1]), item["ours"]["ratio"]) for match, item in found if match and "ours" in item)
+        if not points:
+            continue
+        x = 30 + 235 * shown
+        shown += 1
+        parts.append(text(x + 100, 222, f"{what}: number of {unit}", "middle"))
+        one = 190 - 80
+        parts.append(f'<line x1="{x}" y1="{one}" x2="{x + 200}" y2="{one}" stroke="{RAW}" stroke-dasharray="4 3"/>')
+        places = [(x + 20 + 80 * n, 190 - 80 * min(ratio, 2.0)) for n, (_, ratio) in enumerate(points)]
+        line = " ".join(f"{left},{top:.1f}" for left, top in places)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{OURS}" stroke-width="2"/>')
+        for (left, top), (count, ratio) in zip(places, points, strict=True):
+            parts.append(f'<circle cx="{left}" cy="{top:.1f}" r="3" fill="{OURS}"/>')
+            parts += [
+                text(left, top - 8, f"{ratio:.2f}x", "middle", OURS),
+                text(left, 205, f"{count:,}", "middle", "#777"),
+            ]
+    return svg(740, 235, parts) if parts else None
+
+
 def value(result: dict[str, Any] | None, metric: str) -> str:
     """Return a figure as the table shows it."""
     if result is None:
@@ -159,7 +185,7 @@ def write(path: Path) -> dict[Path, str]:
             )
             table.append(f"| {' | '.join(cells)} |")
             seen.add(command)
-            if row.metric == "ratio" and not name.startswith(("import", "checkpoint verify")):
+            if row.metric == "ratio" and not name.startswith(("import", "growth", "checkpoint verify")):
                 ratios.append((name, ours["ratio"], peer["ratio"] if peer else None))
     date = path.name[:10]
     about = ", ".join(f"{key} {item}" for key, item in machine.items() if item is not None)
@@ -192,6 +218,17 @@ def write(path: Path) -> dict[Path, str]:
             "a step with twice the ranks takes longer. Between the lines is what this package adds or saves.",
             "",
             "![Lines: milliseconds per step on 2 and 4 ranks, by hand and with this package](images/ranks.svg)",
+            "",
+        ]
+    if (picture := sizes(figures)) is not None:
+        pictures[IMAGES / "sizes.svg"] = picture
+        lines += [
+            "## More parameters, samples and tensors",
+            "",
+            "Time relative to plain PyTorch (the dashed line) for a step of a model with more parameters, for the",
+            "first batch of a shuffled epoch over more samples, and for a `gather` of more tensors on two ranks.",
+            "",
+            "![Lines: ratios to plain PyTorch by number of parameters, samples and tensors](images/sizes.svg)",
             "",
         ]
     lines += [

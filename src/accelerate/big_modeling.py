@@ -23,7 +23,7 @@ from .hooks import (
     add_hook_to_module,
     attach_align_device_hook,
 )
-from .placement.device_map import check_device_map, check_plan_name, infer_auto_device_map
+from .placement.device_map import check_device_map, check_disk_allowed, check_plan_name, infer_auto_device_map
 from .placement.dispatch import dispatch
 from .placement.load import load_checkpoint_in_model
 from .placement.memory import get_balanced_memory
@@ -253,6 +253,8 @@ def load_checkpoint_and_dispatch(
             dtype=dtype,
             offload_buffers=offload_buffers,
         )
+        if offload_folder is None:
+            check_disk_allowed(model, device_map, max_memory, no_split_module_classes, dtype)
     load_checkpoint_in_model(
         model,
         checkpoint,

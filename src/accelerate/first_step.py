@@ -268,7 +268,8 @@ class FirstStepCheck:
                 self._log_once(
                     f"parameter {name} has other values on {ranks_in_words(odd)} than on rank 0 after the first step. "
                     "It was changed on some processes only, or its gradient was not averaged: look for code that runs "
-                    "on one rank between prepare and the step"
+                    "on one rank between prepare and the step, or for two backwards of one forward, of which DDP "
+                    "averages the first only (add the losses)"
                 )
                 break
 

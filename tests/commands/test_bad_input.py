@@ -68,6 +68,7 @@ CASES = [
     (CPU, f"{TWO} --nnodes 3 train.py", "nnodes='3' (flag --nnodes) and num_machines=2 (flag --num_machines)"),
     (CPU, f"{TWO} --engine local train.py", "engine='local' (flag --engine) is one machine"),
     (CPU, "--cpu --multi_gpu train.py", "cpu (flag --cpu) and multi_gpu (flag --multi_gpu) contradict each other"),
+    (GPUS, "--cpu --gpu_ids 0 train.py", "cpu (flag --cpu) and gpu_ids (flag --gpu_ids) contradict each other"),
     (CPU, "--cpu --tpu train.py", "cpu (flag --cpu) and tpu (flag --tpu) contradict each other"),
     (
         CPU,

@@ -61,7 +61,9 @@ def test_explain_shows_origins(tmp_path, capsys, monkeypatch):
     assert "default_config.yaml:" in rows["num_processes"]
 
 
-@pytest.mark.parametrize("arguments", [["defualt"], ["update", "--config_file", "/no/such.yaml"]])
+@pytest.mark.parametrize(
+    "arguments", [["defualt"], ["default", "--config_file", "/"], ["update", "--config_file", "/no/such.yaml"]]
+)
 def test_what_cannot_be_ends_with_two(arguments, capsys):
     with pytest.raises(SystemExit) as end:
         config.main(arguments)

@@ -48,7 +48,33 @@ def test_functions_run_on_ranks_that_cooperate():
                 assert "rank 1 failed" in str(error) and told in str(error), error
             else:
                 raise AssertionError("no error")
-        for wrong in ({"mixed_precision": "bf6"}, {"num_processes": 0}, {"node_rank": 1}):
+        def value(size):
+            import sys, time
+            rank = int(os.environ["RANK"])
+            sys.stdout.write("one\\n\\rbar")
+            sys.stdout.flush()
+            print(" of", rank)
+            if size < 0 and rank:
+                raise ValueError("its own error")
+            return rank, "x" * size
+
+        import contextlib, io, re, tempfile
+        with tempfile.TemporaryFile("w+") as file, contextlib.redirect_stdout(file):
+            values = notebook_launcher(value, (1 << 20,), num_processes=2, return_values=True)
+            assert notebook_launcher(value, (1,), num_processes=2) is None
+            file.seek(0)
+            text = file.read()
+        assert values == [(0, "x" * (1 << 20)), (1, "x" * (1 << 20))]
+        assert text.count("[rank 1] one\\n") == 2 and text.count("[rank 1] bar of 1\\n") == 2, text
+        assert "[rank 0]" not in text and text.count("one\\n") == 4, text
+        try:
+            notebook_launcher(value, (-1,), num_processes=2, return_values=True)
+        except LaunchError as error:
+            assert "rank 1 failed: ValueError: its own error" in str(error), error
+        else:
+            raise AssertionError("no error")
+        elastic = {"return_values": True, "max_restarts": 1}
+        for wrong in (elastic, {"mixed_precision": "bf6"}, {"num_processes": 0}, {"node_rank": 1}):
             try:
                 notebook_launcher(train, (".",), **wrong)
             except ValueError:

@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.core.enums import CustomDtype
 from accelerate.placement.device_map import check_device_map, clean_device_map, infer_auto_device_map
 from accelerate.placement.names import device_for, is_within
@@ -196,3 +198,20 @@ def test_no_plan_exceeds_a_device_splits_a_block_or_forgets_a_tensor(fallback):
         blocks = [name for name, module in model.named_modules() if type(module) is Block]
         for block in blocks:
             assert len({device_for(name, plan) for name in sizes if is_within(name, block)}) <= 1, (seed, block, plan)
+
+
+@pytest.mark.parametrize("budget", ["10KB", "60KB"])
+def test_a_budget_that_needs_the_disk_without_a_folder_says_what_is_missing(budget, tmp_path):
+    """With the memory that the message names, the model loads."""
+    model, path = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), tmp_path / "model.safetensors"
+    save_file(model.state_dict(), path, metadata={"format": "pt"})
+    with init_empty_weights():
+        empty = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    size = 4 * 65 * 64
+    missing = {"10KB": 8, "60KB": 6}[budget] * size
+    with pytest.raises(ValueError, match=rf"has {8 * size:,} bytes, and {missing:,} of them do not fit") as error:
+        load_checkpoint_and_dispatch(empty, path, device_map="auto", max_memory={"cpu": budget})
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    needed = int(str(error.value).rpartition("allow ")[2].split()[0].replace(",", ""))
+    loaded = load_checkpoint_and_dispatch(empty, path, device_map="auto", max_memory={"cpu": needed})
+    assert torch.equal(loaded[7].weight, model[7].weight)

@@ -251,6 +251,31 @@ def test_pages_stay_mapped_and_what_a_forward_writes_is_lost(tmp_path):
         assert torch.equal(loaded(x), model(x))
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("places", [("disk", "cpu"), ("cpu", "disk"), ("disk", "disk")])
+def test_a_tied_weight_on_the_disk_and_in_memory(places, tmp_path):
+    model, path = Tied(), tmp_path / "model.safetensors"
+    save_file({"embed.weight": model.embed.weight}, path, metadata={"format": "pt"})
+    with init_empty_weights():
+        empty = Tied()
+    empty.head.weight = empty.embed.weight
+    device_map = dict(zip(("embed", "head"), places, strict=True))
+    loaded = load_checkpoint_and_dispatch(empty, path, device_map=device_map, offload_folder=tmp_path / "offload")
+    ids = torch.arange(6)
+    for _ in range(2):
+        assert torch.equal(loaded(ids), model(ids))
+
+
 def test_weights_mapped_in_inference_mode_serve_training(model, checkpoint, tmp_path):
     loaded = load(checkpoint, tmp_path)
     x = torch.randn(3, 256, dtype=torch.double, requires_grad=True)

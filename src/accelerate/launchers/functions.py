@@ -6,6 +6,8 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
+import re
 import socket
 import sys
 import time
@@ -28,11 +30,25 @@ CAUSE_TIMEOUT = 5.0
 
 
 def run_functions(
-    function: Callable[..., Any], args: Sequence[Any], variables: Sequence[Mapping[str, str | None]]
-) -> None:
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    variables: Sequence[Mapping[str, str | None]],
+    marks: Sequence[str] = (),
+    return_values: bool = False,
+) -> list[Any]:
     """Call `function(*args)` in one forked process for each set of variables, and wait for all.
 
     The function need not be picklable.
+
+    Args:
+        function: the function.
+        args: its arguments.
+        variables: environment variables of each process.
+        marks: what each line of a process's output begins with.
+        return_values: whether to return what the calls return, which is then pickled.
+
+    Returns:
+        What the calls return, in the order of the processes; without `return_values` an empty list.
 
     Raises:
         LaunchError: with the traceback of the process that failed first.
@@ -41,13 +57,16 @@ def run_functions(
     started: list[tuple[BaseProcess, Connection]] = []
     parent = os.getpid()
     try:
-        for own in variables:
+        for index, own in enumerate(variables):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(function, args, dict(own), theirs, parent))
+            process = context.Process(
+                target=_child,
+                args=(function, args, dict(own), theirs, parent, marks[index] if marks else "", return_values),
+            )
             process.start()
             theirs.close()
             started.append((process, ours))
-        _join(started)
+        return _join(started, return_values)
     finally:
         _end(process for process, _ in started)
 
@@ -58,26 +77,33 @@ def _child(
     variables: Mapping[str, str | None],
     report: Connection,
     parent: int,
+    mark: str,
+    return_value: bool,
 ) -> None:
     prepare = die_with(parent)
     if prepare is not None:
         prepare()
     env.publish(variables)
     forget_parent()
-    outputs = [_Lines(sys.stdout), _Lines(sys.stderr)]
+    outputs = [_Lines(sys.stdout, mark), _Lines(sys.stderr, mark)]
     sys.stdout, sys.stderr = outputs
     try:
-        function(*args)
+        value = function(*args)
+        # By value: the process ends, and with it memory that it could share.
+        sent = pickle.dumps(value) if return_value else None
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if code not in (None, 0):
             own = error.__traceback__.tb_next if error.__traceback__ else None
             report.send((time.monotonic(), "".join(traceback.format_exception(type(error), error, own))))
             sys.exit(1)
+        sent = pickle.dumps(None) if return_value else None
     finally:
         for output in outputs:
             output.finish()
     finish_forked()
+    if sent is not None:
+        report.send(sent)
 
 
 class _Lines:
@@ -87,18 +113,30 @@ class _Lines:
     passed on by `flush`, as progress bars need it.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, mark: str = "") -> None:
         self._stream = stream
         self._pending = ""
+        self._mark = mark
+        self._at_start = True
 
     def write(self, text: str) -> int:
         self._pending += text
         complete, newline, rest = self._pending.rpartition("\n")
         if newline:
             self._pending = rest
-            self._stream.write(complete + newline)
+            self._stream.write(self._marked(complete + newline))
             self._stream.flush()
         return len(text)
+
+    def _marked(self, text: str) -> str:
+        """The text with the mark before each line, and before what replaces a line, as progress bars do."""
+        if not self._mark:
+            return text
+        found = re.sub(r"[\r\n](?=[^\r\n])", lambda end: end[0] + self._mark, text)
+        if self._at_start and text[0] not in "\r\n":
+            found = self._mark + found
+        self._at_start = text[-1] in "\r\n"
+        return found
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
@@ -106,7 +144,7 @@ class _Lines:
     def flush(self) -> None:
         if self._pending:
             pending, self._pending = self._pending, ""
-            self._stream.write(pending)
+            self._stream.write(self._marked(pending))
         self._stream.flush()
 
     def finish(self) -> None:
@@ -140,27 +178,46 @@ def finish_forked() -> None:
         group.leave()
 
 
-def _join(started: Sequence[tuple[BaseProcess, Connection]]) -> None:
+def _join(started: Sequence[tuple[BaseProcess, Connection]], return_values: bool) -> list[Any]:
     waiting = {process.sentinel: process for process, _ in started}
-    while waiting:
-        for sentinel in multiprocessing.connection.wait(list(waiting)):
-            process = waiting.pop(sentinel)  # type: ignore[arg-type]
+    # A process that returns much ends only when its value has been read.
+    silent = {connection: rank for rank, (_, connection) in enumerate(started)} if return_values else {}
+    values: dict[int, Any] = {}
+    reports: dict[int, tuple[float, str]] = {}
+    while waiting or silent:
+        for ready in multiprocessing.connection.wait([*silent, *waiting]):
+            if isinstance(ready, Connection):
+                rank = silent.pop(ready)
+                try:
+                    message = ready.recv()
+                except EOFError:
+                    continue
+                if isinstance(message, bytes):
+                    values[rank] = pickle.loads(message)
+                else:
+                    reports[rank] = message
+                continue
+            process = waiting.pop(ready)  # type: ignore[arg-type]
             process.join()
             if process.exitcode:
-                raise _first_failure(started)
+                raise _first_failure(started, reports)
+    return [values[rank] for rank in sorted(values)]
 
 
-def _first_failure(started: Sequence[tuple[BaseProcess, Connection]]) -> LaunchError:
+def _first_failure(
+    started: Sequence[tuple[BaseProcess, Connection]], reports: dict[int, tuple[float, str]]
+) -> LaunchError:
     """The error of the process that failed first, which may end after others that lost the connection to it."""
     deadline = time.monotonic() + CAUSE_TIMEOUT
-    reports: dict[int, tuple[float, str]] = {}
     while True:
         for rank, (_, connection) in enumerate(started):
             if rank not in reports and connection.poll():
                 try:
-                    reports[rank] = connection.recv()
+                    message = connection.recv()
                 except EOFError:
                     continue
+                if not isinstance(message, bytes):  # else the value of a rank that ended well
+                    reports[rank] = message
         level = {rank: tracebacks.blame(words, rank) for rank, (_, words) in reports.items()}
         killed = [rank for rank, (process, _) in enumerate(started) if (process.exitcode or 0) < 0]
         early = [rank for rank, (process, _) in enumerate(started) if process.exitcode == 0]

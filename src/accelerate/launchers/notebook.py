@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import string
 import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..core import env, system
@@ -64,7 +65,9 @@ def notebook_launcher(
     max_restarts: int = 0,
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
-) -> None:
+    *,
+    return_values: bool = False,
+) -> list[Any] | None:
     """Run a training function on several processes of this machine, forked from the notebook.
 
     A single process is a plain call. The function creates its own `Accelerator`.
@@ -85,7 +88,12 @@ def notebook_launcher(
         rdzv_id: its name for the run.
         max_restarts: number of restarts after failures.
         monitor_interval: seconds between two checks of the processes by the elastic agent.
-        log_line_prefix_template: prefix of each line of output, as for the elastic agent.
+        log_line_prefix_template: prefix of each line of output, with `${rank}`, `${local_rank}` and `${role_name}`.
+            Without it the lines of other ranks than 0 begin with their rank.
+        return_values: return what the function returns on each process of this machine. It must be picklable.
+
+    Returns:
+        None, or with `return_values` a list with the value of each rank.
 
     Raises:
         ValueError: for invalid arguments.
@@ -101,9 +109,16 @@ def notebook_launcher(
             f"mixed_precision={mixed_precision!r} is unknown: choose one of {', '.join(PrecisionType.list())}"
         )
     published = {"ACCELERATE_MIXED_PRECISION": str(mixed_precision).lower()}
-    if _is_tpu():
+    elastic = bool(max_restarts or rdzv_backend != "static" or rdzv_endpoint)
+    on_tpu = _is_tpu()
+    if return_values and (elastic or on_tpu):
+        raise ConfigurationError(
+            "return_values=True: torch's elastic agent (max_restarts, rdzv_backend, rdzv_endpoint) and torch_xla "
+            "return no values; have the function write them to files"
+        )
+    if on_tpu:
         _run_on_tpu(function, args, published)
-        return
+        return None
     present = system.accelerators()
     if num_processes is None and present.number > 1:
         raise ConfigurationError(
@@ -117,8 +132,8 @@ def notebook_launcher(
     if count == 1 and num_nodes == 1:
         print(f"Launching training on one {present.kind} process.")
         with env.patch_environment(**_alone(present.kind, published)):
-            function(*args)
-        return
+            value = function(*args)
+        return [value] if return_values else None
     _check_untouched(present.kind)
     if present.number and count > present.number:
         raise ConfigurationError(f"num_processes={count}: this machine has {present.number} {present.kind} devices")
@@ -133,7 +148,7 @@ def notebook_launcher(
         device=present.kind,
         variables={**published, "FORK_LAUNCHED": "1"},
     )
-    if max_restarts or rdzv_backend != "static" or rdzv_endpoint:
+    if elastic:
         from .torch_agent import run_function_elastic
 
         run_function_elastic(
@@ -142,15 +157,26 @@ def notebook_launcher(
             backend=rdzv_backend, conf=rdzv_conf or {}, run_id=rdzv_id,
             max_restarts=max_restarts, monitor_interval=monitor_interval, prefix=log_line_prefix_template,
         )  # fmt: skip
-        return
+        return None
     with _port(use_port, fixed=num_nodes > 1 or node_rank > 0) as port:
         number = int(use_port) if num_nodes > 1 else port.number
         variables = [spec.process(index, number).variables for index in range(count)]
         try:
-            run_functions(function, args, variables)
+            marks = [_mark(own, log_line_prefix_template) for own in variables]
+            values = run_functions(function, args, variables, marks, return_values)
         except LaunchError as error:
             # The message contains the traceback of the rank. The cell does not need the launcher's frames too.
             raise error.with_traceback(None) from None
+    return values if return_values else None
+
+
+def _mark(variables: Mapping[str, str | None], template: str | None) -> str:
+    """What each line of a rank begins with. Rank 0 writes most lines, and its progress bars: they stay as they are."""
+    rank = variables["RANK"]
+    if template is None:
+        return "" if rank == "0" else f"[rank {rank}] "
+    words = {"rank": rank, "local_rank": variables["LOCAL_RANK"], "role_name": "default"}
+    return string.Template(template).safe_substitute(words)
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:

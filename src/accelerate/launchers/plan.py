@@ -70,6 +70,14 @@ def _device_elsewhere(settings: Settings) -> tuple[str, int]:
 def _device(settings: Settings, present: system.Accelerators) -> tuple[str, int]:
     """The device type to run on, and how many of it may be used."""
     if settings["cpu"]:
+        if (
+            _gpu_ids(settings)
+            and settings.origin("cpu") == "flag --cpu"
+            and settings.origin("gpu_ids") == "flag --gpu_ids"
+        ):
+            raise ConfigurationError(
+                "cpu (flag --cpu) and gpu_ids (flag --gpu_ids) contradict each other: give only one"
+            )
         return "cpu", 0
     if settings["multi_gpu"] and not present.number:
         raise ConfigurationError(

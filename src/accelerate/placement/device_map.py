@@ -76,6 +76,29 @@ def check_plan_name(kind: str) -> None:
         )
 
 
+def check_disk_allowed(
+    model: nn.Module,
+    device_map: DeviceMap,
+    max_memory: MutableMapping[int | str, int | str] | None,
+    no_split_module_classes: str | Sequence[str] | None,
+    dtype: Dtype | None,
+) -> None:
+    """Raise ValueError with what is missing where a planned map has modules on the disk, and there is no folder."""
+    sizes = compute_module_sizes(model, dtype=dtype)
+    missing = {name: sizes[name] for name, place in device_map.items() if place == "disk"}
+    if not missing:
+        return
+    modules = [(name, part) for name, part in _split("", model) if isinstance(part, nn.Module)]
+    largest, layers = get_max_layer_size(modules, sizes, normalized_classes(no_split_module_classes))
+    limits = ", ".join(f"{limit:,.0f} on {place}" for place, limit in get_max_memory(max_memory).items())
+    raise ValueError(
+        "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`. "
+        f"The model has {sizes['']:,} bytes, and {sum(missing.values()):,} of them do not fit. Allowed are {limits}; "
+        f"memory for the largest block ({layers[0] if layers else 'none'}, {largest:,} bytes) stays free where "
+        f"offloaded weights would run. Without the disk, allow {sizes[''] + largest:,} bytes of `max_memory` in total"
+    )
+
+
 def infer_auto_device_map(
     model: nn.Module,
     max_memory: MutableMapping[int | str, int | str] | None = None,

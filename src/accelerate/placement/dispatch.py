@@ -15,11 +15,11 @@ from ..core.errors import PrepareError
 from ..core.imports import is_available
 from .align import attach_align_device_hook_on_blocks, offloading_hook, restore_offloaded
 from .module_hooks import guard_moves
-from .names import Place, as_device_map, is_within, join, owner_of, tensor_at
+from .names import Place, as_device_map, device_for, is_within, join, owner_of, tensor_at
 from .offload import INDEX_NAME, OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
 from .sizes import named_module_tensors
 from .subclasses import data_address
-from .tensors import TiedCopies, as_device
+from .tensors import TiedCopies, as_device, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -152,6 +152,11 @@ def _attach(
     weights = _offloaded_weights(model, places, offloaded, state_dict, offload_dir, offload_index)
     if weights is not None:
         _name_tied(weights, model, tied)
+        for name in (name for group in tied for name in group):
+            # A checkpoint has one name of a tied weight, which may be on the disk while this one stays in memory.
+            place = device_for(name, places)
+            if place not in offloaded and name in weights and tensor_at(model, name).is_meta:
+                set_module_tensor_to_device(model, name, place, value=weights[name])
     attach_align_device_hook_on_blocks(
         model,
         execution_device={

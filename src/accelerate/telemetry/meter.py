@@ -33,6 +33,8 @@ from .writer import NONE_READ, TelemetryWriter
 _NAN = math.nan
 # Seconds between two looks at a run for its launcher.
 _INTERVAL = 0.25
+# Seconds of a backward from which on the wait at the end of the next one is measured.
+_LEAST = 1e-3
 # The methods of an accelerator that a meter may replace.
 METHODS = (
     "backward", "clip_grad_norm_", "gather", "gather_for_metrics", "reduce", "pad_across_processes",
@@ -331,9 +333,10 @@ class StepRecorder(StepMeter):
         """`call` of a backward, in which the wait for the reduction of gradients at its end is communication.
 
         DDP waits in a callback that autograd runs when the gradients are computed. One that is queued before it, as
-        the backward begins, knows when that was.
+        the backward begins, knows when that was. It costs about 20 us, so backwards shorter than `_LEAST` are not
+        split.
         """
-        computed = 0.0
+        computed = took = 0.0
 
         def note() -> None:
             nonlocal computed
@@ -343,9 +346,11 @@ class StepRecorder(StepMeter):
             torch.autograd.Variable._execution_engine.queue_callback(note)
 
         def backward(accelerator: Any, loss: Any, num_items: Any = None, **kwargs: Any) -> None:
-            nonlocal computed
-            if type(loss) is not torch.Tensor or not loss.requires_grad:
+            nonlocal computed, took
+            begin = perf_counter()
+            if took < _LEAST or type(loss) is not torch.Tensor or not loss.requires_grad:
                 call(accelerator, loss, num_items, **kwargs)
+                took = perf_counter() - begin
                 return
             computed = 0.0
             hook = loss.register_hook(queue)
@@ -353,8 +358,10 @@ class StepRecorder(StepMeter):
                 call(accelerator, loss, num_items, **kwargs)
             finally:
                 hook.remove()
+            end = perf_counter()
+            took = end - begin
             if computed:
-                waited = perf_counter() - computed
+                waited = end - computed
                 self._communication += waited
                 self._backward -= waited
 

@@ -44,12 +44,14 @@ def machine_defaults(mixed_precision: str = "no") -> dict[str, Any]:
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> Path | bool:
     """Write a configuration that fits this machine and return its path; False where a file is there already.
 
-    ConfigurationError for an unknown precision.
+    ConfigurationError for an unknown precision or a folder.
     """
     precision = str(mixed_precision).lower()
     if precision not in PRECISIONS:
         raise ConfigurationError(f"mixed_precision={mixed_precision!r} is unknown: one of {', '.join(PRECISIONS)}")
     path = Path(save_location).expanduser() if save_location is not None else launch_file.default_file()
+    if path.is_dir():
+        raise ConfigurationError(f"{path} is a folder: name the file to write")
     if path.exists():
         print(f"{path} exists already and was left as it is: remove it, or name another place")
         return False

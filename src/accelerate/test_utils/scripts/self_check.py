@@ -145,12 +145,13 @@ def _shared_folder(accelerator: Accelerator) -> str:
     return str(broadcast_object_list(named)[0])
 
 
-CHECKS: tuple[tuple[str, Check], ...] = (
-    ("collectives", collectives),
-    ("data sharding", sharding),
-    ("accumulation", accumulation),
-    ("training", training),
-    ("checkpoint", checkpoint),
+# Name, what is checked, and the check.
+CHECKS: tuple[tuple[str, str, Check], ...] = (
+    ("collectives", "The processes exchange tensors, and each receives what the others sent.", collectives),
+    ("data sharding", "A prepared loader gives each sample to one process, and none is lost.", sharding),
+    ("accumulation", "Several small batches give the step of one large batch.", accumulation),
+    ("training", "A model learns y = 3 x + 1, and all processes end with the same weights.", training),
+    ("checkpoint", "A checkpoint restores the weights that were saved.", checkpoint),
 )
 
 
@@ -159,7 +160,7 @@ def main() -> int:
     accelerator = Accelerator()
     accelerator.print(f"{accelerator.num_processes} process(es), {accelerator.distributed_type}, {accelerator.device}")
     failed = 0
-    for name, check in CHECKS:
+    for name, what, check in CHECKS:
         began = time.perf_counter()
         try:
             message, passed = check(accelerator), True
@@ -170,9 +171,16 @@ def main() -> int:
         if not passed:
             print(f"  rank {accelerator.process_index}: {name}: {message}", file=sys.stderr, flush=True)
         mark = "ok    " if everyone.all() else "FAILED"
-        accelerator.print(f"  {mark}  {name:<14} {1000 * (time.perf_counter() - began):7.0f} ms  {message}")
+        accelerator.print(
+            f"  {mark}  {name:<14} {1000 * (time.perf_counter() - began):7.0f} ms  {what}\n{'':36}{message}"
+        )
         accelerator.free_memory()
-    accelerator.print("This installation works." if not failed else f"{failed} of {len(CHECKS)} checks failed.")
+    where = f"{accelerator.num_processes} process(es) on {accelerator.device.type}"
+    accelerator.print(
+        f"This installation works: {where} start, communicate, train and save as they should."
+        if not failed
+        else f"{failed} of {len(CHECKS)} checks failed with {where}: see the lines marked FAILED."
+    )
     accelerator.end_training()
     return 1 if failed else 0
 
