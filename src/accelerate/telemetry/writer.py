@@ -300,9 +300,9 @@ class TelemetryWriter:
         self.append = _discard
         self._records.clear()
         self._events = deque(maxlen=0)
-        self.samples: float = math.nan
-        self.tokens: float = math.nan
-        self.loss: float = math.nan
+        self.samples = math.nan
+        self.tokens = math.nan
+        self.loss = math.nan
         for descriptor in (self._steps, self._events_fd):
             if descriptor >= 0:
                 os.close(descriptor)
