@@ -104,7 +104,7 @@ def test_threads_get_the_outputs_of_the_resident_model(way, tmp_path, fast_switc
 
 
 def test_a_forward_during_another_one(tmp_path):
-    """One thread is inside of a block while another calls the block from beginning to end, as autograd's threads do."""
+    """While one thread is inside of a block, another calls it from beginning to end, as threads of autograd do."""
     model = disk_offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), tmp_path)
     x = torch.ones(1, 4)
     expected = model(x)
