@@ -304,3 +304,17 @@ def test_another_dtype_is_copied(model, checkpoint, tmp_path, caplog):
     assert torch.equal(loaded(x), copy.deepcopy(model).float()(x))
     assert (tmp_path / "offload" / "blocks.1.up.weight.dat").stat().st_size == 4 * 1024 * 256
     assert "of offloaded weights were copied to" in caplog.text
+
+
+def test_weights_that_replace_those_of_a_hook_are_used(tmp_path):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).eval()
+    x = torch.randn(2, 64)
+    disk_offload(model, tmp_path)
+    with torch.no_grad():
+        for _ in range(2):
+            model(x)
+        hook = model[2]._hf_hook
+        hook.weights_map = {name: value + 1 for name, value in hook.weights_map.items()}
+        expected = model[3](torch.nn.functional.linear(model[1](model[0](x)), **hook.weights_map))
+        for _ in range(2):
+            assert torch.equal(model(x), expected)

@@ -64,7 +64,8 @@ class AlignDevicesHook(ModelHook):
         self.execution_device = execution_device
         self.offload = offload
         self.io_same_device = io_same_device
-        self.weights_map: Weights | None = weights_map
+        self._streamed: dict[torch.device, FetchRequest] = {}
+        self.weights_map = weights_map
         self.offload_buffers = offload_buffers
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
@@ -78,10 +79,17 @@ class AlignDevicesHook(ModelHook):
         # What the module holds on the meta device while its weights are here, to be put back afterwards.
         self._placeholders: dict[str, torch.Tensor] = {}
         self._borrowed: list[tuple[int, torch.device]] = []
-        self._streamed: dict[torch.device, FetchRequest] = {}
-        self._stream = (
-            weights_map.stream if isinstance(weights_map, (PrefixedDataset, OffloadedWeightsLoader)) else None
-        )
+
+    @property
+    def weights_map(self) -> Weights | None:
+        """Where the offloaded weights are. Others may replace it, as peft does with a dictionary to merge adapters."""
+        return self._weights
+
+    @weights_map.setter
+    def weights_map(self, weights: Weights | None) -> None:
+        self._weights = weights
+        self._stream = weights.stream if isinstance(weights, (PrefixedDataset, OffloadedWeightsLoader)) else None
+        self._streamed = {}
 
     def __repr__(self) -> str:
         names = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
