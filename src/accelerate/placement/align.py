@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core import devices
 from ..core.trees import find_device, send_to_device
 from .module_hooks import ForwardThreads, ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from .names import Place, join, owner_of
 from .offload import OffloadedWeightsLoader, PrefixedDataset
 from .sizes import named_module_tensors
 from .streaming import FetchRequest
-from .subclasses import data_address, stored_bytes
+from .subclasses import data_address, inner_tensors, stored_bytes
 from .tensors import QUANTIZED, TiedCopies, as_device, register, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 
@@ -73,6 +74,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self._input_devices: dict[int, torch.device | None] = {}  # by thread
         self._threads = ForwardThreads()
+        self._brought_on = 0  # the stream of the accelerator, by its id
         self.original_devices: dict[str, torch.device] = {}
         # Tensors that are not this hook's to move: placed one by one, or tied to one that stays on the device.
         self.resident: set[str] = set()
@@ -177,8 +179,28 @@ class AlignDevicesHook(ModelHook):
                 if tensor.is_meta:
                     self._placeholders[name] = tensor
                 self._bring(module, name, fetched.get(name))
+            if (stream := self._current_stream()) is not None:
+                self._brought_on = stream.stream_id
 
-        self._threads.enter(bring, lambda: self._release(module))
+        self._threads.enter(bring, lambda: self._release(module), lambda: self._join(module))
+
+    def _current_stream(self) -> torch.Stream | None:
+        """Return the stream of this thread on the execution device; None where that is no accelerator here."""
+        device = None if self.execution_device is None else as_device(self.execution_device)
+        if device is None or device.type in ("cpu", "meta") or device.type != devices.accelerator_type():
+            return None
+        return torch.accelerator.current_stream(device)
+
+    def _join(self, module: nn.Module) -> None:
+        """Let this thread's stream use the weights that another thread has brought, perhaps on a stream of its own."""
+        stream = self._current_stream()
+        if stream is None or stream.stream_id == self._brought_on:
+            return
+        # The copies to the device may not have ended, and this stream may be the last to use the memory.
+        torch.accelerator.synchronize(stream.device)
+        for _, tensor in self.offloaded(module):
+            for inner in inner_tensors(tensor).values():
+                inner.record_stream(stream)
 
     def _fetch(self, offloaded: list[tuple[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
         """Return the weights that were fetched ahead for this forward, and fetch those of the next modules."""

@@ -78,8 +78,10 @@ class ForwardThreads:
         # A copy of a module has its own forwards.
         return ForwardThreads, ()
 
-    def enter(self, prepare: Callable[[], None], undo: Callable[[], None]) -> None:
-        """Call `prepare` unless another thread is in the forward; `undo` it if it fails."""
+    def enter(
+        self, prepare: Callable[[], None], undo: Callable[[], None], join: Callable[[], None] | None = None
+    ) -> None:
+        """Call `prepare`, or `join` if another thread is in the forward; `undo` what fails to be prepared."""
         thread = _this_thread.reference
         with self._lock:
             if self._is_free(thread):
@@ -89,6 +91,8 @@ class ForwardThreads:
                     self._threads.clear()
                     undo()
                     raise
+            elif join is not None:
+                join()
             self._threads.add(thread)
 
     def leave(self, undo: Callable[[], None]) -> None:
