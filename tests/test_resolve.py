@@ -65,7 +65,7 @@ def test_bad_arguments(options, message):
     [
         ("accelerate_mixed_precision", "half", "ACCELERATE_MIXED_PRECISION='half' is not one of"),
         ("accelerate_gradient_accumulation_steps", "0", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=0"),
-        ("accelerate_gradient_accumulation_steps", "two", "'two' is not a whole number"),
+        ("accelerate_gradient_accumulation_steps", "two", "'two' is not an integer"),
         ("accelerate_use_cpu", "perhaps", "ACCELERATE_USE_CPU='perhaps'"),
     ],
 )

@@ -24,12 +24,12 @@ from .hooks import (
     attach_align_device_hook,
 )
 from .placement.device_map import check_device_map, check_disk_allowed, check_plan_name, infer_auto_device_map
-from .placement.dispatch import dispatch
+from .placement.dispatch import check_complete, dispatch
 from .placement.load import load_checkpoint_in_model
 from .placement.memory import get_balanced_memory
 from .placement.names import Place, join
 from .placement.offload import INDEX_NAME, OffloadedWeightsLoader, offload_state_dict
-from .placement.tensors import set_module_tensor_to_device
+from .placement.tensors import check_devices, set_module_tensor_to_device
 
 # Layers that compute in one dtype throughout, so that their weights may be stored in another.
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
@@ -109,7 +109,7 @@ def cpu_offload(
     if execution_device is None:
         execution_device = next(model.parameters()).device
     if state_dict is None:
-        state_dict = {name: value.to("cpu") for name, value in model.state_dict().items()}
+        state_dict = {name: value if value.is_meta else value.to("cpu") for name, value in model.state_dict().items()}
     return _offload_all(model, execution_device, state_dict, offload_buffers, preload_module_classes)
 
 
@@ -126,6 +126,7 @@ def disk_offload(
     """
     if execution_device is None:
         execution_device = next(model.parameters()).device
+    check_devices({"": execution_device})
     if not os.path.isfile(os.path.join(offload_dir, INDEX_NAME)):
         offload_state_dict(offload_dir, model.state_dict())
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
@@ -139,6 +140,8 @@ def _offload_all(
     offload_buffers: bool,
     preload: Sequence[str] | None,
 ) -> nn.Module:
+    check_devices({"": device})
+    check_complete(model, weights, offload_buffers)
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
         model,
@@ -192,6 +195,7 @@ def dispatch_model(
     Raises ValueError for tensors without a device, and for disk weights without a folder.
     """
     check_device_map(model, device_map)
+    check_devices(device_map if main_device is None else {"main_device": main_device, **device_map})
     dispatch(
         model,
         device_map,

@@ -127,7 +127,7 @@ class ParallelismConfig:
             if found is not None:
                 self._variables[name] = origin
         if isinstance(size, bool) or not isinstance(size, int):
-            raise ConfigurationError(f"{origin}={size!r} is not a whole number")
+            raise ConfigurationError(f"{origin}={size!r} is not an integer")
         if size < 1:
             raise ConfigurationError(f"{origin} must be at least 1, but got {size}")
         setattr(self, attribute, size)

@@ -152,7 +152,7 @@ os.environ["ACCELERATE_WARM_UP"] = "soon"
 try:
     env.check_run()
 except ConfigurationError as error:
-    assert str(error) == "ACCELERATE_WARM_UP='soon' is not a whole number: use 0 or more"
+    assert str(error) == "ACCELERATE_WARM_UP='soon' is not an integer: use 0 or more"
 else:
     raise AssertionError
 assert "torch" not in sys.modules

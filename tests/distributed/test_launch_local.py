@@ -260,7 +260,7 @@ def test_twenty_launches_at_once(tmp_path):
     [
         (["--num_proceses", "2"], "did you mean --num_processes"),
         (["--num_processes", "0"], "at least 1 process"),
-        (["--num_processes", "two"], "not a whole number"),
+        (["--num_processes", "two"], "not an integer"),
         (["--cpu", "--num_processes", "65000"], "are free: at most"),
         (["--mixed_precision", "bf61"], "did you mean bf16"),
         (["--cpu", "--multi_gpu"], "contradict"),

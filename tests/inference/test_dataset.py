@@ -170,8 +170,8 @@ def test_an_error_names_its_samples(alone, tmp_path):
 def test_wrong_arguments_and_another_dataset_are_refused(alone, tmp_path):
     map_dataset(add_up, SAMPLES, tmp_path)
     for options, message in [
-        ({"batch_size": 0}, "batch_size=0 is not a whole number of at least 1"),
-        ({"part_size": True}, "part_size=True is not a whole number"),
+        ({"batch_size": 0}, "batch_size=0 is not an integer of at least 1"),
+        ({"part_size": True}, "part_size=True is not an integer"),
         ({"file_format": "csv"}, "file_format='csv' is neither 'jsonl' nor 'parquet'"),
         ({"part_size": 7}, "was written with .*'part_size': 1024.*, now it is .*'part_size': 7"),
     ]:

@@ -23,7 +23,7 @@ def test_settings_are_chosen_unless_they_are_given():
     assert settings_of(spec("last_call_timeout=9,is_host=true")) == {**SETTINGS, "last_call_timeout": 9}
     with pytest.raises(ConfigurationError, match=r"keep_alive_intervall.*did you mean keep_alive_interval"):
         settings_of(spec("keep_alive_intervall=1"))
-    with pytest.raises(ConfigurationError, match="join_timeout='soon' is not a whole number"):
+    with pytest.raises(ConfigurationError, match="join_timeout='soon' is not an integer"):
         settings_of(spec("join_timeout=soon"))
 
 

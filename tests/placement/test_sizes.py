@@ -93,7 +93,7 @@ def test_module_sizes_count_a_tied_tensor_once():
 def test_module_sizes_in_another_dtype():
     model = Model()
     half = compute_module_sizes(model, dtype=torch.float16)
-    assert half["linear1"] == 32 and half["batchnorm"] == 2 * 16 + 8  # the counter is a whole number
+    assert half["linear1"] == 32 and half["batchnorm"] == 2 * 16 + 8  # the counter is an integer
     # Nothing grows: a wider dtype leaves the weights as they are.
     assert compute_module_sizes(model, dtype=torch.float64) == compute_module_sizes(model)
     special = compute_module_sizes(model, dtype="float16", special_dtypes={"linear1.weight": torch.float32})

@@ -44,7 +44,7 @@ def run():
         ahead = []
         for number in order:
             fetched = stream.fetch(requests[number])
-            assert len(stream._ahead) <= 1
+            assert len(stream._position.ahead) <= 1
             if fetched:
                 assert fetched[str(number)].unique().item() == number
                 ahead.append(number)
@@ -76,7 +76,7 @@ def test_a_wrong_guess_is_dropped(run):
         run(range(4))
     run.source.reads.clear()
     assert run([0, 1, 7, 8]) == [0, 1]  # 2 was expected instead of 7
-    assert list(run.stream._ahead) == []
+    assert list(run.stream._position.ahead) == []
 
 
 def test_small_modules_are_fetched_together_within_the_size_of_the_largest():
@@ -87,7 +87,7 @@ def test_small_modules_are_fetched_together_within_the_size_of_the_largest():
     for _ in range(3):
         for number, request in enumerate(requests):
             stream.fetch(request)
-            ahead.append((number, sorted(stream._ahead)))
+            ahead.append((number, sorted(stream._position.ahead)))
     assert ahead[-6:] == [(0, [1, 2, 3, 4]), (1, [2, 3, 4, 5]), (2, [3, 4, 5]), (3, [4, 5]), (4, [5]), (5, [0])]
 
 
@@ -304,3 +304,17 @@ def test_another_dtype_is_copied(model, checkpoint, tmp_path, caplog):
     assert torch.equal(loaded(x), copy.deepcopy(model).float()(x))
     assert (tmp_path / "offload" / "blocks.1.up.weight.dat").stat().st_size == 4 * 1024 * 256
     assert "of offloaded weights were copied to" in caplog.text
+
+
+def test_weights_that_replace_those_of_a_hook_are_used(tmp_path):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).eval()
+    x = torch.randn(2, 64)
+    disk_offload(model, tmp_path)
+    with torch.no_grad():
+        for _ in range(2):
+            model(x)
+        hook = model[2]._hf_hook
+        hook.weights_map = {name: value + 1 for name, value in hook.weights_map.items()}
+        expected = model[3](torch.nn.functional.linear(model[1](model[0](x)), **hook.weights_map))
+        for _ in range(2):
+            assert torch.equal(model(x), expected)

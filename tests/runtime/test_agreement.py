@@ -217,3 +217,30 @@ def test_a_message_names_the_lost_store(lost_store, monkeypatch):
     with pytest.raises(CheckpointError, match=r"rank 0: the other ranks cannot be reached \(save\)"):
         ranks.exchange("save", None, LONG)
     ranks.refuse("an error that nobody can read")
+
+
+class SlowStore:
+    """A store whose first copy is not made before the second one is requested, or half a second has passed."""
+
+    def __init__(self):
+        self.copies = 0
+        self.two = threading.Event()
+
+    def clone(self):
+        self.copies += 1
+        if self.copies == 2:
+            self.two.set()
+        self.two.wait(0.5)
+        return object()
+
+
+def test_two_threads_share_one_connection(monkeypatch):
+    slow = SlowStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: slow)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(agreement.default_connection())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1] and slow.copies == 1

@@ -191,12 +191,12 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
 
 
 def _match(
-    parts: Sequence[PreparedModel], source: CheckpointReader, strict: bool, notes: list[str]
+    models: Sequence[PreparedModel], source: CheckpointReader, strict: bool, notes: list[str]
 ) -> list[tuple[PreparedModel, ModelWeights]]:
-    parts = [part for part in parts if source.is_unsharded or not part.saves_shards]
-    matched = [(part, source.model(index)) for index, part in enumerate(parts)]
-    for index, (part, weights) in enumerate(matched):
-        notes.extend(weights.compare(index, part, strict))
+    models = [model for model in models if source.is_unsharded or not model.saves_shards]
+    matched = [(model, source.model(index)) for index, model in enumerate(models)]
+    for index, (model, weights) in enumerate(matched):
+        notes.extend(weights.compare(index, model, strict))
     return matched
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States that are written once, and differ between ranks (of schedulers, say): found when a run is saved.
+"""States that are written once, and differ between ranks (of schedulers, for example): found when a run is saved.
 
 The checkpoint's shared document has the state of one rank. Each other rank writes a document with the entries
 that differ, and restores them on the same number of processes.

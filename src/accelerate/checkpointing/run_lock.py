@@ -393,7 +393,7 @@ def _start_of(pid: int) -> float | None:
 def _is_alive(holder: Holder) -> bool | None:
     """Whether the holder is alive and excludes this process; None if this machine cannot find out.
 
-    A child process of the holder may take over its lock: a script that a notebook runs, say.
+    A child process of the holder may take over its lock: for example a script that a notebook runs.
     """
     if holder.machine != _machine():
         return None

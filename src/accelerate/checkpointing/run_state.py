@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint is made of: references to the objects of a run."""
+"""What a checkpoint consists of: references to the objects of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunState:
             registered; the order ties them to their files.
         progress: plain data about where the run is (step, epoch, iteration, accumulation, tracker run ids, ...);
             it comes back in the report of a load.
-        rank_state: state that differs on every rank (unfinished gradients, say), or None.
+        rank_state: state that differs on every rank (unfinished gradients, for example), or None.
         save_hooks, load_hooks: the user's, called on every rank as the API calls them.
         sharded: writes and reads the models and optimizers that save shards.
         mesh: {dimension: size} of the layout that saves, for the manifest.

@@ -189,8 +189,8 @@ def _unsharded_states(run: RunState, ranks: SaveRanks) -> tuple[list[dict[str, o
     others = {
         kind.name: [item for item in kind.objects(run) if not kind.in_shards(item)] for kind in kinds(Written.FILE)
     }
-    parts = [*models, *(item for items in others.values() for item in items)]
-    is_collective = any(getattr(part, "is_partial", False) for part in parts)
+    everything = [*models, *(item for items in others.values() for item in items)]
+    is_collective = any(getattr(item, "is_partial", False) for item in everything)
     with ranks.reported_at_once() if is_collective else contextlib.nullcontext():
         weights = [dict(part.checkpoint_state_dict()) for part in models]
         return weights, {name: [item.state_dict() for item in items] for name, items in others.items()}

@@ -28,7 +28,7 @@ def truth_or(field: str, value: Any, variable: str, default: bool = False) -> bo
 def integer(field: str, value: Any, least: int = 1) -> int:
     """An integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{field}={value!r} must be a whole number of at least {least}")
+        raise ConfigurationError(f"{field}={value!r} must be an integer of at least {least}")
     return value
 
 

@@ -71,7 +71,7 @@ def check_accumulation_steps(steps: Any, origin: str) -> int:
         ConfigurationError: it is not a positive integer.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigurationError(f"{origin}={steps!r}: the number of accumulation steps is a whole number from 1 up")
+        raise ConfigurationError(f"{origin}={steps!r}: the number of accumulation steps is an integer from 1 up")
     return steps
 
 

@@ -47,7 +47,7 @@ def get_int(name: str) -> int | None:
     """The integer in a variable, None where it is unset."""
     found = value(name)
     if isinstance(found, str):
-        raise ConfigurationError(f"{name}={found!r} is not a whole number")
+        raise ConfigurationError(f"{name}={found!r} is not an integer")
     return None if found is None else int(found)
 
 

@@ -145,7 +145,7 @@ class Option(NamedTuple):
             raise ConfigurationError(f"{where}={brief(value)} is out of range: use {self.accepted}")
 
     def _number(self, value: Any, where: str) -> int | float:
-        convert, what = (float, "a number") if self.kind == "float" else (int, "a whole number")
+        convert, what = (float, "a number") if self.kind == "float" else (int, "an integer")
         if not isinstance(value, bool):
             try:
                 number = convert(str(value).strip())

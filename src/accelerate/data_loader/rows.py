@@ -118,8 +118,8 @@ def _per_column(function: Callable[[list[Any]], Any], batches: list[Any], rows: 
         lengths = [len(batch) for batch in batches]
         if len(set(lengths)) > 1:
             raise _not_joined(f"lists of lengths {', '.join(map(str, lengths))}")
-        parts = zip(*batches, strict=True)
-        return trees.honor_type(first, (_per_column(function, list(part), rows) for part in parts))
+        pieces = zip(*batches, strict=True)
+        return trees.honor_type(first, (_per_column(function, list(part), rows) for part in pieces))
     if trees.is_dataclass_instance(first):
         names = [field.name for field in dataclasses.fields(first) if field.init]
         values = {name: _per_column(function, [getattr(batch, name) for batch in batches], rows) for name in names}

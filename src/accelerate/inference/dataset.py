@@ -108,7 +108,7 @@ def map_dataset(
 def _check_arguments(batch_size: int, part_size: int, file_format: str) -> None:
     for name, value in (("batch_size", batch_size), ("part_size", part_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigurationError(f"map_dataset: {name}={value!r} is not a whole number of at least 1")
+            raise ConfigurationError(f"map_dataset: {name}={value!r} is not an integer of at least 1")
     if file_format not in ("jsonl", "parquet"):
         raise ConfigurationError(f"map_dataset: file_format={file_format!r} is neither 'jsonl' nor 'parquet'")
     if file_format == "parquet" and not is_available("pyarrow"):

@@ -55,7 +55,7 @@ def settings_of(spec: LaunchSpec) -> dict[str, int]:
             near = suggestion(key, [*SETTINGS, "is_host"])
             raise ConfigurationError(f"rdzv_conf: there is no setting {key!r}{near}")
         if not text.isdigit() or not int(text):
-            raise ConfigurationError(f"rdzv_conf: {key}={text!r} is not a whole number above 0")
+            raise ConfigurationError(f"rdzv_conf: {key}={text!r} is not an integer above 0")
         found[key] = int(text)
     return found
 

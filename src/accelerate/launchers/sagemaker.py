@@ -25,6 +25,8 @@ DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
 DYNAMO = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")
 # Flags with a meaning for a job, besides the options that become variables of its processes.
 ABOUT_THE_JOB = ("cpu", "gpu_ids", "num_machines", "enable_cpu_affinity", "config_file", "dry_run", "quiet")
+# Published to the job's processes, as the options of training are.
+PUBLISHED = ("mixed_precision", "debug", "collective_timeout", "hang_report", "profile", "telemetry")
 # Field of the configuration -> option of a launch with the same meaning.
 SAME_AS_OPTION = {
     "mixed_precision": "mixed_precision",
@@ -181,11 +183,12 @@ def _settings(config: Any, args: argparse.Namespace) -> Settings:
 def _check_flags(args: argparse.Namespace) -> None:
     """ConfigurationError for flags that would have no effect on a job."""
     plain = {option.name for group in (TRAINING, STRATEGY, AWS) for option in group.options}
+    plain.update(PUBLISHED, ABOUT_THE_JOB, ("module", "no_python"))
     switches = {option.name for option in STRATEGY.options} | {"fp8"}
     for name in given(args):
         option = options()[name]
         published = option.variable and switches & set(option.when)
-        if name not in plain and name not in ABOUT_THE_JOB and name not in ("module", "no_python") and not published:
+        if name not in plain and not published:
             raise ConfigurationError(
                 f"--{name} has no effect on a job of SageMaker: ec2_instance_type, num_machines and distributed_type "
                 "of the configuration file set where its processes run"

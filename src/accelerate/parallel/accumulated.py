@@ -64,7 +64,7 @@ class AccumulatedGradients:
         for name, sharded in gathered:
             unsharded = sharded._unsharded_param
             found.append(_Place(f"{name} (shard)", sharded.sharded_param, "grad", sharded.sharded_param))
-            found.append(_Place(f"{name} (whole)", unsharded, "grad", unsharded))
+            found.append(_Place(f"{name} (unsharded)", unsharded, "grad", unsharded))
             found.append(_Place(f"{name} (sum)", sharded, "unsharded_accumulated_grad", unsharded))
         if len(gathered) == len(self._sharded):
             self._known = found

@@ -98,17 +98,19 @@ class SavedInHostMemory:
             return tensor
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
-            parts = {name: getattr(tensor, name) for name in names}  # a DTensor's mesh is one of them
-            parts = {name: self.pack(part) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
-            return _Wrapped(type(tensor), parts, context, tensor.size(), tensor.stride())
+            pieces = {name: getattr(tensor, name) for name in names}  # a DTensor's mesh is one of them
+            pieces = {
+                name: self.pack(part) if isinstance(part, torch.Tensor) else part for name, part in pieces.items()
+            }
+            return _Wrapped(type(tensor), pieces, context, tensor.size(), tensor.stride())
         return self.to_host(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """The saved tensor on its device, when the backward uses it."""
         if isinstance(packed, _Wrapped):
-            parts = {name: self.unpack(part) for name, part in packed.parts.items()}
+            pieces = {name: self.unpack(part) for name, part in packed.pieces.items()}
             kind: Any = packed.kind
-            made: torch.Tensor = kind.__tensor_unflatten__(parts, packed.context, packed.size, packed.stride)
+            made: torch.Tensor = kind.__tensor_unflatten__(pieces, packed.context, packed.size, packed.stride)
             return made
         if not isinstance(packed, _InHostMemory):
             found: torch.Tensor = packed
@@ -146,7 +148,7 @@ class _Wrapped:
     """A tensor that consists of others, such as a DTensor."""
 
     kind: type
-    parts: dict[str, Any]
+    pieces: dict[str, Any]
     context: Any
     size: Any
     stride: Any

@@ -96,8 +96,8 @@ def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dis
         if tensor.device != device:
             tensor.data = tensor.data.to(device)
         # Parts of quantized weights are sent as bytes: gloo has no messages in float8.
-        parts = inner_tensors(tensor.data).values()
-        locals_ += [part.view(torch.uint8) if part.itemsize == 1 else part for part in parts]
+        pieces = inner_tensors(tensor.data).values()
+        locals_ += [part.view(torch.uint8) if part.itemsize == 1 else part for part in pieces]
     _broadcast(locals_, group)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core import devices
 from ..core.trees import find_device, send_to_device
-from .module_hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from .module_hooks import ForwardThreads, ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from .names import Place, join, owner_of
 from .offload import OffloadedWeightsLoader, PrefixedDataset
 from .sizes import named_module_tensors
 from .streaming import FetchRequest
-from .subclasses import data_address, stored_bytes
+from .subclasses import data_address, inner_tensors, stored_bytes
 from .tensors import QUANTIZED, TiedCopies, as_device, register, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 
@@ -45,6 +47,8 @@ class AlignDevicesHook(ModelHook):
     submodules. With `io_same_device` outputs go back to the device that the inputs came from; `skip_keys` are keyword
     arguments, or keys of a dictionary, that are left where they are. `tied_params_map` holds the copies of tied
     weights that are on a device, by the address of the data, so that one copy serves all.
+
+    Several threads may call the module at a time: the first brings the weights, and the last to end takes them away.
     """
 
     def __init__(
@@ -61,22 +65,33 @@ class AlignDevicesHook(ModelHook):
         self.execution_device = execution_device
         self.offload = offload
         self.io_same_device = io_same_device
-        self.weights_map: Weights | None = weights_map
+        self._streamed: dict[torch.device, FetchRequest] = {}
+        self.weights_map = weights_map
         self.offload_buffers = offload_buffers
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
         self.tied_params_map: TiedCopies | None = tied_params_map
         self.input_device: torch.device | None = None
+        self._input_devices: dict[int, torch.device | None] = {}  # by thread
+        self._threads = ForwardThreads()
+        self._brought_on = 0  # the stream of the accelerator, by its id
         self.original_devices: dict[str, torch.device] = {}
         # Tensors that are not this hook's to move: placed one by one, or tied to one that stays on the device.
         self.resident: set[str] = set()
         # What the module holds on the meta device while its weights are here, to be put back afterwards.
         self._placeholders: dict[str, torch.Tensor] = {}
         self._borrowed: list[tuple[int, torch.device]] = []
-        self._streamed: dict[torch.device, FetchRequest] = {}
-        self._stream = (
-            weights_map.stream if isinstance(weights_map, (PrefixedDataset, OffloadedWeightsLoader)) else None
-        )
+
+    @property
+    def weights_map(self) -> Weights | None:
+        """Where the offloaded weights are. Others may replace it, as peft does with a dictionary to merge adapters."""
+        return self._weights
+
+    @weights_map.setter
+    def weights_map(self, weights: Weights | None) -> None:
+        self._weights = weights
+        self._stream = weights.stream if isinstance(weights, (PrefixedDataset, OffloadedWeightsLoader)) else None
+        self._streamed = {}
 
     def __repr__(self) -> str:
         names = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -110,27 +125,32 @@ class AlignDevicesHook(ModelHook):
         """Load offloaded weights, and move the inputs to the execution device."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
+            if not torch.compiler.is_compiling():
+                self._input_devices[threading.get_ident()] = self.input_device
+        if self.execution_device is not None:
+            target = as_device(self.execution_device)
+            args = send_to_device(args, target)
+            kwargs = send_to_device(kwargs, target, skip_keys=self.skip_keys)
+        # Last: if the inputs cannot be moved, there is nothing to take away.
         if self.offload:
             _call_untraced(self._bring_all, module)
-        device = self.execution_device
-        if device is None:
-            return args, kwargs
-        target = as_device(device)
-        return (
-            send_to_device(args, target),
-            send_to_device(kwargs, target, skip_keys=self.skip_keys),
-        )
+        return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Release offloaded weights, and move the output to the device of the inputs if `io_same_device` is set."""
         if self.offload:
             _call_untraced(self._take_away, module)
-        if self.io_same_device and self.input_device is not None:
-            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        if self.io_same_device:
+            device = self.input_device
+            if not torch.compiler.is_compiling():
+                device = self._input_devices.pop(threading.get_ident(), device)
+            if device is not None:
+                output = send_to_device(output, device, skip_keys=self.skip_keys)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
         """Release offloaded weights."""
+        self._input_devices.pop(threading.get_ident(), None)
         if self.offload:
             # Where memory ran out, the weights of the modules that were running would stay in its way.
             self._take_away(module)
@@ -151,11 +171,36 @@ class AlignDevicesHook(ModelHook):
 
     def _bring_all(self, module: nn.Module) -> None:
         offloaded = self.offloaded(module)
+        # Also where another thread has brought the weights: the stream learns the order of the modules from this.
         fetched = self._fetch(offloaded)
-        for name, tensor in offloaded:
-            if tensor.is_meta:
-                self._placeholders[name] = tensor
-            self._bring(module, name, fetched.get(name))
+
+        def bring() -> None:
+            for name, tensor in offloaded:
+                if tensor.is_meta:
+                    self._placeholders[name] = tensor
+                self._bring(module, name, fetched.get(name))
+            if (stream := self._current_stream()) is not None:
+                self._brought_on = stream.stream_id
+
+        self._threads.enter(bring, lambda: self._release(module), lambda: self._join(module))
+
+    def _current_stream(self) -> torch.Stream | None:
+        """Return the stream of this thread on the execution device; None where that is no accelerator here."""
+        device = None if self.execution_device is None else as_device(self.execution_device)
+        if device is None or device.type in ("cpu", "meta") or device.type != devices.accelerator_type():
+            return None
+        return torch.accelerator.current_stream(device)
+
+    def _join(self, module: nn.Module) -> None:
+        """Let this thread's stream use the weights that another thread has brought, perhaps on a stream of its own."""
+        stream = self._current_stream()
+        if stream is None or stream.stream_id == self._brought_on:
+            return
+        # The copies to the device may not have ended, and this stream may be the last to use the memory.
+        torch.accelerator.synchronize(stream.device)
+        for _, tensor in self.offloaded(module):
+            for inner in inner_tensors(tensor).values():
+                inner.record_stream(stream)
 
     def _fetch(self, offloaded: list[tuple[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
         """Return the weights that were fetched ahead for this forward, and fetch those of the next modules."""
@@ -178,6 +223,9 @@ class AlignDevicesHook(ModelHook):
         return self._stream.fetch(streamed)
 
     def _take_away(self, module: nn.Module) -> None:
+        self._threads.leave(lambda: self._release(module))
+
+    def _release(self, module: nn.Module) -> None:
         """Leave the offloaded weights, and the copies of tied ones that this hook brought."""
         offloaded = self.offloaded(module)
         for name, _ in offloaded:
@@ -195,7 +243,7 @@ class AlignDevicesHook(ModelHook):
             if copies is not None:
                 copies.pop(device, None)
         self._borrowed = []
-        if self._stream is not None and not any(request.is_ready() for request in self._streamed.values()):
+        if self._stream is not None and not any(request.is_ready() for request in list(self._streamed.values())):
             self._stream.release(offloaded)
 
     def _read(self, name: str) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.errors import PrepareError
+from ..core.errors import CheckpointError, PrepareError
 from ..core.imports import is_available
 from .align import attach_align_device_hook_on_blocks, offloading_hook, restore_offloaded
 from .module_hooks import guard_moves
@@ -19,7 +19,7 @@ from .names import Place, as_device_map, device_for, is_within, join, owner_of, 
 from .offload import INDEX_NAME, OffloadedWeightsLoader, extract_submodules_state_dict, offload_state_dict
 from .sizes import named_module_tensors
 from .subclasses import data_address
-from .tensors import TiedCopies, as_device, set_module_tensor_to_device
+from .tensors import QUANTIZED, TiedCopies, as_device, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -66,6 +66,32 @@ def dispatch(
         for place in kinds:
             model.to(as_device(place))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+
+
+def check_complete(model: nn.Module, weights: Mapping[str, torch.Tensor], offload_buffers: bool) -> None:
+    """Raise CheckpointError where a weight of the model that would be offloaded has no values in `weights`."""
+    stay = set() if offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in stay or not isinstance(tensor, torch.Tensor):
+            continue
+        folder = getattr(weights, "save_folder", None)
+        origin = "the state dict" if folder is None else f"the offload folder {folder}"
+        if name not in weights:
+            raise CheckpointError(
+                f"{origin} lacks {name} of {type(model).__name__}: "
+                + ("give the complete state_dict" if folder is None else "it is of another model; give an empty one")
+            )
+        if folder is None and weights[name].is_meta:
+            raise CheckpointError(
+                f"{name} of {type(model).__name__} is on the meta device and has no values to offload: load a "
+                "checkpoint first (load_checkpoint_and_dispatch does both), or give a state_dict"
+            )
+        shape = getattr(weights, "index", {}).get(name, {}).get("shape")
+        if shape is not None and type(tensor).__name__ not in QUANTIZED and tuple(shape) != tensor.shape:
+            raise CheckpointError(
+                f"{origin} has {name} of the shape {tuple(shape)}, and that of {type(model).__name__} is "
+                f"{tuple(tensor.shape)}: it is of another model; give an empty folder"
+            )
 
 
 def _apart(model: nn.Module, places: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,6 +178,7 @@ def _attach(
     weights = _offloaded_weights(model, places, offloaded, state_dict, offload_dir, offload_index)
     if weights is not None:
         _name_tied(weights, model, tied)
+        _keep_unlisted(weights, model, places, offloaded)
         for name in (name for group in tied for name in group):
             # A checkpoint has one name of a tied weight, which may be on the disk while this one stays in memory.
             place = device_for(name, places)
@@ -222,6 +249,19 @@ def _name_tied(weights: OffloadedWeightsLoader, model: nn.Module, tied: list[lis
                 weights.aliases[name] = stored
             elif present is not None:
                 weights.state_dict = {**weights.state_dict, name: present.detach()}
+
+
+def _keep_unlisted(
+    weights: OffloadedWeightsLoader, model: nn.Module, places: Mapping[str, Any], offloaded: Sequence[str]
+) -> None:
+    """Keep in memory the weights that are to be offloaded and are stored nowhere, such as those of a new head."""
+    unlisted = {
+        name: parameter.detach().to("cpu")
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in weights and not parameter.is_meta and device_for(name, places) in offloaded
+    }
+    if unlisted:
+        weights.state_dict = {**weights.state_dict, **unlisted}
 
 
 def _tied_copies(model: nn.Module, tied: list[list[str]], weights: OffloadedWeightsLoader | None) -> TiedCopies:

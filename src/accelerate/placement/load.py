@@ -17,11 +17,11 @@ from torch.nn.parameter import is_lazy
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.modules import model_has_dtensor
 from .names import DeviceMap, Place, as_device_map, device_for, entry_for, tensor_at
-from .offload import load_offloaded_weight, offload_weight, save_offload_index
+from .offload import check_folder, load_offloaded_weight, offload_weight, save_offload_index
 from .sizes import as_dtype
 from .tensors import PACKED, as_device, check_devices, main_device, quantize_8bit, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
-from .weight_files import SafetensorsFile, checkpoint_files, open_weights, shapes_in
+from .weight_files import SafetensorsFile, checkpoint_files, indexed_files, open_weights, shapes_in
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -126,6 +126,8 @@ def load_checkpoint_in_model(
         result.find_missing(model, tied)
         result.check_strict(model, checkpoint, strict)
         result.check_fits(model, checkpoint, fill_meta)
+        if offload_folder is not None:
+            check_folder(offload_folder)
         placement.load(files, spill=offload_state_dict)
     # The name that was loaded is the one to keep: the others may have the values that the model was initialised with.
     retie_parameters(model, [sorted(group, key=lambda name: name not in result.loaded) for group in tied])
@@ -163,8 +165,20 @@ class _Result:
             raise CheckpointError(f"{checkpoint} does not fit {kind} (strict=True): {'; '.join(differences)}")
 
     def check_fits(self, model: nn.Module, checkpoint: Any, fill_meta: bool) -> None:
-        """Raise CheckpointError where nothing would be loaded, or with `fill_meta` a weight would get no values."""
+        """Raise CheckpointError where the checkpoint is incomplete or of another model.
+
+        That is: a file lacks a weight of the model that the index names; nothing would be loaded; with `fill_meta` a
+        weight would get no values.
+        """
         kind = type(model).__name__
+        absent = {name: file for name, file in indexed_files(checkpoint).items() if name in self.missing}
+        if absent:
+            name, file = next(iter(absent.items()))
+            others = f" ({len(absent) - 1} more weights are missing in the same way)" if len(absent) > 1 else ""
+            raise CheckpointError(
+                f"the index of {checkpoint} names {file} for {name}, and that file does not have it{others}. The "
+                "files are not of one checkpoint: download or save it again. Nothing was loaded."
+            )
         if self.unexpected and self.missing and not self.loaded:
             raise CheckpointError(
                 f"{checkpoint} has no weight of {kind}: it has {_some(self.unexpected)}, and the model has "
@@ -263,7 +277,7 @@ def _load_unsharded(model: nn.Module, checkpoint: Any, tied: list[list[str]]) ->
     if by_module:
         found = _Result()
         found.loaded, found.unexpected = shapes.keys() & result.missing, shapes.keys() - result.missing
-        found.missing = result.missing - shapes.keys()
+        found.find_missing(model, tied)
         found.check_fits(model, checkpoint, fill_meta=False)
 
     def flush(part: dict[str, Any]) -> None:
@@ -406,7 +420,10 @@ class _Placement:
                 continue
             result.loaded.add(name)
             if entry_for(name, self.device_map) is None:
-                raise ValueError(f"{name} doesn't have any device set.")
+                raise ValueError(
+                    f"{name} doesn't have any device set. Add it, a module that it is in, or '' for all others to the "
+                    "device map."
+                )
             old = tensor_at(self.model, name)
             if shape is None:
                 raise CheckpointError(f"{checkpoint}: {name} is not a tensor")

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +47,64 @@ class ModelHook:
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Called once, when the hook is removed; returns the module."""
         return module
+
+
+class _Token:
+    """An object of a thread that lives as long as it."""
+
+
+class _ThisThread(threading.local):
+    def __init__(self) -> None:
+        self._token = _Token()
+        self.reference = weakref.ref(self._token)
+
+
+_this_thread = _ThisThread()
+
+
+class ForwardThreads:
+    """The threads that are in the forward of one module: the first prepares the module, the last undoes that.
+
+    The lock is held for these two only, never during a forward, which may call modules in other threads. A thread
+    counts once: after a `pre_forward` that no `post_forward` follows, the next forward of the thread makes up for it.
+    One that has ended does not count.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._threads: set[weakref.ref[_Token]] = set()
+
+    def __reduce__(self) -> Any:
+        # A copy of a module has its own forwards.
+        return ForwardThreads, ()
+
+    def enter(
+        self, prepare: Callable[[], None], undo: Callable[[], None], join: Callable[[], None] | None = None
+    ) -> None:
+        """Call `prepare`, or `join` if another thread is in the forward; `undo` what fails to be prepared."""
+        thread = _this_thread.reference
+        with self._lock:
+            if self._is_free(thread):
+                try:
+                    prepare()
+                except BaseException:
+                    self._threads.clear()
+                    undo()
+                    raise
+            elif join is not None:
+                join()
+            self._threads.add(thread)
+
+    def leave(self, undo: Callable[[], None]) -> None:
+        """Call `undo` unless another thread is still in the forward."""
+        with self._lock:
+            self._threads.discard(_this_thread.reference)
+            if self._is_free():
+                undo()
+
+    def _is_free(self, thread: weakref.ref[_Token] | None = None) -> bool:
+        """Return whether no other thread is in the forward."""
+        return not self._threads or all(other is thread or other() is None for other in self._threads)
 
 
 class SequentialHook(ModelHook):

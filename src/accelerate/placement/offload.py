@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core import json_text
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write, require_regular
 from .names import Place, is_within
 from .sizes import as_dtype
@@ -117,9 +118,21 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
         json.dump({**known, **index}, file, indent=2)
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Make an offload folder; raises ConfigurationError where no file can be written to it."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigurationError(
+            f"the offload folder {folder} cannot be written to ({error.strerror or error}): give another folder"
+        ) from error
+
+
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
     """Write every weight of a state dict, and the index of them, to the folder `save_dir`."""
-    os.makedirs(save_dir, exist_ok=True)
+    check_folder(save_dir)
     index: Index = {}
     for name, weight in state_dict.items():
         offload_weight(weight, name, save_dir, index)

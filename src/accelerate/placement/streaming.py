@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -72,13 +73,21 @@ class _Fetched:
         return self.values
 
 
+class _Position(threading.local):
+    """Where one thread is in the forward of a model."""
+
+    def __init__(self) -> None:
+        self.last = (-1, -1)  # the last two modules
+        self.ahead: dict[int, Future[_Fetched]] = {}
+
+
 class WeightStream:
     """Fetches the weights of the modules that run next while the current one computes.
 
     It learns the order in which modules run from the run itself: what followed a pair of modules last time is expected
     to follow it again. A wrong guess costs the time of that fetch; its weights are dropped when the next module
     starts. What is fetched ahead is at most as large as the largest module, or one module if all are larger than what
-    remains, so that two modules are in memory at a time.
+    remains, so that two modules are in memory at a time, for each thread that calls the model.
 
     On the CPU, weights in files are mapped, and their pages are read ahead if they are not in memory. For accelerators
     they are copied from pinned memory on a stream of their own.
@@ -87,10 +96,10 @@ class WeightStream:
     def __init__(self) -> None:
         self._requests: dict[int, FetchRequest] = {}
         self._next: dict[tuple[int, int], int] = {}
-        self._last = (-1, -1)  # the last two modules
-        self._ahead: dict[int, Future[_Fetched]] = {}
+        self._position = _Position()
         self._largest = 0
         self._executor: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # for the making of the executor
         self._copies: dict[torch.device, torch.Stream] = {}
 
     def __reduce__(self) -> Any:
@@ -108,15 +117,17 @@ class WeightStream:
         module = request.module
         self._requests[module] = request
         self._largest = max(self._largest, request.size)
-        self._next[self._last] = module
-        self._last = (self._last[1], module)
-        present = self._ahead.pop(module, None)
-        expected = self._expected()
-        for other in [number for number in self._ahead if number not in expected]:
-            self._ahead.pop(other).cancel()
+        position = self._position
+        self._next[position.last] = module
+        position.last = (position.last[1], module)
+        ahead = position.ahead
+        present = ahead.pop(module, None)
+        expected = self._expected(position.last)
+        for other in [number for number in ahead if number not in expected]:
+            ahead.pop(other).cancel()
         for number in expected:
-            if number not in self._ahead and not self._requests[number].is_ready():
-                self._ahead[number] = self._submit(self._fetch, self._requests[number])
+            if number not in ahead and not self._requests[number].is_ready():
+                ahead[number] = self._submit(self._fetch, self._requests[number])
         return {} if present is None else present.result().take(request.device)
 
     def release(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -124,11 +135,11 @@ class WeightStream:
         if self._executor is not None:
             self._submit(tensors.clear)
 
-    def _expected(self) -> list[int]:
-        """The modules that should run next, as many as may be fetched ahead."""
+    def _expected(self, last: tuple[int, int]) -> list[int]:
+        """The modules that should run after the `last` two, as many as may be fetched ahead."""
         found: list[int] = []
-        last, left = self._last, self._largest
-        while (number := self._next.get(last)) is not None and number not in (*found, self._last[1]):
+        running, left = last[1], self._largest
+        while (number := self._next.get(last)) is not None and number not in (*found, running):
             left -= self._requests[number].size
             if left < 0 and found:
                 break
@@ -138,8 +149,9 @@ class WeightStream:
 
     def _submit(self, function: Any, *arguments: Any) -> Future[Any]:
         if self._executor is None:
-            # One thread: it drops what was used before it fetches what comes.
-            self._executor = ThreadPoolExecutor(1, "weights")
+            with self._lock:
+                # One thread: it drops what was used before it fetches what comes.
+                self._executor = self._executor or ThreadPoolExecutor(1, "weights")
         return self._executor.submit(function, *arguments)
 
     def _fetch(self, request: FetchRequest) -> _Fetched:

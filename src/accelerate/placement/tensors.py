@@ -53,6 +53,8 @@ def as_device(device: Place) -> torch.device:
 
 def check_devices(device_map: Mapping[str, Any]) -> None:
     """Raise ConfigurationError for an entry of a device map that names a device which this machine does not have."""
+    if torch._guards.detect_fake_mode() is not None:
+        return  # tensors without data may be on any device
     kind = devices.accelerator_type()
     for name, place in device_map.items():
         if place == "disk":
@@ -102,8 +104,10 @@ def set_module_tensor_to_device(
     target = as_device(device)
     source = value if value is not None else old
     copies = _copies_of(source, tied_params_map)
-    if copies is not None and target in copies:
-        register(owner, leaf, copies[target])
+    # One look: the forward of a module that is tied to this one may end in another thread and remove the copy.
+    present = None if copies is None else copies.get(target)
+    if present is not None:
+        register(owner, leaf, present)
         return
     if value is None and old.device.type == "meta" and target.type != "meta":
         raise ValueError(f"{tensor_name} is on the meta device, we need a `value` to put in on {device}.")

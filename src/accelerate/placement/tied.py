@@ -91,7 +91,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     """A state dict as safetensors can write it: every tensor contiguous, in separate memory, and once.
 
     Of several names for one tensor the first stays, and a warning in the log names the others: they come back where
-    the model ties them. Views that only share memory (rows of one matrix, say) are all kept, as copies.
+    the model ties them. Views that only share memory (rows of one matrix, for example) are all kept, as copies.
     """
     names: dict[Any, list[str]] = defaultdict(list)
     for name, value in state_dict.items():

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -61,7 +62,8 @@ def _unpickled(path: str, mapped: bool) -> Mapping[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except READ_ERRORS as error:
-        raise CheckpointError(f"{path} cannot be read as a state dict: {error}") from error
+        reason = str(error) or "it is empty or incomplete"
+        raise CheckpointError(f"{path} cannot be read as a state dict: {reason}") from error
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
     if not all(isinstance(name, str) for name in state):
@@ -137,12 +139,32 @@ def checkpoint_files(checkpoint: str | os.PathLike[str]) -> list[str]:
 
     Raises ValueError where there is no checkpoint at that path, or several.
     """
+    path = _file_or_index(checkpoint)
+    if not _is_index(path):
+        return [path]
+    files = sorted(set(_indexed(path).values()))
+    if missing := [file for file in files if not os.path.isfile(file)]:
+        raise CheckpointError(f"{path} names files that do not exist: {', '.join(missing)}")
+    return files
+
+
+def indexed_files(checkpoint: str | os.PathLike[str]) -> dict[str, str]:
+    """{name of a weight: its file} of a sharded checkpoint, by its index; empty for any other checkpoint."""
+    path = _file_or_index(checkpoint)
+    return _indexed(path) if _is_index(path) else {}
+
+
+def _is_index(path: str) -> bool:
+    return path.endswith(".index.json")
+
+
+def _file_or_index(checkpoint: str | os.PathLike[str]) -> str:
     path = os.fspath(checkpoint)
     if os.path.isdir(path):
-        indices = [name for name in os.listdir(path) if name.endswith(".index.json")]
+        indices = [name for name in os.listdir(path) if _is_index(name)]
         single = [name for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME) if os.path.isfile(os.path.join(path, name))]
         if single:
-            return [os.path.join(path, single[0])]
+            return os.path.join(path, single[0])
         if not indices:
             raise ValueError(
                 f"{path} is not a folder containing a `.index.json` file or a {WEIGHTS_NAME} or a {SAFE_WEIGHTS_NAME} "
@@ -156,10 +178,10 @@ def checkpoint_files(checkpoint: str | os.PathLike[str]) -> list[str]:
             "`checkpoint` should be the path to a file containing a whole state dict, or the index of a sharded "
             f"checkpoint, or a folder containing a sharded checkpoint or the whole state dict, but got {path}."
         )
-    return _shards(path) if path.endswith(".index.json") else [path]
+    return path
 
 
-def _shards(index_file: str) -> list[str]:
+def _indexed(index_file: str) -> dict[str, str]:
     try:
         index = json_text.read(index_file, numbers=True)
     except (OSError, json_text.JSONTextError) as error:
@@ -167,15 +189,11 @@ def _shards(index_file: str) -> list[str]:
     places = index.get("weight_map", index) if isinstance(index, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise CheckpointError(f"the index {index_file} does not map names of weights to names of files")
-    names = sorted(set(places.values()))
-    for name in names:
+    for name in places.values():
         if not name or "\0" in name or os.path.isabs(name) or ".." in name.split("/"):
             raise CheckpointError(f"the index {index_file} names a file outside of its folder: {name[:200]!r}")
-    files = [os.path.join(os.path.dirname(index_file), name) for name in names]
-    missing = [file for file in files if not os.path.isfile(file)]
-    if missing:
-        raise CheckpointError(f"{index_file} names files that do not exist: {', '.join(missing)}")
-    return files
+    folder = os.path.dirname(index_file)
+    return {weight: os.path.join(folder, name) for weight, name in places.items()}
 
 
 # The names of dtypes in the header of a safetensors file.
@@ -212,6 +230,7 @@ class SafetensorsFiles:
         self._kept: dict[str, _KeptFile] = {}
         self._room = 0  # bytes that may stay mapped, of what was free at `_measured` (seconds)
         self._measured = -math.inf
+        self._lock = threading.Lock()  # for the mappings that stay
 
     def keep(self, path: str | os.PathLike[str]) -> None:
         """Read this file from now on, also after it has been removed or another one has taken its place.
@@ -239,19 +258,20 @@ class SafetensorsFiles:
         kept = self._kept.get(file)
         if kept is None or name in kept.written:
             return self.tensor(file, name)
-        tensor = self._read(file, name, kept.mapping)
-        new = name not in kept.tensors
-        if not self._may_stay(tensor.nbytes if new else 0):
-            return self.tensor(file, name)
-        if tensor.nbytes and not is_unwritten(tensor.data_ptr(), tensor.nbytes):
-            # What a forward writes to its weights is lost afterwards.
-            kept.written.add(name)
-            kept.unmap()
-            return self.tensor(file, name)
-        if new:
-            kept.tensors[name] = (tensor.data_ptr(), tensor.nbytes)
-            kept.size += tensor.nbytes
-        return tensor
+        with self._lock:
+            tensor = self._read(file, name, kept.mapping)
+            new = name not in kept.tensors
+            if not self._may_stay(tensor.nbytes if new else 0):
+                return self.tensor(file, name)
+            if tensor.nbytes and not is_unwritten(tensor.data_ptr(), tensor.nbytes):
+                # What a forward writes to its weights is lost afterwards.
+                kept.written.add(name)
+                kept.unmap()
+                return self.tensor(file, name)
+            if new:
+                kept.tensors[name] = (tensor.data_ptr(), tensor.nbytes)
+                kept.size += tensor.nbytes
+            return tensor
 
     def is_ready(self, path: str | os.PathLike[str], name: str) -> bool:
         """Return whether `shared` has returned the tensor before and its pages are still in memory."""

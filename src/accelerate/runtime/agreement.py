@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -258,6 +259,8 @@ class Agreement:
 
 # By the group's own store, which must not be kept: rank 0's hosts the server, and the next group needs a new one.
 _CONNECTIONS: weakref.WeakKeyDictionary[Any, Connection] = weakref.WeakKeyDictionary()
+# The hang watch connects in its own thread. Two connections would count the rounds of this rank twice.
+_CONNECTING = threading.Lock()
 
 
 def default_connection() -> Connection:
@@ -267,9 +270,10 @@ def default_connection() -> Connection:
     after that time where the first try met a busy server). Threads share it: each of our operations is short.
     """
     default: Any = dist.distributed_c10d._get_default_store()
-    if default not in _CONNECTIONS:
-        _CONNECTIONS[default] = Connection(default.clone())
-    return _CONNECTIONS[default]
+    with _CONNECTING:
+        if default not in _CONNECTIONS:
+            _CONNECTIONS[default] = Connection(default.clone())
+        return _CONNECTIONS[default]
 
 
 def pauses() -> Iterator[float]:

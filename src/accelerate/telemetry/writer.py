@@ -90,7 +90,9 @@ class TelemetryWriter:
         self._steps = self._events_fd = -1
         self._count = 0
         # Of the records so far, for those who publish them: samples and tokens of all, the loss of the last.
-        self.samples = self.tokens = self.loss = math.nan
+        self.samples: float = math.nan
+        self.tokens: float = math.nan
+        self.loss: float = math.nan
         self.memory: tuple[float, float] = (math.nan, math.nan)  # bytes on the device and on the host
         self._memory_at = -math.inf
         self._start()
@@ -298,7 +300,9 @@ class TelemetryWriter:
         self.append = _discard
         self._records.clear()
         self._events = deque(maxlen=0)
-        self.samples = self.tokens = self.loss = math.nan
+        self.samples = math.nan
+        self.tokens = math.nan
+        self.loss = math.nan
         for descriptor in (self._steps, self._events_fd):
             if descriptor >= 0:
                 os.close(descriptor)

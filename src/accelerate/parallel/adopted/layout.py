@@ -94,13 +94,13 @@ def derive(descriptions: Sequence[Description]) -> Layout:
         groups: list[Ranks] = []
         for column in sorted(set(columns.values())):
             # Those that a backward has summed over already; the rest averages ranks at the same place of each.
-            parts: dict[frozenset[int], list[int]] = {}
+            pieces: dict[frozenset[int], list[int]] = {}
             for rank in column:
-                parts.setdefault(reached[rank], []).append(rank)
+                pieces.setdefault(reached[rank], []).append(rank)
             for rank in column:
-                count = len(parts[reached[rank]])
+                count = len(pieces[reached[rank]])
                 _check_divisor(name, kind[rank].divisor or len(summed[rank]), count, len(column))
-            groups += zip(*parts.values(), strict=True)
+            groups += zip(*pieces.values(), strict=True)
         averages.append(tuple(groups))
     return Layout(shards, tuple(averages))
 

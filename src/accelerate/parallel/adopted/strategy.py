@@ -171,8 +171,8 @@ def _name_of(sharings: Averages) -> str:
     """The name of the strategy, with the sizes of the meshes."""
     found = set()
     for sharing in sharings:
-        parts = {"fsdp": sharing.averaged, "split": sharing.split}
-        sizes = {word: "x".join(str(len(ranks)) for ranks in groups) for word, groups in parts.items() if groups}
+        pieces = {"fsdp": sharing.averaged, "split": sharing.split}
+        sizes = {word: "x".join(str(len(ranks)) for ranks in groups) for word, groups in pieces.items() if groups}
         found.add(" ".join(f"{word} {size}" for word, size in sizes.items()))
     return f"sharded before prepare ({', '.join(sorted(found - {''})) or 'one rank'})"
 

@@ -33,9 +33,9 @@ class Tile:
     keys: tuple[tuple[int, slice], ...]
     block: Block
 
-    def join(self, parts: Mapping[int, KeyValue]) -> KeyValue:
+    def join(self, shards: Mapping[int, KeyValue]) -> KeyValue:
         """Concatenate the keys and values of this tile, given those of each rank."""
-        found = [tuple(part[:, :, keys] for part in parts[source]) for source, keys in self.keys]
+        found = [tuple(part[:, :, keys] for part in shards[source]) for source, keys in self.keys]
         key, value = found[0] if len(found) == 1 else (torch.cat(part, dim=2) for part in zip(*found, strict=True))
         return key, value
 
@@ -153,8 +153,8 @@ class KeyValueExchange:
         for piece, (_, d_key, d_value) in zip(pieces, found, strict=True):
             lengths = [self.own[0][:, :, keys].shape[2] for _, keys in piece.keys]
             split = zip(d_key.split(lengths, dim=2), d_value.split(lengths, dim=2), strict=True)
-            for (source, keys), parts in zip(piece.keys, split, strict=True):
-                for total, part in zip(self.sums(source), parts, strict=True):
+            for (source, keys), shards in zip(piece.keys, split, strict=True):
+                for total, part in zip(self.sums(source), shards, strict=True):
                     total[:, :, keys] += part
 
 
@@ -166,9 +166,9 @@ class Gather(KeyValueExchange):
     def arrivals(self) -> Iterator[tuple[Sequence[int], Mapping[int, KeyValue]]]:
         """Gather the keys of all ranks once, then yield them in groups."""
         everyone = transport.all_gather(pack(*self.own), self.exchange.group)
-        parts = {source: unpack(message, self.own) for source, message in enumerate(everyone.unbind())}
+        shards = {source: unpack(message, self.own) for source, message in enumerate(everyone.unbind())}
         for sources in self.exchange.groups():
-            yield sources, parts
+            yield sources, shards
 
     def sums(self, source: int) -> KeyValue:
         """Return the sum of the gradients for the keys of `source`."""
@@ -267,9 +267,9 @@ class ExchangedAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """Compute the attention of this rank's queries to all keys."""
         merger = Merger(query, value.shape[-1])
-        for sources, parts in exchange.method(exchange, key, value).arrivals():
+        for sources, shards in exchange.method(exchange, key, value).arrivals():
             for piece in exchange.pieces(sources, query.shape[2]):
-                merger.add(piece.queries, attend(query[:, :, piece.queries], *piece.join(parts), piece.block))
+                merger.add(piece.queries, attend(query[:, :, piece.queries], *piece.join(shards), piece.block))
         out, lse = merger.result()
         # One tensor more than torch's attention saves. A checkpointed layer that is recomputed outside of the block
         # would attend to its own rows only; torch notices by the number of saved tensors.
@@ -286,9 +286,9 @@ class ExchangedAttention(torch.autograd.Function):
         of = Attended(query, key, value, out, lse, gradient.contiguous())
         d_query = torch.zeros_like(query, dtype=accumulator(query.dtype))
         travel = exchange.method(exchange, key, value)
-        for sources, parts in travel.arrivals():
+        for sources, shards in travel.arrivals():
             pieces = exchange.pieces(sources, query.shape[2])
-            found = [attend_backward(of.part(piece.queries, *piece.join(parts)), piece.block) for piece in pieces]
+            found = [attend_backward(of.part(piece.queries, *piece.join(shards)), piece.block) for piece in pieces]
             for piece, (d_part, *_) in zip(pieces, found, strict=True):
                 d_query[:, :, piece.queries] += d_part
             travel.add(pieces, found)

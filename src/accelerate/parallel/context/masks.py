@@ -148,8 +148,8 @@ class MaskReader:
             if mask.requires_grad and torch.is_grad_enabled():
                 raise self._refuse(mask, "it requires a gradient: give all of its rows")
             own = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
-            parts = transport.all_gather(own.flatten(), self.group).view(layout.ranks, *own.shape).to(mask.dtype)
-            mask = layout.join(list(parts), 2)
+            shards = transport.all_gather(own.flatten(), self.group).view(layout.ranks, *own.shape).to(mask.dtype)
+            mask = layout.join(list(shards), 2)
         if mask.shape[1] == heads > 1:
             mask = mask.unflatten(1, (layout.ranks, -1)).select(1, layout.rank)
         return Visibility(mask=mask)

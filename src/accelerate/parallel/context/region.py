@@ -206,15 +206,15 @@ class ContextParallel:
             yield
 
     def _region(
-        self, length: int, parts: Iterable[torch.Tensor], full_tensors: Iterable[torch.Tensor], strict: bool = True
+        self, length: int, pieces: Iterable[torch.Tensor], full_tensors: Iterable[torch.Tensor], strict: bool = True
     ) -> SequenceRegion:
-        parts = list(parts)
+        pieces = list(pieces)
         # Only integer tensors (token ids, labels, positions) are needed again in full.
         known = WeakTensorKeyDictionary()
-        for part, full in zip(parts, full_tensors, strict=True):
+        for part, full in zip(pieces, full_tensors, strict=True):
             if not full.is_floating_point() and not full.is_complex():
                 known[part] = full
-        return SequenceRegion(self.layout, self.group, length, known, strict, has_tables=len(known) < len(parts))
+        return SequenceRegion(self.layout, self.group, length, known, strict, has_tables=len(known) < len(pieces))
 
     @contextlib.contextmanager
     def loader_block(self) -> Iterator[None]:
@@ -243,12 +243,12 @@ class ContextParallel:
         if labels is not None and found.get("shift_labels") is None:
             found["shift_labels"] = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
         split = {name: value for name, value in found.items() if _is_sequence(value, length)}
-        parts = {name: self.layout.take(value, 1) for name, value in split.items()}
-        self._batch = self._region(length, parts.values(), split.values(), strict=False)
+        pieces = {name: self.layout.take(value, 1) for name, value in split.items()}
+        self._batch = self._region(length, pieces.values(), split.values(), strict=False)
         self._batch.counted = counted
-        for part in parts.values():
+        for part in pieces.values():
             self._loader_batches[part] = self._batch
-        return {**found, **parts}
+        return {**found, **pieces}
 
     def of_inputs(self, given: Mapping[str, object], training: bool) -> SequenceRegion | None:
         """The split batch that a forward's inputs belong to. A loop may have taken several batches from its loader.

@@ -95,7 +95,7 @@ def _full_mask(sdpa_mask: Any, arguments: dict[str, Any], region: SequenceRegion
         wrapper = sys.modules[_MASKING].packed_sequence_compatibility_function
         function = wrapper(function, positions.to(arguments["device"]), documents.to(arguments["device"]))
     size = length // layout.multiple
-    parts = [(size, i * size) for i in layout.chunks(layout.rank)] if layout.balanced else [(length, 0)]
+    chunks = [(size, i * size) for i in layout.chunks(layout.rank)] if layout.balanced else [(length, 0)]
     arguments = {
         **arguments,
         "kv_length": length,
@@ -105,7 +105,7 @@ def _full_mask(sdpa_mask: Any, arguments: dict[str, Any], region: SequenceRegion
         "allow_is_causal_skip": False,
         "allow_is_bidirectional_skip": False,
     }
-    found = [compact(sdpa_mask(**{**arguments, "q_length": rows, "q_offset": first})) for rows, first in parts]
+    found = [compact(sdpa_mask(**{**arguments, "q_length": rows, "q_offset": first})) for rows, first in chunks]
     return torch.cat(found, dim=2).expand(arguments["batch_size"], -1, -1, -1)
 
 

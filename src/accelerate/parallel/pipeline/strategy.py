@@ -315,7 +315,7 @@ class PipelineParallel(ShardedStrategy):
                 module._parameters[name] = chosen
         if left := materialize.where_meta(model):
             raise PrepareError(
-                f"{left} is outside of the units that stages are made of and has no weights: build the model with "
+                f"{left} is outside of the units that stages consist of and has no weights: build the model with "
                 "weights on rank 0"
             )
 

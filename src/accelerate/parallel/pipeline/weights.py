@@ -124,7 +124,7 @@ def drop_aliases(model: nn.Module, former: Mapping[int, str], origin: FindOrigin
 
 
 def initialise(stages: Iterable[nn.Module], device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Initialise units without weights, alike on all ranks of `group`, which have the same stages."""
+    """Initialise units without weights, identically on all ranks of `group`, which have the same stages."""
     for stage in stages:
         if materialize.where_meta(stage) is None:
             continue

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes in checkpoints, device maps and folders: an error that names the place, and a model that is as before."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accelerate import (
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
+
+PLACES = {"0": "cpu", "1": "disk", "2": "disk"}
+
+
+def build(seed=1, size=8):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(size, size) for _ in range(3)))
+
+
+@pytest.fixture(params=["safetensors", "bin"])
+def checkpoint(request, tmp_path):
+    """Two shards and their index; `write` writes a shard."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+
+    def write(number, weights):
+        path = folder / f"shard-{number}.{request.param}"
+        if request.param == "bin":
+            torch.save(weights, path)
+        else:
+            save_file(weights, path, metadata={"format": "pt"})
+        return path
+
+    state = build(0).state_dict()
+    shards = [{name: value for name, value in state.items() if (name[0] == "2") == bool(number)} for number in (0, 1)]
+    index = {name: write(number, shard).name for number, shard in enumerate(shards) for name in shard}
+    (folder / f"model.{request.param}.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder, write, shards
+
+
+def remove(folder, write):
+    next(folder.glob("shard-1.*")).unlink()
+
+
+def cut(folder, write):
+    path = next(folder.glob("shard-1.*"))
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty(folder, write):
+    next(folder.glob("shard-1.*")).write_bytes(b"")
+
+
+def take_weight(folder, write):
+    write(1, {"2.bias": torch.zeros(8)})
+
+
+def take_names(folder, write):
+    for number in (0, 1):
+        write(number, {f"layers.{number}": torch.zeros(8)})
+    index = next(folder.glob("*.index.json"))
+    index.write_text(
+        json.dumps({f"layers.{number}": next(folder.glob(f"shard-{number}.*")).name for number in (0, 1)})
+    )
+
+
+def take_shape(folder, write):
+    write(1, {"2.weight": torch.zeros(4, 8), "2.bias": torch.zeros(8)})
+
+
+def unindexed(folder, write):
+    next(folder.glob("*.index.json")).write_text("{")
+
+
+CHECKPOINTS = {
+    remove: r"index\.json names files that do not exist: .*shard-1",
+    cut: "shard-1",
+    empty: "shard-1.*(header too small|empty or incomplete)",
+    take_weight: r"names .*shard-1.* for 2\.weight, and that file does not have it",
+    take_names: r"has no weight of Sequential: it has layers\.0, layers\.1",
+    take_shape: r"2\.weight.*(checkpoint|does not fit)",
+    unindexed: r"index\.json cannot be read",
+}
+
+
+@pytest.mark.parametrize("damage", CHECKPOINTS, ids=lambda damage: damage.__name__)
+def test_a_checkpoint_that_cannot_be_loaded(checkpoint, damage, tmp_path):
+    folder, write, shards = checkpoint
+    index = next(folder.glob("*.index.json"))
+    text = index.read_text()
+    damage(folder, write)
+    model = build()
+    offload = tmp_path / "offload"
+    for load in (
+        lambda: load_checkpoint_in_model(model, folder),
+        lambda: load_checkpoint_and_dispatch(model, folder, PLACES, offload_folder=offload),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=CHECKPOINTS[damage]):
+            load()
+        check_unchanged(model)
+    index.write_text(text)
+    for number in (0, 1):
+        write(number, shards[number])
+    load_checkpoint_and_dispatch(model, folder, PLACES, offload_folder=offload)
+    torch.testing.assert_close(model(torch.ones(2, 8)), build(0)(torch.ones(2, 8)))
+
+
+def check_unchanged(model):
+    expected = build().state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def in_the_way(folder):
+    folder.write_text("")
+    return folder
+
+
+def of_another_model(folder, size=4):
+    disk_offload(build(size=size), folder)
+    return folder
+
+
+OFFLOADS = {
+    "a device that is not there": (lambda model, folder: dispatch_model(model, {"": "cuda:99"}), "cuda:99"),
+    "a word": (lambda model, folder: dispatch_model(model, {**PLACES, "1": "dsk"}, offload_dir=folder), "'dsk'"),
+    "a module without a device": (lambda model, folder: dispatch_model(model, {"0": "cpu"}), r"1\.weight"),
+    "main device": (lambda model, folder: dispatch_model(model, PLACES, "cuda:99", offload_dir=folder), "cuda:99"),
+    "cpu_offload": (lambda model, folder: cpu_offload(model, "cuda:99"), "cuda:99"),
+    "disk_offload": (lambda model, folder: disk_offload(model, folder, "cuda:99"), "cuda:99"),
+    "a file for a folder": (lambda model, folder: disk_offload(model, in_the_way(folder)), "offload folder .*written"),
+    "a file for a folder of a map": (
+        lambda model, folder: dispatch_model(model, PLACES, offload_dir=in_the_way(folder)),
+        "offload folder .*written",
+    ),
+    "weights of another model": (lambda model, folder: disk_offload(model, of_another_model(folder)), r"\(4, 4\)"),
+    "part of a state dict": (
+        lambda model, folder: cpu_offload(model, state_dict={"0.weight": model[0].weight}),
+        r"lacks 0\.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OFFLOADS)
+def test_an_offload_that_cannot_work(case, tmp_path):
+    call, message = OFFLOADS[case]
+    model = build()
+    with pytest.raises((RuntimeError, ValueError), match=message):
+        call(model, tmp_path / "offload")
+    check_unchanged(model)
+
+
+def test_a_folder_that_cannot_be_written(checkpoint, tmp_path):
+    model = build()
+    with pytest.raises(ValueError, match=r"offload folder .*written"):
+        load_checkpoint_and_dispatch(model, checkpoint[0], PLACES, offload_folder=in_the_way(tmp_path / "file"))
+    check_unchanged(model)
+
+
+def test_a_new_head_that_is_to_be_on_the_disk(tmp_path):
+    model = build()
+    body = {name: value for name, value in build(0).state_dict().items() if name[0] != "2"}
+    save_file(body, tmp_path / "body.safetensors", metadata={"format": "pt"})
+    expected = build()
+    expected.load_state_dict(body, strict=False)
+    load_checkpoint_and_dispatch(model, tmp_path / "body.safetensors", PLACES, offload_folder=tmp_path / "offload")
+    torch.testing.assert_close(model(torch.ones(2, 8)), expected(torch.ones(2, 8)))
