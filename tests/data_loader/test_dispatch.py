@@ -153,6 +153,26 @@ def test_the_last_step_loses_no_sample(kind):
             next(BatchAssigner(plan).steps(BatchSource(raw).open(plan_for(raw), Order(None, Generators()), place)))
 
 
+@pytest.mark.parametrize(
+    ("collate", "expected"),
+    [
+        # Each sample becomes two rows: six in the last step.
+        (lambda rows: torch.tensor([[i, 100 + i] for i in rows]).flatten(), [[8, 108, 9], [109, 10, 110]]),
+        # Odd samples are dropped.
+        (lambda rows: torch.tensor([i for i in rows if i % 2 == 0]), [[8], [10]]),
+    ],
+    ids=["adds rows", "drops rows"],
+)
+def test_the_last_step_has_the_rows_that_collate_makes(collate, expected):
+    loader = DataLoader(Numbers(11), batch_size=2, collate_fn=collate)
+    plan = plan_for(loader)
+    plan.cut = ShardSplit(2, even=True)
+    source = BatchSource(loader).open(plan_for(loader), Order(None, Generators()), StreamPosition())
+    *_, last = BatchAssigner(plan).steps(source)
+    assert [batch.tolist() for batch in last.batches] == expected
+    assert sum(last.counts) == sum(map(len, expected))
+
+
 def test_a_cut_of_the_users_own():
     calls = []
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .position import StreamPosition
-from .rows import count_rows, has_rows, join_rows, repeat_rows, take_rows
+from .rows import has_rows, join_rows, repeat_rows, rows_of, take_rows
 from .steps import ReadPlan, ShardSplit, ShardStep, completed, real_counts
 
 SliceFunction = Callable[..., Any]
@@ -87,7 +87,7 @@ class BatchAssigner:
             last = group[-1].last
             if self.drop_last and len(group) < (1 if self.cut.split else shards):
                 return
-            rows = [step.counts[0] if step.counts else count_rows(step.data) for step in group]
+            rows = [_rows(step) for step in group]
             slices, counts = self.assign([step.data for step in group], rows, last)
             yield AssignedStep(slices, counts, group[-1].position, [last] * shards, last)
 
@@ -131,7 +131,7 @@ class BatchAssigner:
     def _start(self, group: list[Any], rows: list[int]) -> tuple[Any, int]:
         """The first batch of the epoch, which fills the last step, and its rows."""
         if self.head is None and self.first is not None and (step := self.first()) is not None:
-            self.head = (step.data, step.counts[0] if step.counts else count_rows(step.data) or 0)
+            self.head = (step.data, _rows(step) or 0)
         return self.head or (group[0], rows[0])
 
     def _without_repeats(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
@@ -168,3 +168,7 @@ class BatchAssigner:
             self.slice_fn(joined, cut, process_index=shard, num_processes=self.cut.shards)
             for shard, cut in enumerate(slices)
         ]
+
+
+def _rows(step: ShardStep) -> int | None:
+    return rows_of(step.data, step.counts[0] if step.counts else None)

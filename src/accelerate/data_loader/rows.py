@@ -27,6 +27,14 @@ def count_rows(batch: Any) -> int | None:
     return None if column is None else len(column)
 
 
+def rows_of(batch: Any, samples: int | None) -> int | None:
+    """The number of rows of a batch of `samples` samples: another number where a collate function drops or adds rows."""
+    if samples is None:
+        return count_rows(batch)
+    lengths = [leaf.shape[0] for leaf in trees.leaves(batch, _is_array) if leaf.ndim]
+    return samples if samples in lengths or not lengths else int(lengths[0])
+
+
 def has_rows(batch: Any, rows: int) -> bool:
     """Whether a batch of `rows` samples has a column, so that it can be split."""
     return next(trees.leaves(batch, lambda value: _is_column(value, rows)), None) is not None
