@@ -28,7 +28,7 @@ def count_rows(batch: Any) -> int | None:
 
 
 def rows_of(batch: Any, samples: int | None) -> int | None:
-    """The number of rows of a batch of `samples` samples: another number where a collate function drops or adds rows."""
+    """The number of rows of a batch of `samples` samples: a collate function may drop or add some."""
     if samples is None:
         return count_rows(batch)
     lengths = [leaf.shape[0] for leaf in trees.leaves(batch, _is_array) if leaf.ndim]
