@@ -311,7 +311,7 @@ class Accelerator(ProcessControl, RunOptions):
         place: list[bool],
         evaluation: bool = False,
     ) -> list[torch.nn.Module]:
-        known = [self._prepared_twin(model) for model in models]
+        known = [self._prepared_twin(model, evaluation) for model in models]
         bundle = Bundle(
             models=[model for model, twin in zip(models, known, strict=True) if twin is None],
             optimizers=[getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers],
@@ -363,8 +363,8 @@ class Accelerator(ProcessControl, RunOptions):
         for optimizer in self._objects.optimizers:
             optimizer.scaler = self.scaler
 
-    def _prepared_twin(self, model: torch.nn.Module) -> torch.nn.Module | None:
-        """The prepared form of a model that was prepared before; None for any other."""
+    def _prepared_twin(self, model: torch.nn.Module, evaluation: bool) -> torch.nn.Module | None:
+        """The prepared form of a model that was prepared before; None for others, and where other parameters train."""
         known = [prepared.module for prepared in self._objects.models]
         if isinstance(model, torch.nn.parallel.DistributedDataParallel) and model not in known:
             raise PrepareError(
@@ -372,13 +372,19 @@ class Accelerator(ProcessControl, RunOptions):
                 "pass the plain model, prepare wraps it"
             )
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
-        for prepared in known:
-            if prepared is model or extract_model_from_parallel(prepared, keep_torch_compile=False) is plain:
-                logger.warning(
-                    f"{type(plain).__name__} was given to prepare twice: the prepared model is returned, nothing is "
-                    "wrapped again"
-                )
-                return prepared
+        for prepared in self._objects.models:
+            module = prepared.module
+            if module is not model and extract_model_from_parallel(module, keep_torch_compile=False) is not plain:
+                continue
+            if model is plain and not evaluation and prepared.is_outgrown:
+                extract_model_from_parallel(module, keep_fp32_wrapper=False, keep_torch_compile=False)
+                self._objects.models.remove(prepared)
+                return None
+            logger.warning(
+                f"{type(plain).__name__} was given to prepare twice: the prepared model is returned, nothing is "
+                "wrapped again"
+            )
+            return module
         return None
 
     def prepare_optimizer(

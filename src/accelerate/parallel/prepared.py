@@ -107,6 +107,11 @@ class PreparedModel:
         """A module whose `state_dict()` has the names and shapes of the user's model; it need not have storage."""
         return self.template or extract_model_from_parallel(self.module, keep_torch_compile=False)
 
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether other parameters train than those that the model was prepared with, so that it must be again."""
+        return False
+
     def is_of(self, module: nn.Module) -> bool:
         """Whether `module` is this model, with or without its wrappers."""
         return module is self.module or module is self.inner

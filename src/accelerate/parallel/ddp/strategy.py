@@ -37,6 +37,17 @@ class ReplicatedModel(PreparedModel):
         replica = replica_of(self.module)
         return self.module if replica is None else replica.module
 
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether DDP reduces other parameters than those that train, or there is no DDP although some do."""
+        if not dist.is_initialized():  # XLA on one process
+            return False
+        replica = replica_of(self.module)
+        ignored = () if replica is None else replica.parameters_to_ignore
+        reduced = [] if replica is None else replica._module_parameters
+        trained = {id(p) for name, p in self.inner.named_parameters() if p.requires_grad and name not in ignored}
+        return trained != set(map(id, reduced))
+
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """DDP's own `no_sync`."""
         replica = replica_of(self.module)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that is prepared again, with other trainable parameters: their gradients are averaged too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rank_pool import on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate import Accelerator
+
+
+def add_layer(model):
+    model.add_module("adapter", nn.Linear(2, 2, dtype=torch.float64))
+
+
+def replace_layer(model):
+    model[0] = nn.Linear(2, 2, dtype=torch.float64)
+
+
+def train_what_was_frozen(model):
+    model.requires_grad_(True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("change", [add_layer, replace_layer, train_what_was_frozen])
+def test_gradients_of_other_parameters_are_averaged(change):
+    run = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64))
+    model.requires_grad_(change is not train_what_was_frozen)
+    former = run.prepare(model)
+    assert run.prepare(model) is run.prepare(former) is former
+    change(model)
+    prepared = run.prepare(model)
+    assert isinstance(prepared, DistributedDataParallel) and prepared is not former
+    assert run.prepare(model) is prepared and run._models == [prepared]
+    inputs = torch.randn(2, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    run.backward(prepared(inputs[run.process_index]).square().mean())
+    found = [parameter.grad for parameter in model.parameters()]
+    expected = torch.autograd.grad(sum(model(rows).square().mean() for rows in inputs) / 2, list(model.parameters()))
+    torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)
