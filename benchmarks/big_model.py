@@ -100,23 +100,27 @@ def main() -> None:
         assert torch.equal(model(batch), resident(batch))
         times = alternate({"raw": lambda: resident(batch), "own": lambda: model(batch)}, rounds=ROUNDS)
         emit("big model forward", "ms", times["raw"], times["own"])
-        files = model[0]._hf_hook.weights_map.dataset._files
-        emit("big model mapped", "MB", None, sum(kept.size for kept in files._kept.values()))
+        # The peer maps no files.
+        files = getattr(model[0]._hf_hook.weights_map.dataset, "_files", None)
+        kept_files = {} if files is None else files._kept
+        if files is not None:
+            emit("big model mapped", "MB", None, sum(kept.size for kept in kept_files.values()))
         emit("big model memory", "MB", None, anonymous_peak(lambda: model(batch)))
-        # As where memory is short: nothing stays mapped.
-        shared, files.shared = files.shared, files.tensor
-        for kept in files._kept.values():
-            kept.unmap()
-        model(batch)
-        emit("big model memory when short", "MB", None, peak_memory(lambda: model(batch)))
-        times = alternate({"raw": lambda: resident(batch), "own": lambda: model(batch)}, rounds=ROUNDS)
-        emit("big model forward when memory is short", "ms", times["raw"], times["own"])
-        files.shared = shared
+        if files is not None:
+            # As where memory is short: nothing stays mapped.
+            shared, files.shared = files.shared, files.tensor
+            for kept in kept_files.values():
+                kept.unmap()
+            model(batch)
+            emit("big model memory when short", "MB", None, peak_memory(lambda: model(batch)))
+            times = alternate({"raw": lambda: resident(batch), "own": lambda: model(batch)}, rounds=ROUNDS)
+            emit("big model forward when memory is short", "ms", times["raw"], times["own"])
+            files.shared = shared
 
         block = bytearray(8 << 20)
 
         def drop() -> None:
-            for kept in files._kept.values():
+            for kept in kept_files.values():
                 kept.unmap()  # the system keeps pages that are mapped
             for file in (path, *offload.rglob("*.dat")):
                 drop_file_cache(file)
