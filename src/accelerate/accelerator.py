@@ -377,7 +377,6 @@ class Accelerator(ProcessControl, RunOptions):
             if module is not model and extract_model_from_parallel(module, keep_torch_compile=False) is not plain:
                 continue
             if model is plain and not evaluation and prepared.is_outgrown:
-                extract_model_from_parallel(module, keep_fp32_wrapper=False, keep_torch_compile=False)
                 self._objects.models.remove(prepared)
                 return None
             logger.warning(

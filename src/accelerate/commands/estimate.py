@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core import json_text
+from ..core.enums import SHORT_DTYPES, CustomDtype
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
 from .parser import Formatter, Parser, print_error, table
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("timm", "transformers")
 DTYPES = ("float32", "float16", "int8", "int4")
-SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Seconds in which the Hub must accept a connection.
 HUB_TIMEOUT = 0.5
 CONFIG = "config.json"
@@ -63,7 +63,6 @@ def footprint(model: nn.Module, dtype: str) -> Footprint:
     """What a float32 model (it may be on the meta device) takes in a dtype. Tied weights count once."""
     import torch
 
-    from ..core.enums import CustomDtype
     from ..placement.sizes import compute_module_sizes, get_max_layer_size
 
     kind: Any = CustomDtype.INT4 if dtype == "int4" else getattr(torch, dtype)

@@ -7,10 +7,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..core.enums import CustomDtype
+from ..core.enums import SHORT_DTYPES, CustomDtype
 from ..core.errors import ConfigurationError
-
-_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass
@@ -75,6 +73,6 @@ def _dtype(name: str, value: Any) -> Any:
         return value
     if not isinstance(value, str):
         raise ConfigurationError(f"{name} must be a string or a torch.dtype")
-    if value not in _DTYPES:
+    if value not in SHORT_DTYPES:
         raise ConfigurationError(f"{name} must be in ['fp32','fp16','bf16'] but found {value}")
-    return getattr(torch, _DTYPES[value])
+    return getattr(torch, SHORT_DTYPES[value])

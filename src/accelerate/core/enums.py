@@ -150,6 +150,10 @@ class RNGType(BaseEnum):
     GENERATOR = "generator"
 
 
+# Short names of torch's dtypes.
+SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
 class CustomDtype(enum.Enum):
     """Storage types that torch has no dtype for, used when sizes are counted."""
 

@@ -83,6 +83,11 @@ class Option(NamedTuple):
     usual: bool = False
 
     @property
+    def is_published(self) -> bool:
+        """Whether the variable is given to the processes of a run."""
+        return bool(self.variable) and self.when != NEVER
+
+    @property
     def file_key(self) -> str:
         """The key in a configuration file; empty where a file cannot hold the value."""
         return self.name if self.key is None else self.key

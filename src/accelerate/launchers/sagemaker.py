@@ -16,7 +16,7 @@ from ..core import env
 from ..core.enums import SageMakerDistributedType
 from ..core.errors import ConfigurationError, LaunchError
 from ..core.option import brief
-from ..core.options import AWS, STRATEGY, TRAINING, options
+from ..core.options import AWS, options
 from .spec import Program
 from .variables import variables
 
@@ -24,9 +24,9 @@ DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
 # Options that are published with Python's True and False, as the API does.
 DYNAMO = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")
 # Flags with a meaning for a job, besides the options that become variables of its processes.
-ABOUT_THE_JOB = ("cpu", "gpu_ids", "num_machines", "enable_cpu_affinity", "config_file", "dry_run", "quiet")
-# Published to the job's processes, as the options of training are.
-PUBLISHED = ("mixed_precision", "debug", "collective_timeout", "hang_report", "profile", "telemetry")
+ABOUT_THE_JOB = (
+    "cpu", "gpu_ids", "num_machines", "enable_cpu_affinity", "config_file", "dry_run", "quiet", "module", "no_python",
+)  # fmt: skip
 # Field of the configuration -> option of a launch with the same meaning.
 SAME_AS_OPTION = {
     "mixed_precision": "mixed_precision",
@@ -182,13 +182,9 @@ def _settings(config: Any, args: argparse.Namespace) -> Settings:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """ConfigurationError for flags that would have no effect on a job."""
-    plain = {option.name for group in (TRAINING, STRATEGY, AWS) for option in group.options}
-    plain.update(PUBLISHED, ABOUT_THE_JOB, ("module", "no_python"))
-    switches = {option.name for option in STRATEGY.options} | {"fp8"}
+    used = {*ABOUT_THE_JOB, *(option.name for option in AWS.options)}
     for name in given(args):
-        option = options()[name]
-        published = option.variable and switches & set(option.when)
-        if name not in plain and not published:
+        if name not in used and not options()[name].is_published:
             raise ConfigurationError(
                 f"--{name} has no effect on a job of SageMaker: ec2_instance_type, num_machines and distributed_type "
                 "of the configuration file set where its processes run"

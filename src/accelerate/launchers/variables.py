@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..config.launch_settings import Settings
 from ..core.errors import ConfigurationError
-from ..core.option import ALWAYS, NEVER, as_text, parse_bool
+from ..core.option import ALWAYS, as_text, parse_bool
 from ..core.options import STRATEGY, options
 from .base import Launcher
 
@@ -14,7 +14,7 @@ def variables(settings: Settings) -> dict[str, str | None]:
     """The variables that every process of a run gets, whatever starts it."""
     found: dict[str, str | None] = {}
     for option in options().values():
-        if not option.variable or option.when == NEVER or not settings.applies(option):
+        if not option.is_published or not settings.applies(option):
             continue
         value = settings[option.name]
         is_off = value is None or (value is False and not option.when)

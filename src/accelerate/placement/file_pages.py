@@ -22,21 +22,23 @@ _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
 
 def read_ahead(tensor: torch.Tensor) -> None:
     """Let the system begin to read the pages of a tensor in a mapped file, in requests as large as the disk takes."""
-    madvise = getattr(_libc(), "madvise", None)
-    if madvise is not None and tensor.nbytes:
-        begin, length = _span(tensor.data_ptr(), tensor.nbytes)
-        madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_WILLNEED)
+    _advise(tensor, _MADV_WILLNEED)
 
 
 def read_pages(tensor: torch.Tensor) -> None:
     """Bring the pages of a tensor in a mapped file to memory, so that computing with it does not wait for them."""
-    if not tensor.nbytes:
-        return
-    begin, length = _span(tensor.data_ptr(), tensor.nbytes)
-    madvise = getattr(_libc(), "madvise", None)
-    if madvise is None or madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_READ):
+    if not _advise(tensor, _MADV_POPULATE_READ):
         # Another system, or an older Linux: touch a byte of each page.
         tensor.detach().reshape(-1).view(torch.uint8)[:: mmap.PAGESIZE].sum()
+
+
+def _advise(tensor: torch.Tensor, advice: int) -> bool:
+    """Give the system advice about the pages of a tensor. Returns whether it has taken it."""
+    if not tensor.nbytes:
+        return True
+    madvise = getattr(_libc(), "madvise", None)
+    begin, length = _span(tensor.data_ptr(), tensor.nbytes)
+    return madvise is not None and not madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice)
 
 
 def are_in_memory(address: int, size: int) -> bool:
