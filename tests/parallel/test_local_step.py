@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accelerate.parallel.local_step import step_locally
 from accelerate.parallel.optimizer_scope import ELEMENTWISE
@@ -84,6 +85,27 @@ def test_values_are_those_of_plain_torch(kind: type, mesh: DeviceMesh) -> None:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert own._opt_called  # what schedulers look at
     before.step(), after.step()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_values_with_hooks_and_closures_are_those_of_plain_torch(kind: type, mesh: DeviceMesh) -> None:
+    own, plain = (kind(make(where), lr=0.01, foreach=True) for where in (mesh, None))
+    step_locally(own)
+    calls = []
+    own.register_step_pre_hook(lambda *_: calls.append("before"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: calls.append("after"))
+    for number in range(3):
+        for optimizer in (own, plain):
+
+            def closure(optimizer: torch.optim.Optimizer = optimizer, number: int = number) -> int:
+                assert torch.is_grad_enabled()
+                give_gradients(optimizer.param_groups[0]["params"], number)
+                return number
+
+            assert optimizer.step(closure) == number
+        assert_same(own, plain)
+    everywhere.remove()
+    assert calls == ["before", "after", "after"] * 3
 
 
 def test_hooks_and_closures_see_the_parameters_that_they_know(mesh: DeviceMesh) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -37,29 +38,58 @@ def step_locally(optimizer: torch.optim.Optimizer) -> None:
     function = getattr(former, "__func__", None) or (lambda _, *args: former(*args))
     reference, shards = weakref.ref(optimizer), _LocalShards()
 
+    def step_shards(known: Any, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            # All of these optimizers call it once, before anything else.
+            with torch.enable_grad():
+                loss = closure()
+        with shards.in_place_of(known):
+            function(known)
+        return loss
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step_between_hooks(known: Any, closure: Callable[[], Any] | None = None) -> Any:
+        with _without_hooks(known):
+            return step_shards(known, closure)
+
     @functools.wraps(function if hasattr(former, "__func__") else former)
     def step(_: object, closure: Callable[[], Any] | None = None) -> Any:
         known: Any = reference()
-        if closure is not None:
+        if known.defaults.get("differentiable"):
             return function(known, closure)
-        if _is_watched(known):
-            return function(known)
-        with shards.in_place_of(known):
-            return function(known)
+        return (step_between_hooks if _has_hooks(known) else step_shards)(known, closure)
 
     # Bound to a proxy: the optimizer is in no reference cycle.
     optimizer.__dict__.update({"step": MethodType(step, weakref.proxy(optimizer)), _MARK: True})
 
 
-def _is_watched(optimizer: Any) -> bool:
-    """Whether the step has hooks, which must see the DTensors."""
+def _has_hooks(optimizer: Any) -> bool:
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or base._global_optimizer_pre_hooks
         or base._global_optimizer_post_hooks
-        or optimizer.defaults.get("differentiable")
     )
+
+
+@contextmanager
+def _without_hooks(optimizer: Any) -> Iterator[None]:
+    """A block in which a step calls no hook: they see the DTensors, before and after it."""
+    places = (
+        (optimizer, "_optimizer_step_pre_hooks"),
+        (optimizer, "_optimizer_step_post_hooks"),
+        (base, "_global_optimizer_pre_hooks"),
+        (base, "_global_optimizer_post_hooks"),
+    )
+    hooks = [getattr(*place) for place in places]
+    try:
+        for owner, name in places:
+            setattr(owner, name, OrderedDict())
+        yield
+    finally:
+        for (owner, name), former in zip(places, hooks, strict=True):
+            setattr(owner, name, former)
 
 
 class _LocalShards:

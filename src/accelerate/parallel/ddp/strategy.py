@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from ...config.training import DistributedDataParallelKwargs
+from ...core import trees
 from ...core.enums import DDPCommunicationHookType
+from ...core.errors import PrepareError
 from ...precision.base import Precision
 from ..base import Strategy
 from ..prepared import CommunicationVolume, PreparedModel
@@ -49,9 +52,14 @@ class ReplicatedModel(PreparedModel):
         return trained != set(map(id, reduced))
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
-        """DDP's own `no_sync`."""
+        """DDP's own `no_sync`.
+
+        With `static_graph`, the first backward communicates nevertheless: DDP records the graph in it, and fails without.
+        """
         replica = replica_of(self.module)
-        return contextlib.nullcontext() if replica is None else replica.no_sync()
+        if replica is None or (replica.static_graph and not replica._static_graph_delay_allreduce_enqueued):
+            return contextlib.nullcontext()
+        return replica.no_sync()
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
         """The gradients, in about as many messages as DDP has buckets."""
@@ -98,6 +106,8 @@ class DataParallel(Strategy):
             # DDP raises an error for a model without anything to train.
             return model
         wrapped = DistributedDataParallel(model, **self.arguments())
+        if self.options.static_graph:
+            _refuse_hidden_outputs(model)
         self.options.register_comm_hook(wrapped)
         for master in self.precision.master_weights(model):
             # DDP broadcasts the parameters of rank 0, but not these.
@@ -131,6 +141,27 @@ def replica_of(model: torch.nn.Module) -> DistributedDataParallel | None:
     """The DDP wrapper of a prepared model, also inside a compiled one; None where it has none."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def _refuse_hidden_outputs(model: torch.nn.Module) -> None:
+    """Make the first forward that trains raise PrepareError for outputs in which `static_graph` finds no tensors.
+
+    DDP would never reduce the gradients of that model, without an error.
+    """
+
+    def check(_: torch.nn.Module, args: object, output: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        found = {id(leaf) for leaf in tree_leaves(output)}
+        if any(leaf.requires_grad and id(leaf) not in found for leaf in trees.leaves(output)):
+            raise PrepareError(
+                f"static_graph=True finds no tensors inside of a {type(output).__name__}, which {type(model).__name__} "
+                "returns: DDP would not average its gradients. Return a tuple or a dict, register the class with "
+                "torch.export.register_dataclass, or leave out static_graph"
+            )
+
+    handle = model.register_forward_hook(check)
 
 
 def _sent_as(hook: DDPCommunicationHookType) -> int | None:

@@ -156,6 +156,10 @@ def shard_model(
     units = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
     ignored_parameters = _Names(model, ignored)
     upcast(model, plugin)
+    for parameter in model.parameters():
+        if parameter not in ignored and not isinstance(parameter, DTensor) and not parameter.is_contiguous():
+            # `fully_shard` refuses another layout in memory, as of a transposed weight.
+            parameter.data = parameter.data.contiguous()
     rare = units_of_rare_dtypes(model, units, ignored)
     home = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else device
 

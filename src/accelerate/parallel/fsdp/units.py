@@ -19,7 +19,8 @@ def select_units(model: nn.Module, policy: Policy | None, ignored: set[nn.Parame
     """The modules that are units of their own, children before parents, without the model itself.
 
     `policy(module=, recurse=, nonwrapped_numel=)` is called as torch's `auto_wrap_policy`. A unit with a parameter
-    that is tied to one outside is dropped: both ends of a tie must be gathered together.
+    that is tied to one outside is dropped: both ends of a tie must be gathered together. A container that computes
+    nothing (nn.ParameterDict) is never a unit: its parameters are gathered by what encloses it.
     """
     if policy is None:
         return []
@@ -43,9 +44,14 @@ def _descend(
         units += below
         wrapped += count
     rest = numel - wrapped
-    if not is_root and rest > 0 and policy(module=module, recurse=False, nonwrapped_numel=rest):
+    if not is_root and rest > 0 and _has_forward(module) and policy(module=module, recurse=False, nonwrapped_numel=rest):
         return [*units, module], numel
     return units, wrapped
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called, which is when FSDP gathers a unit's parameters."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _keep_ties_together(model: nn.Module, units: list[nn.Module], ignored: set[int]) -> list[nn.Module]:
