@@ -184,8 +184,7 @@ class _Step:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         from .parallel.activation import checkpoint_activations
-        from .parallel.report.fake_step import fake_copy, loss_of
-        from .parallel.report.ledger import ACTIVATIONS, GRADIENTS, WEIGHTS, Ledger
+        from .parallel.report.ledger import ACTIVATIONS, GRADIENTS, WEIGHTS, Ledger, fake_copy, loss_of
 
         ledger = Ledger(fake=True)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
