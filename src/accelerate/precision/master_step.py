@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..core.errors import PrepareError
+from ..core.optimizer_step import replace_step
 
 if TYPE_CHECKING:
     from .master import MasterPrecision
@@ -84,8 +85,8 @@ class MasterStep:
         self._versions = self._versions_now()
         self.inside = False
 
-    def step(self, optimizer: torch.optim.Optimizer, call: Callable[[Any], Any], closure: Any = None) -> Any:
-        """Step the master weights by `call(closure)`; the closure is evaluated with the present parameters."""
+    def step(self, optimizer: torch.optim.Optimizer, call: Callable[..., Any], closure: Any = None) -> Any:
+        """Step the master weights by `call`; the closure is evaluated with the present parameters."""
 
         def evaluate() -> Any:
             self.leave(optimizer)
@@ -101,7 +102,7 @@ class MasterStep:
             if closure is not None:
                 return call(evaluate)
             before = None if self._is_proven else self._versions_now()
-            result = call(None)
+            result = call()
             if before is not None:
                 self._prove(before, optimizer)
             return result
@@ -159,18 +160,11 @@ def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None
     master_step = MasterStep(precision)
     master_step.look(optimizer)
     master_step.widen(optimizer)
-    # A replacement of the method by a scheduler that was made before.
-    given = optimizer.__dict__.get("step")
 
-    def step(closure: object = None) -> Any:
-        own: Any = reference()
-        own._opt_called = True
-
-        def call(closure: object) -> Any:
-            arguments = () if closure is None else (closure,)
-            return kind.step(own, *arguments) if given is None else given(*arguments)
-
-        return call(closure) if master_step.inside else master_step.step(own, call, closure)
+    def step(own: Any, former: Callable[..., Any], closure: Any) -> Any:
+        if not master_step.inside:
+            return master_step.step(own, former, closure)
+        return former() if closure is None else former(closure)
 
     def state_dict() -> dict[str, Any]:
         own: Any = reference()
@@ -194,11 +188,8 @@ def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None
         finally:
             master_step.leave(own)
 
-    # By this mark torch's schedulers know that `_opt_called` is set.
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.__dict__.update(
-        _master_step=master_step, step=step, state_dict=state_dict, load_state_dict=load_state_dict
-    )
+    replace_step(optimizer, step)
+    optimizer.__dict__.update(_master_step=master_step, state_dict=state_dict, load_state_dict=load_state_dict)
     _around_modes(optimizer, master_step, kind)
 
 
