@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from .base import AGENT, Launcher
@@ -35,7 +36,9 @@ class LocalLauncher(Launcher):
     def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
         """The launcher for the settings of a launch. `in_place`: a single process may run in this one."""
         requested = settings.chosen("progress_interval") and settings["progress_interval"] > 0
-        return cls(spec, in_place, requested and not spec.quiet)
+        # In a log file, a process beside the script can show it.
+        beside = hasattr(os, "pidfd_open") and not os.isatty(2)
+        return cls(spec, in_place, requested and not spec.quiet and not beside)
 
     @property
     def takes_over(self) -> bool:
@@ -54,6 +57,15 @@ class LocalLauncher(Launcher):
     def run(self) -> int:
         """Run the processes. A single process may replace the launcher. Returns the exit code."""
         if self.takes_over:
-            become(self.spec.program, self.spec.common_variables())
+            become(self.spec.program, {**self.spec.common_variables(), **self._reported()})
             return 0
         return super().run()
+
+    def _reported(self) -> dict[str, str | None]:
+        """Variables of a script in this process whose progress another process reports; empty where none does."""
+        if self.spec.quiet or not self.spec.progress_interval or os.isatty(2) or not hasattr(os, "pidfd_open"):
+            return {}
+        from . import reporter
+
+        folder = reporter.start(self.spec)
+        return {} if folder is None else {"ACCELERATE_STATUS_DIR": folder}
