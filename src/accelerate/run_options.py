@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .config.training import DataLoaderConfiguration, DistributedDataParallelKwargs, check_accumulation_steps
+from .config import checks
+from .config.training import DataLoaderConfiguration, DistributedDataParallelKwargs
 from .core.enums import FP8BackendType
 from .parallel.base import Strategy
 from .parallel.ddp.strategy import DataParallel
@@ -132,7 +133,7 @@ class RunOptions:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self.gradient_state.plugin_kwargs["num_steps"] = check_accumulation_steps(steps, "gradient_accumulation_steps")
+        self.gradient_state.plugin_kwargs["num_steps"] = checks.integer("gradient_accumulation_steps", steps)
 
     @property
     def sync_gradients(self) -> bool:
