@@ -36,9 +36,8 @@ from .parallel.choice import check_beside_deepspeed, choose_strategy
 from .parallel.ddp.strategy import DataParallel
 from .parallel.registry import strategy_class, transform_class
 from .parallelism_config import ParallelismConfig
-from .precision.amp import MixedPrecision, ScaledPrecision
+from .precision.amp import MixedPrecision, ScaledPrecision, get_grad_scaler
 from .precision.base import Precision
-from .precision.contexts import get_grad_scaler
 from .precision.fp8 import make_fp8
 from .precision.master import MasterPrecision
 from .state import AcceleratorState, PartialState
