@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
+from .config import checks
 from .config.base import KwargsHandler
 from .config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from .config.fsdp import FullyShardedDataParallelPlugin
@@ -22,7 +23,6 @@ from .config.training import (
     OptimizerOffloadKwargs,
     ProfileKwargs,
     TorchDynamoPlugin,
-    check_accumulation_steps,
 )
 from .core import devices, env, extensions
 from .core.device_kinds import DEVICES
@@ -271,7 +271,7 @@ def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumula
         if plugin.num_steps is not None:
             return plugin
         return dataclasses.replace(plugin, num_steps=env.get_int(variable) or 1)
-    check_accumulation_steps(steps, "gradient_accumulation_steps")
+    checks.integer("gradient_accumulation_steps", steps)
     requested = env.get_int(variable)
     if steps != 1 or requested is None:
         origins[name] = "argument" if steps != 1 else "default"
