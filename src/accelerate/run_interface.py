@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import collectives
-from .config.training import DataLoaderConfiguration, DistributedDataParallelKwargs, check_accumulation_steps
+from .config import checks
+from .config.training import DataLoaderConfiguration, DistributedDataParallelKwargs
 from .core.enums import DistributedType, FP8BackendType
 from .core.objects import forwarded
 from .data_loader.metrics import gather_for_metrics
@@ -265,7 +266,7 @@ class RunInterface(ProcessView):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self.gradient_state.plugin_kwargs["num_steps"] = check_accumulation_steps(steps, "gradient_accumulation_steps")
+        self.gradient_state.plugin_kwargs["num_steps"] = checks.integer("gradient_accumulation_steps", steps)
 
     sync_gradients: bool = forwarded(
         "gradient_state.sync_gradients",
