@@ -15,7 +15,7 @@ from ..runtime.agreement import Agreement, Process
 from .commit import restore
 from .kinds import StateKind, Written, kinds, loading
 from .layout import candidates, list_checkpoints
-from .manifest import CorruptCheckpoint, Manifest
+from .manifest import CorruptCheckpoint, Manifest, verify
 from .matching import CheckpointMismatch
 from .run_state import RunState
 from .source import CheckpointReader, ModelWeights, open_checkpoint
@@ -126,7 +126,7 @@ def load_run(
         except FileNotFoundError as caught:
             error = CorruptCheckpoint(f"{folder} has no {Path(caught.filename or '').name}")
         except Exception as caught:
-            error = caught
+            error = caught if source is None else _damage_or(caught, source)
         _agree(agreement, error, folder, timeout)
         assert source is not None and plan is not None
         try:
@@ -144,6 +144,18 @@ def load_run(
     finally:
         if source is not None:
             source.close()
+
+
+def _damage_or(error: Exception, source: CheckpointReader) -> Exception:
+    """The damage that explains an error: some files are read before their checksums are compared."""
+    if isinstance(error, CorruptCheckpoint) or source.manifest is None:
+        return error
+    try:
+        verify(source.folder)
+    except CorruptCheckpoint as damage:
+        damage.__cause__ = error
+        return damage
+    return error
 
 
 def _agree(agreement: Agreement, error: Exception | None, folder: Path, timeout: float) -> None:

@@ -328,13 +328,13 @@ def write_options(folder: Path, rest: Mapping[str, object]) -> None:
 
 
 def _each_its_own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same values, tied ones as copies: torch's writer puts them into one file, which refuses shared memory."""
+    """The same values, contiguous, and tied ones as copies: torch's writer puts them into one file, which refuses others."""
     seen: set[tuple[object, ...]] = set()
     separate = {}
     for name, value in tensors.items():
         local = value.to_local() if hasattr(value, "to_local") else value
         memory = memory_of(local)
-        separate[name] = value.detach().clone() if local.numel() and memory in seen else value
+        separate[name] = value.detach().clone() if local.numel() and memory in seen else value.detach().contiguous()
         seen.add(memory)
     return separate
 

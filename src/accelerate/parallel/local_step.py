@@ -7,19 +7,17 @@ kernels for plain tensors only. Between two steps parameters and state are DTens
 
 from __future__ import annotations
 
-import functools
 import operator
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as base
 
+from ..core.optimizer_step import replace_step
 from .materialize import as_dtensor
 from .optimizer_scope import is_elementwise
 
@@ -33,35 +31,29 @@ def step_locally(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer step on local tensors from now on; one that is not elementwise is left as it is."""
     if not is_elementwise(optimizer) or _MARK in optimizer.__dict__:
         return
-    former: Any = optimizer.step
-    # A function that replaces the method (a scheduler counts steps so) is bound already.
-    function = getattr(former, "__func__", None) or (lambda _, *args: former(*args))
-    reference, shards = weakref.ref(optimizer), _LocalShards()
+    shards = _LocalShards()
 
-    def step_shards(known: Any, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            # All of these optimizers call it once, before anything else.
-            with torch.enable_grad():
-                loss = closure()
-        with shards.in_place_of(known):
-            function(known)
-        return loss
+    def step(own: Any, former: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        arguments = () if closure is None else (closure,)
+        if own.defaults.get("differentiable"):
+            return former(*arguments)
 
-    @torch.optim.Optimizer.profile_hook_step
-    def step_between_hooks(known: Any, closure: Callable[[], Any] | None = None) -> Any:
-        with _without_hooks(known):
-            return step_shards(known, closure)
+        def step_shards(_: object, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                # All of these optimizers call it once, before anything else.
+                with torch.enable_grad():
+                    loss = closure()
+            with shards.in_place_of(own), _without_hooks(own):
+                former()
+            return loss
 
-    @functools.wraps(function if hasattr(former, "__func__") else former)
-    def step(_: object, closure: Callable[[], Any] | None = None) -> Any:
-        known: Any = reference()
-        if known.defaults.get("differentiable"):
-            return function(known, closure)
-        return (step_between_hooks if _has_hooks(known) else step_shards)(known, closure)
+        if _has_hooks(own):
+            return torch.optim.Optimizer.profile_hook_step(step_shards)(own, *arguments)
+        return step_shards(own, *arguments)
 
-    # Bound to a proxy: the optimizer is in no reference cycle.
-    optimizer.__dict__.update({"step": MethodType(step, weakref.proxy(optimizer)), _MARK: True})
+    replace_step(optimizer, step)
+    optimizer.__dict__[_MARK] = True
 
 
 def _has_hooks(optimizer: Any) -> bool:
@@ -76,6 +68,9 @@ def _has_hooks(optimizer: Any) -> bool:
 @contextmanager
 def _without_hooks(optimizer: Any) -> Iterator[None]:
     """A block in which a step calls no hook: they see the DTensors, before and after it."""
+    if not _has_hooks(optimizer):
+        yield
+        return
     places = (
         (optimizer, "_optimizer_step_pre_hooks"),
         (optimizer, "_optimizer_step_post_hooks"),

@@ -23,9 +23,20 @@ from torch import nn
 
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
+from ...gradient_state import GradientState
 from . import microbatch
-from .batch import Batch, BatchKey, BatchShapes, Boundary, OutputGradients, SavedGraph, Stage, StageFailure
-from .microbatch import BatchSplitter, structure_key
+from .microbatch import (
+    Batch,
+    BatchKey,
+    BatchShapes,
+    BatchSplitter,
+    Boundary,
+    OutputGradients,
+    SavedGraph,
+    Stage,
+    StageFailure,
+    structure_key,
+)
 from .p2p import P2PChannel, PendingReceive, TensorSpec, describe, fill, is_spec, specs_in
 from .split import StageSplit
 from .stage import Segment, StagedModel
@@ -76,7 +87,9 @@ class Runner:
     def new_batch(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> Batch:
         """The batch of a call. All ranks of the pipeline have the same inputs, so they agree on what is known."""
         training, grad = self.staged.model.training, torch.is_grad_enabled()
-        inputs = self.splitter.split(args, kwargs, first=training and not self.trained)
+        # The last batch of an epoch may have few samples, also where a resumed run begins with it.
+        first = training and not self.trained and not GradientState().end_of_dataloader
+        inputs = self.splitter.split(args, kwargs, first)
         self.trained = self.trained or training
         given = (inputs.args, inputs.kwargs)
         key = BatchKey(structure_key(given), training, grad)
