@@ -34,7 +34,7 @@ from ..core.devices import kind_of
 from ..core.errors import CheckpointError
 from ..core.files import read_regular, require_regular
 from ..core.torch_files import READ_ERRORS
-from ..parallel.fsdp.state import drop_states, is_fsdp1, unwrapped
+from ..parallel.fsdp.state import drop_states, is_fsdp1, optimizer_state, unwrapped
 from ..parallel.materialize import canonical_name
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from .codec import TensorSink, decode, encode, memory_of
@@ -99,7 +99,7 @@ class ShardedState:
         for index, model, optimizer in self.optimizers:
             _check_by_tensor(optimizer)
             with _states_of(model, optimizer):
-                flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+                flat = optimizer_state(model, optimizer, FLAT)
             tensors = only_tensors(flat)
             rest: dict[str, Any] = {name: value for name, value in flat.items() if name not in tensors}
             rest = _of_all_ranks(rest) if self.templates else rest
@@ -209,15 +209,15 @@ def _states_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> cont
 
 
 def _without_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
-    """The names of an optimizer's parameters that the shards in a folder hold no state of, where they hold others'."""
+    """The names of an optimizer's parameters that the shards in a folder hold no state of."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     names = {canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in stepped}
-    if not any(folder.glob("*.safetensors")) and not (folder / ".metadata").exists():
-        return set()  # plain SGD; if tensors are expected, reading them reports what is missing
+    if not (folder / _OPTIONS).exists() and not any(_shard_files(folder)):
+        return set()  # no checkpoint: reading reports what is missing
     prefix = _prefix(folder)
     saved = [name.removeprefix(prefix) for name in shard_entries(folder)]
     found = {_owner_of(name, names) for name in saved}
-    return {name for name in names if name not in found} if found else set()
+    return names - found
 
 
 def _optimizer_state(
@@ -328,7 +328,7 @@ def write_options(folder: Path, rest: Mapping[str, object]) -> None:
 
 
 def _each_its_own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same values, contiguous, and tied ones as copies: torch's writer puts them into one file, which refuses others."""
+    """The same values, contiguous, and tied ones as copies: torch's writer puts them into one file."""
     seen: set[tuple[object, ...]] = set()
     separate = {}
     for name, value in tensors.items():

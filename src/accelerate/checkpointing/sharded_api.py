@@ -16,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write
-from ..parallel.fsdp.state import full_options
+from ..parallel.fsdp.state import full_options, optimizer_state
 from .compat import load_pickled
 from .layout import model_shards, numbered, optimizer_shards
 from .sharded import FLAT, load_optimizer, read_shards
@@ -155,11 +154,11 @@ def save_fsdp_optimizer(
     folder.mkdir(parents=True, exist_ok=True)
     inner = getattr(optimizer, "optimizer", optimizer)
     if _kind(fsdp_plugin) == "FULL_STATE_DICT" or not use_dcp:
-        state = get_optimizer_state_dict(model, inner, options=full_options(model))
+        state = optimizer_state(model, inner, full_options(model))
         if _rank() == 0:
             _write(state, folder / numbered(OPTIMIZER_NAME, optimizer_index, ".bin"))
     else:
-        state = get_optimizer_state_dict(model, inner, options=FLAT)
+        state = optimizer_state(model, inner, FLAT)
         _write_dcp({"optimizer": state}, optimizer_shards(folder, optimizer_index))
     accelerator.wait_for_everyone()
 

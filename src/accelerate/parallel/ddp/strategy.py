@@ -54,7 +54,7 @@ class ReplicatedModel(PreparedModel):
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """DDP's own `no_sync`.
 
-        With `static_graph`, the first backward communicates nevertheless: DDP records the graph in it, and fails without.
+        With `static_graph`, the first backward communicates nevertheless: DDP records the graph in it.
         """
         replica = replica_of(self.module)
         if replica is None or (replica.static_graph and not replica._static_graph_delay_allreduce_enqueued):
@@ -156,8 +156,8 @@ def _refuse_hidden_outputs(model: torch.nn.Module) -> None:
         found = {id(leaf) for leaf in tree_leaves(output)}
         if any(leaf.requires_grad and id(leaf) not in found for leaf in trees.leaves(output)):
             raise PrepareError(
-                f"static_graph=True finds no tensors inside of a {type(output).__name__}, which {type(model).__name__} "
-                "returns: DDP would not average its gradients. Return a tuple or a dict, register the class with "
+                f"static_graph=True finds no tensors inside of a {type(output).__name__}, which "
+                f"{type(model).__name__} returns: DDP would not average its gradients. Return a tuple or a dict, register the class with "
                 "torch.export.register_dataclass, or leave out static_graph"
             )
 

@@ -87,7 +87,7 @@ def full_optimizer_state(
     if steps_unsharded(optimizer):
         return _unsharded_state(optimizer)
     # torch's result aliases the optimizer's counters, which its next step would change.
-    named: Any = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    named: Any = copy.deepcopy(optimizer_state(model, optimizer, options))
     if dist.get_rank() != 0:
         return {}
     names = [name for group in groups or _groups(model, optimizer) for name in group]
@@ -132,6 +132,21 @@ def load_full_optimizer_state(
         return
     set_optimizer_state_dict(model, optimizer, named, options=options)
     drop_states(model, optimizer, {name for group in groups for name in group} - with_state[0])
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> dict[str, Any]:
+    """The result of torch's `get_optimizer_state_dict`, without state for an FSDP2 model's optimizer that has not stepped yet.
+
+    torch makes that state by a step, which the optimizer counts.
+    """
+    has_stepped = bool(optimizer.state)
+    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
+    if has_stepped or is_fsdp1(model):
+        return state
+    optimizer.state.clear()
+    if options.flatten_optimizer_state_dict:
+        return {name: value for name, value in state.items() if not name.startswith("state.")}
+    return {**state, "state": {}}
 
 
 def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, without: Collection[str]) -> None:

@@ -44,7 +44,12 @@ def _descend(
         units += below
         wrapped += count
     rest = numel - wrapped
-    if not is_root and rest > 0 and _has_forward(module) and policy(module=module, recurse=False, nonwrapped_numel=rest):
+    if (
+        not is_root
+        and rest > 0
+        and _has_forward(module)
+        and policy(module=module, recurse=False, nonwrapped_numel=rest)
+    ):
         return [*units, module], numel
     return units, wrapped
 
