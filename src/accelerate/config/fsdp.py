@@ -200,10 +200,8 @@ class FullyShardedDataParallelPlugin:
         if classes is not None:
             names = fsdp_words.names(classes) if isinstance(classes, str) else classes
             self.transformer_cls_names_to_wrap = checks.texts("transformer_cls_names_to_wrap", names, "class names")
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise ConfigurationError(f"`min_num_params` must be an integer. Got {size} of type {type(size)}")
-        if size is not None and size < 0:
-            raise ConfigurationError(f"min_num_params={size}: a number of parameters is at least 0")
+        if size is not None:
+            checks.integer("min_num_params", size, least=0)
         self._warn_of_idle_words(word)
 
     def _warn_of_idle_words(self, word: str) -> None:

@@ -29,8 +29,7 @@ class TorchTensorParallelPlugin:
     torch_device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.tp_size, bool) or not isinstance(self.tp_size, int) or self.tp_size < 1:
-            raise ConfigurationError(f"tp_size={self.tp_size!r}: the number of tensor-parallel ranks is at least 1")
+        checks.integer("tp_size", self.tp_size)
         mesh = self.torch_device_mesh
         if mesh is None:
             return
