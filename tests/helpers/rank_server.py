@@ -231,7 +231,8 @@ def _main_module(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     module = ModuleType("__main__")
     module.__file__ = path
     sys.modules["__main__"] = module
-    # What the server has imported stays frozen: its part in the interpreter's end would take a second.
+    # What the server has imported ends with the interpreter, as what the script itself imports.
+    gc.unfreeze()
     return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), module.__dict__
 
 

@@ -3,9 +3,8 @@
 
 A script runs in a process that is forked from the rank server (`rank_pool.py`), which has torch and most of what
 scripts use imported. All else is as in `python script.py`: its `__main__`, arguments, environment and standard
-streams, and its end, which is that of the interpreter; only the garbage collector leaves out what was imported before
-the fork. `fresh=True` starts new interpreters instead, for tests of what is imported when, of variables that a library
-reads when it is imported, and of how a process starts or that its end is clean.
+streams, and its end, which is that of the interpreter. `fresh=True` starts new interpreters instead, for tests of what
+is imported when, of variables that a library reads when it is imported, and of how a process starts.
 """
 
 from __future__ import annotations
