@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class KeptUnsharded:
         self._hook: Any = None
         self.active = False
         for _, group, _ in shard_groups(model):
-            kind: Hashable = type(group)
+            kind: Any = type(group)
             group.__class__ = _watched(kind)
             group._kept = self
 
