@@ -41,7 +41,7 @@ from .placement.align import get_state_dict_offloaded_model, has_offloaded_param
 from .placement.dispatch import check_quantized
 from .planned_run import PlannedRun
 from .resolve import Plan, Request, Resolved, adopt, resolve
-from .run_checkpoints import RunCheckpoints
+from .run_checkpoints import RunCheckpoints, register_hook
 from .run_interface import RunInterface
 from .run_objects import RunObjects, check_preparable
 from .runtime.communication import raise_lost
@@ -1000,7 +1000,7 @@ class Accelerator(RunInterface):
         Returns:
             A handle whose `remove()` removes the hook.
         """
-        return self._checkpoints.register_save_hook(hook)
+        return register_hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before `load_state` loads.
@@ -1011,7 +1011,7 @@ class Accelerator(RunInterface):
         Returns:
             A handle whose `remove()` removes the hook.
         """
-        return self._checkpoints.register_load_hook(hook)
+        return register_hook(self._checkpoints.load_hooks, hook)
 
     def save_model(
         self,

@@ -359,14 +359,6 @@ class RunCheckpoints:
         check_custom(objects)
         self.objects.custom.extend(objects)
 
-    def register_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """See `Accelerator.register_save_state_pre_hook`."""
-        return _register(self.save_hooks, hook)
-
-    def register_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """See `Accelerator.register_load_state_pre_hook`."""
-        return _register(self.load_hooks, hook)
-
 
 def _current_folder() -> Path | None:
     try:
@@ -384,7 +376,8 @@ def _load_options(load_kwargs: dict[str, Any] | None) -> dict[str, Any]:
     return known
 
 
-def _register(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+def register_hook(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+    """Add a hook of saving or loading. Its handle removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
