@@ -40,7 +40,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 # The peer without its dependencies, to run the clients with it in their own environment.
 PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
-.PHONY: help install install-engines engine-programs demo test test-all test-engines test-faults test-clients test-trackers test-install check \
+.PHONY: help install install-engines engine-programs demo test test-all test-engines test-faults test-clients test-trackers screenshots test-install check \
 	check-style check-types check-names format bench bench-plan bench-clients gpu-check docs docs-serve clean
 
 help:  ## show this list
@@ -77,6 +77,9 @@ test-clients: $(CLIENTS_STAMP) $(CLIENTS_4_STAMP)  ## run transformers, peft, tr
 test-trackers: $(TRACKERS_STAMP)  ## log through every tracker's real package, offline, and read it back; launch from a Jupyter kernel
 	TRACKERS_REQUIRED=1 OMP_NUM_THREADS=1 $(TRACKERS_VENV)/bin/python -m pytest -p no:xdist tests/tracking \
 		tests/launchers/test_notebook_kernel.py $(PYTEST_ARGS)
+
+screenshots: $(STAMP)  ## write pictures of the monitor's page to build/screenshots (needs Chromium)
+	SCREENSHOTS=$(CURDIR)/build/screenshots $(BIN)/python -m pytest -p no:xdist tests/monitor/test_browser.py
 
 test-install: $(INSTALL_STAMP)  ## install the wheel and its clients in fresh environments; needs the package index
 	INSTALL_TESTS=1 OMP_NUM_THREADS=1 $(INSTALL_VENV)/bin/python -m pytest -p no:xdist tests/packaging $(PYTEST_ARGS)
