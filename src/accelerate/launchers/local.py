@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+
 from .base import AGENT, Launcher
 from .script import become
 from .spec import ProcessSpec
@@ -18,8 +20,8 @@ class LocalLauncher(Launcher):
     def takes_over(self) -> bool:
         """Whether the script runs in this process. Logs, prefixes and reports need a separate one."""
         spec = self.spec
-        shows_progress = spec.progress_requested and spec.progress_interval > 0 and not spec.quiet
-        watched = spec.log_dir or spec.error_file or spec.tee_of(0) or spec.max_restarts or shows_progress
+        panel = spec.progress_requested and spec.progress_interval > 0 and not spec.quiet and not self._has_reporter
+        watched = spec.log_dir or spec.error_file or spec.tee_of(0) or spec.max_restarts or panel
         return spec.in_place and spec.num_processes == 1 and not watched
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
@@ -32,6 +34,20 @@ class LocalLauncher(Launcher):
     def run(self) -> int:
         """Run the processes. A single process may replace the launcher. Returns the exit code."""
         if self.takes_over:
-            become(self.spec.program, self.spec.common_variables())
+            become(self.spec.program, {**self.spec.common_variables(), **self._reported()})
             return 0
         return super().run()
+
+    @property
+    def _has_reporter(self) -> bool:
+        """Whether another process can report the progress of a script that runs in this one: in a log file."""
+        return hasattr(os, "pidfd_open") and not os.isatty(2)
+
+    def _reported(self) -> dict[str, str | None]:
+        """Variables of a script in this process whose progress another process reports; empty where none does."""
+        if self.spec.quiet or not self.spec.progress_interval or not self._has_reporter:
+            return {}
+        from . import reporter
+
+        folder = reporter.start(self.spec)
+        return {} if folder is None else {"ACCELERATE_STATUS_DIR": folder}

@@ -13,7 +13,14 @@ from torch import nn
 
 from ..core import devices
 from ..core.trees import find_device, send_to_device
-from .module_hooks import ForwardThreads, ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from .module_hooks import (
+    ForwardThreads,
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    has_forward,
+    remove_hook_from_module,
+)
 from .names import Place, join, owner_of
 from .offload import OffloadedWeightsLoader, PrefixedDataset
 from .sizes import named_module_tensors
@@ -243,7 +250,7 @@ class AlignDevicesHook(ModelHook):
             if copies is not None:
                 copies.pop(device, None)
         self._borrowed = []
-        if self._stream is not None and not any(request.is_ready() for request in list(self._streamed.values())):
+        if self._stream is not None and not any(request.stays() for request in list(self._streamed.values())):
             self._stream.release(offloaded)
 
     def _read(self, name: str) -> torch.Tensor:
@@ -293,7 +300,8 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def _is_preloaded(module: nn.Module, classes: Sequence[str] | None) -> bool:
-    return classes is not None and type(module).__name__ in classes
+    # What cannot be called brings nothing: its submodules do so themselves.
+    return classes is not None and type(module).__name__ in classes and has_forward(module)
 
 
 def attach_execution_device_hook(
