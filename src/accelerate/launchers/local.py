@@ -40,7 +40,7 @@ class LocalLauncher(Launcher):
 
     @property
     def _has_reporter(self) -> bool:
-        """Whether a process beside a script in this process can report its progress, in a log file."""
+        """Whether another process can report the progress of a script that runs in this one: in a log file."""
         return hasattr(os, "pidfd_open") and not os.isatty(2)
 
     def _reported(self) -> dict[str, str | None]:

@@ -33,6 +33,7 @@ class ReplicatedModel(PreparedModel):
     def __init__(self, module: torch.nn.Module, precision: Precision, element_size: int | None = None) -> None:
         super().__init__(module, precision)
         self.element_size = element_size
+        self.forwards: Forwards | None = None
 
     @property
     def inner(self) -> torch.nn.Module:
@@ -80,6 +81,18 @@ class ReplicatedModel(PreparedModel):
         return found
 
 
+class Forwards:
+    """A forward hook of a DDP wrapper: whether a forward has made it ready to reduce the gradients of a backward."""
+
+    ready = False
+    has_run = False  # whether there was a backward
+
+    def __call__(self, replica: DistributedDataParallel, *_: object) -> None:
+        """Called after a forward."""
+        if replica.require_backward_grad_sync and torch.is_grad_enabled():
+            self.ready = True
+
+
 class DataParallel(Strategy):
     """Each process has a replica of the model and reads its shard of the data; the backward averages gradients."""
 
@@ -117,6 +130,38 @@ class DataParallel(Strategy):
     def as_prepared(self, module: torch.nn.Module) -> ReplicatedModel:
         """A prepared model with the element size of the communication hook."""
         return ReplicatedModel(module, self.precision, _sent_as(self.options.comm_hook))
+
+    def lay_out(self, model: torch.nn.Module) -> PreparedModel:
+        """Wrap one model, and watch its forwards."""
+        prepared = super().lay_out(model)
+        replica = replica_of(prepared.module)
+        if replica is not None and isinstance(prepared, ReplicatedModel):
+            prepared.forwards = Forwards()
+            replica.register_forward_hook(prepared.forwards)
+        return prepared
+
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
+        """The backward. DDP reduces one backward for each forward; it is made ready for the second one, too."""
+        synced = []
+        for prepared in self.prepared:
+            forwards = prepared.forwards if isinstance(prepared, ReplicatedModel) else None
+            replica = None if forwards is None else replica_of(prepared.module)
+            if replica is None or forwards is None:
+                continue
+            if replica.static_graph and not forwards.has_run and replica._static_graph_delay_allreduce_enqueued:
+                raise PrepareError(
+                    "static_graph=True: DDP's first backward of this model was one of torch.autograd.grad, and DDP "
+                    "does not reduce the gradients of this one. Leave static_graph out"
+                )
+            forwards.has_run = True
+            if not replica.require_backward_grad_sync:
+                continue
+            synced.append(forwards)
+            if not forwards.ready:
+                _expect_backward(replica, loss)
+        super().backward(loss, **kwargs)
+        for forwards in synced:
+            forwards.ready = False
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of DDP besides the model."""
@@ -157,7 +202,8 @@ def _refuse_hidden_outputs(model: torch.nn.Module) -> None:
         if any(leaf.requires_grad and id(leaf) not in found for leaf in trees.leaves(output)):
             raise PrepareError(
                 f"static_graph=True finds no tensors inside of a {type(output).__name__}, which "
-                f"{type(model).__name__} returns: DDP would not average its gradients. Return a tuple or a dict, register the class with "
+                f"{type(model).__name__} returns: DDP would not average its gradients. Return a tuple or a "
+                "dict, register the class with "
                 "torch.export.register_dataclass, or leave out static_graph"
             )
 
@@ -168,6 +214,18 @@ def _sent_as(hook: DDPCommunicationHookType) -> int | None:
     """Bytes of an element that a hook has compressed; None if it does not."""
     halves = (DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
     return 2 if hook in halves else None
+
+
+def _expect_backward(replica: DistributedDataParallel, loss: torch.Tensor) -> None:
+    """Make DDP reduce the gradients of a backward that has no forward of its own."""
+    if replica._join_config.enable:
+        raise PrepareError(
+            "join_uneven_inputs: a second backward of one forward. DDP reduces one backward for each forward there: "
+            "add the losses, and call backward once"
+        )
+    # As a forward does, after the first backward.
+    replica.reducer._rebuild_buckets()
+    replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
 
 
 @contextlib.contextmanager

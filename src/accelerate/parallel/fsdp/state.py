@@ -135,7 +135,7 @@ def load_full_optimizer_state(
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> dict[str, Any]:
-    """The result of torch's `get_optimizer_state_dict`, without state for an FSDP2 model's optimizer that has not stepped yet.
+    """An optimizer's state as torch returns it; empty for that of an FSDP2 model that has not stepped yet.
 
     torch makes that state by a step, which the optimizer counts.
     """
