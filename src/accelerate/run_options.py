@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .config.training import DataLoaderConfiguration, DistributedDataParallelKwargs, check_accumulation_steps
+from .config.training import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    ProjectConfiguration,
+    check_accumulation_steps,
+)
 from .core.enums import FP8BackendType
 from .parallel.base import Strategy
 from .parallel.ddp.strategy import DataParallel
@@ -26,6 +31,7 @@ class RunOptions:
     plan: Plan
     state: AcceleratorState
     gradient_state: GradientState
+    project_configuration: ProjectConfiguration
     precision: Precision
     strategy: Strategy
     dataloader_config: DataLoaderConfiguration
@@ -168,8 +174,9 @@ class RunOptions:
 
     @property
     def should_save_model(self) -> bool:
-        """Whether `save_model` saves on this run; always True."""
-        return True
+        """Whether this process writes the files of `save_model`, which all processes call."""
+        each_node = self.project_configuration.save_on_each_node
+        return self.state.is_local_main_process if each_node else self.state.is_main_process
 
     @property
     def data_parallel_rank(self) -> int:
