@@ -42,7 +42,8 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 # The peer without its dependencies, to run the clients with it in their own environment.
 PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
-.PHONY: help install install-engines engine-programs demo test test-all test-engines test-faults test-clients test-frameworks test-trackers test-install check \
+.PHONY: help install install-engines engine-programs demo test test-all test-engines test-faults test-clients test-frameworks test-trackers \
+	screenshots test-install check \
 	check-style check-types check-names format bench bench-plan bench-clients gpu-check docs docs-serve clean
 
 help:  ## show this list
@@ -61,8 +62,9 @@ test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is 
 test-all: $(STAMP)  ## run all tests: also those that repeat others with more settings, and those of installed engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
+# Most of these tests wait; all that use a cluster run in one worker.
 test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others; install missing ones (Debian, root)
-	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/engines $(PYTEST_ARGS)
+	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/engines $(PYTEST_ARGS)
 
 test-faults: $(STAMP)  ## kill runs at a hundred random moments, and test all other checkpoint failures
 	KILLS=100 EXITS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --timeout 3600 tests/faults tests/checkpointing \
@@ -81,6 +83,9 @@ test-frameworks: $(FRAMEWORKS_STAMP)  ## run Keras, JAX and tf.data on this pack
 test-trackers: $(TRACKERS_STAMP)  ## log through every tracker's real package, offline, and read it back; launch from a Jupyter kernel
 	TRACKERS_REQUIRED=1 OMP_NUM_THREADS=1 $(TRACKERS_VENV)/bin/python -m pytest -p no:xdist tests/tracking \
 		tests/launchers/test_notebook_kernel.py $(PYTEST_ARGS)
+
+screenshots: $(STAMP)  ## write pictures of the monitor's page to build/screenshots (needs Chromium)
+	SCREENSHOTS=$(CURDIR)/build/screenshots $(BIN)/python -m pytest -p no:xdist tests/monitor/test_browser.py
 
 test-install: $(INSTALL_STAMP)  ## install the wheel and its clients in fresh environments; needs the package index
 	INSTALL_TESTS=1 OMP_NUM_THREADS=1 $(INSTALL_VENV)/bin/python -m pytest -p no:xdist tests/packaging $(PYTEST_ARGS)

@@ -28,7 +28,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.core import env
-from accelerate.parallel.report.fake_step import loss_of
+from accelerate.parallel.report.ledger import loss_of
 from accelerate.planning import estimate, layouts, machine, trace
 from accelerate.planning.model import BatchShape, fake_batch, parse_batch
 

@@ -61,9 +61,21 @@ def test_a_requested_level_is_shown_without_a_handler_and_once_with_one():
         logging.getLogger("plain").info("not requested either")
         logging.basicConfig(format="configured: %(message)s")
         logger.info("once")
+        handler = logging.getLogger().handlers[0]
+        handler.setLevel("WARNING")
+        logger.info("below the level of the handler")
+        logger.warning("above it")
+        assert handler.level == logging.WARNING and logging.lastResort.level == logging.WARNING
+        assert not logger.logger.handlers
         """
     main, other = run_ranks(script, 2)
-    assert main.stderr.splitlines() == ["[RANK 0] shown", "[RANK 0] of all", "configured: [RANK 0] once"]
+    assert main.stderr.splitlines() == [
+        "[RANK 0] shown",
+        "[RANK 0] of all",
+        "configured: [RANK 0] once",
+        "[RANK 0] below the level of the handler",
+        "configured: [RANK 0] above it",
+    ]
     assert other.stderr.splitlines() == ["[RANK 1] of all"]
 
 

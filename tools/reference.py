@@ -28,7 +28,7 @@ NOTE = "<!-- Written by tools/reference.py. Change the registry that it reads, t
 # Names of `accelerate.utils` by subject: the modules that define them.
 SUBJECTS = {
     "Communication": ("collectives.tensors", "collectives.objects", "collectives.padding", "state"),
-    "Nested data": ("core.trees", "collectives.structure"),
+    "Nested data": ("core.trees",),
     "Random numbers": ("collectives.rng",),
     "Memory and batch size": ("collectives.batch_size", "core.memory"),
     "Configuration objects": ("config", "parallelism_config"),

@@ -24,6 +24,7 @@ from .core.enums import DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .core.lazy import public_names
 from .core.modules import model_has_dtensor
+from .core.objects import forwarded
 from .core.retired import ACCELERATOR_ARGUMENTS, explain_arguments
 from .data_loader import prepare_data_loader, skip_first_batches
 from .first_step import FirstStepCheck
@@ -39,11 +40,10 @@ from .parallel.unwrap import extract_model_from_parallel
 from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
 from .placement.dispatch import check_quantized
 from .planned_run import PlannedRun
-from .process_control import ProcessControl
 from .resolve import Plan, Request, Resolved, adopt, resolve
-from .run_checkpoints import RunCheckpoints
+from .run_checkpoints import RunCheckpoints, register_hook
+from .run_interface import RunInterface
 from .run_objects import RunObjects, check_preparable
-from .run_options import RunOptions
 from .runtime.communication import raise_lost
 from .scheduler import AcceleratedScheduler
 from .state import AcceleratorState, GradientState, PartialState
@@ -77,7 +77,7 @@ logger: MultiProcessAdapter = get_logger(__name__)
 _NOT_GIVEN: Any = object()
 
 
-class Accelerator(ProcessControl, RunOptions):
+class Accelerator(RunInterface):
     """Runs a PyTorch training loop on any device and any number of processes.
 
     Args:
@@ -888,19 +888,11 @@ class Accelerator(ProcessControl, RunOptions):
 
     # -- checkpoints
 
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """The folders of the run and the naming of its checkpoints."""
-        return self._checkpoints.project
+    project_configuration: ProjectConfiguration = forwarded(
+        "_checkpoints.project", "The folders of the run and the naming of its checkpoints.", settable=True
+    )
 
-    @project_configuration.setter
-    def project_configuration(self, project: ProjectConfiguration) -> None:
-        self._checkpoints.project = project
-
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next automatically named checkpoint."""
-        return self.project_configuration.iteration
+    save_iteration: int = forwarded("_checkpoints.project.iteration", "The number of the next automatic checkpoint.")
 
     def save_state(
         self,
@@ -1008,7 +1000,7 @@ class Accelerator(ProcessControl, RunOptions):
         Returns:
             A handle whose `remove()` removes the hook.
         """
-        return self._checkpoints.register_save_hook(hook)
+        return register_hook(self._checkpoints.save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Register a hook that is called before `load_state` loads.
@@ -1019,7 +1011,7 @@ class Accelerator(ProcessControl, RunOptions):
         Returns:
             A handle whose `remove()` removes the hook.
         """
-        return self._checkpoints.register_load_hook(hook)
+        return register_hook(self._checkpoints.load_hooks, hook)
 
     def save_model(
         self,
@@ -1062,24 +1054,9 @@ class Accelerator(ProcessControl, RunOptions):
 
     # -- trackers
 
-    @property
-    def project_dir(self) -> str | None:
-        """The folder for logs and checkpoints."""
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> str | None:
-        """The folder of trackers that write files."""
-        return self.project_configuration.logging_dir
-
-    @property
-    def log_with(self) -> list[Any]:
-        """The trackers that `init_trackers` starts."""
-        return self._trackers.log_with
-
-    @log_with.setter
-    def log_with(self, log_with: list[Any]) -> None:
-        self._trackers.log_with = log_with
+    project_dir: str | None = forwarded("_checkpoints.project.project_dir", "The folder for logs and checkpoints.")
+    logging_dir: str | None = forwarded("_checkpoints.project.logging_dir", "The folder of trackers that write files.")
+    log_with: list[Any] = forwarded("_trackers.log_with", "The trackers that `init_trackers` starts.", settable=True)
 
     @property
     def trackers(self) -> list[GeneralTracker]:
@@ -1156,34 +1133,16 @@ class Accelerator(ProcessControl, RunOptions):
 
     # -- the prepared objects, under the names that libraries read
 
-    @property
-    def step(self) -> int:
-        """The number of batches so far in the current accumulation window."""
-        return self._accumulation.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._accumulation.step = step
+    step: int = forwarded("_accumulation.step", "The number of batches so far in this window.", settable=True)
 
     @property
     def _models(self) -> list[torch.nn.Module]:
         return [prepared.module for prepared in self._objects.models]
 
-    @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self._objects.optimizers
-
-    @property
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return self._objects.schedulers
-
-    @property
-    def _dataloaders(self) -> list[Any]:
-        return self._objects.dataloaders
-
-    @property
-    def _custom_objects(self) -> list[Any]:
-        return self._objects.custom
+    _optimizers: list[AcceleratedOptimizer] = forwarded("_objects.optimizers", "The prepared optimizers.")
+    _schedulers: list[AcceleratedScheduler] = forwarded("_objects.schedulers", "The prepared schedulers.")
+    _dataloaders: list[Any] = forwarded("_objects.dataloaders", "The prepared loaders.")
+    _custom_objects: list[Any] = forwarded("_objects.custom", "The objects that were registered.")
 
     def __repr__(self) -> str:
         count = self.num_processes

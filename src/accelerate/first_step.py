@@ -268,8 +268,8 @@ class FirstStepCheck:
                 self._log_once(
                     f"parameter {name} has other values on {ranks_in_words(odd)} than on rank 0 after the first step. "
                     "It was changed on some processes only, or its gradient was not averaged: look for code that runs "
-                    "on one rank between prepare and the step, or for two backwards of one forward, of which DDP "
-                    "averages the first only (add the losses)"
+                    "on one rank between prepare and the step, or for two backwards of one forward without "
+                    "accelerator.backward, of which DDP averages the first only (add the losses)"
                 )
                 break
 
@@ -350,7 +350,9 @@ def _checksum(inputs: Iterable[Any]) -> int:
     found = 0
     for tensor in leaves(inputs):
         found = zlib.crc32(f"{tensor.shape}{tensor.dtype}".encode(), found)
-        if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta":
+        # A tensor inside of a transform of torch.func has no storage.
+        plain = type(tensor) is torch.Tensor and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        if plain and tensor.layout is torch.strided and tensor.device.type != "meta":
             first = tensor.detach().flatten()[:_ELEMENTS].cpu().contiguous()
             found = zlib.crc32(first.view(torch.uint8).numpy().tobytes(), found)
     return found

@@ -6,6 +6,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .core.objects import forwarded
+
 if TYPE_CHECKING:
     from .config.training import GradientAccumulationPlugin
 
@@ -96,14 +98,9 @@ class GradientState:
         """Whether a prepared loader is being read."""
         return self.active_dataloader is not None
 
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """Whether the gradients of this step have been reduced on XLA devices."""
-        return self._is_xla_gradients_synced
-
-    @is_xla_gradients_synced.setter
-    def is_xla_gradients_synced(self, value: bool) -> None:
-        self._is_xla_gradients_synced = value
+    is_xla_gradients_synced: bool = forwarded(
+        "_is_xla_gradients_synced", "Whether gradients have been reduced on XLA devices.", settable=True
+    )
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

@@ -18,8 +18,8 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     With `in_order` every process logs, one after the other, so all of them must make the call.
 
     Attributes:
-        has_level (bool): the level was requested, so records of that level are shown also where no handler is
-            configured.
+        has_level (bool): the level was requested, so records of that level are shown also where no handler accepts
+            them.
 
     Example:
         logger = get_logger(__name__)
@@ -67,17 +67,30 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         text, options = self.process(msg, kwargs)
         options["stacklevel"] += 1
-        if not self.has_level or logging.lastResort is None or self.logger.hasHandlers():
+        last_resort = logging.lastResort
+        if not self.has_level or last_resort is None or self._is_shown(level):
             self.logger.log(level, text, *args, **options)
             return
-        # Without a handler, `logging` writes to stderr only what its handler of last resort accepts: warnings. If we
-        # added a handler, a later `logging.basicConfig` of the script would do nothing.
-        accepted = logging.lastResort.level
-        logging.lastResort.setLevel(min(level, accepted))
+        # No handler shows it. `logging`'s handler of last resort writes to stderr, by default warnings where there is
+        # no handler at all. It is borrowed for this call: with a handler of ours, a later `logging.basicConfig` of the
+        # script would do nothing.
+        accepted = last_resort.level
+        last_resort.setLevel(min(level, accepted))
+        self.logger.addHandler(last_resort)
         try:
             self.logger.log(level, text, *args, **options)
         finally:
-            logging.lastResort.setLevel(accepted)
+            self.logger.removeHandler(last_resort)
+            last_resort.setLevel(accepted)
+
+    def _is_shown(self, level: int) -> bool:
+        """Whether a handler of this logger, or of one to which it passes its records, accepts the level."""
+        logger: logging.Logger | None = self.logger
+        while logger is not None:
+            if any(level >= one.level and not isinstance(one, logging.NullHandler) for one in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """Add the rank to the message."""
@@ -109,7 +122,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     Args:
         name: usually `__name__`.
         log_level: the name of a level. By default the variable ACCELERATE_LOG_LEVEL, else the level is not changed.
-            With a level, what the logger logs is shown on stderr if the script configures no handler.
+            With a level, what the logger logs is shown on stderr if no handler of the script accepts that level.
 
     Returns:
         An adapter whose calls take `main_process_only` and `in_order`.

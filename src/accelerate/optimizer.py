@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .core.lazy import public_names
+from .core.objects import forwarded
 from .core.trees import send_to_device
 from .state import GradientState
 
@@ -63,32 +64,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
                     state[name] = send_to_device(value, parameter.device)
 
-    @property
-    def state(self) -> Any:
-        """The state of each parameter."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> Any:
-        """The parameters, and the options of each group of them."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: Any) -> None:
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> Any:
-        """The options that a new group gets."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: Any) -> None:
-        self.optimizer.defaults = defaults
+    state: Any = forwarded("optimizer.state", "The state of each parameter.", settable=True)
+    param_groups: Any = forwarded("optimizer.param_groups", "The parameters in groups with options.", settable=True)
+    defaults: Any = forwarded("optimizer.defaults", "The options that a new group gets.", settable=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options, as `torch.optim.Optimizer.add_param_group` does."""

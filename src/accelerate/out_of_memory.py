@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .core import memory, system
+from .core.trees import map_leaves
 from .parallel.prepared import PreparedModel
 from .parallel.report import memory as kinds
 from .precision.base import Precision
@@ -184,8 +185,7 @@ class _Step:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         from .parallel.activation import checkpoint_activations
-        from .parallel.report.fake_step import fake_copy, loss_of
-        from .parallel.report.ledger import ACTIVATIONS, GRADIENTS, WEIGHTS, Ledger
+        from .parallel.report.ledger import ACTIVATIONS, GRADIENTS, WEIGHTS, Ledger, fake_copy, loss_of
 
         ledger = Ledger(fake=True)
         with FakeTensorMode(allow_non_fake_inputs=True), ledger:
@@ -205,16 +205,13 @@ class _Step:
         return ledger.peak()[ACTIVATIONS]
 
     def _shrunk(self, value: Any, smaller: int) -> Any:
-        if isinstance(value, torch.Tensor):
-            shape = list(value.shape)
+        def shrink(tensor: torch.Tensor) -> torch.Tensor:
+            shape = list(tensor.shape)
             if shape and shape[0] == self.samples:
                 shape[0] = -(-shape[0] // smaller)
-            return torch.zeros(shape, dtype=value.dtype, requires_grad=value.requires_grad)
-        if isinstance(value, Mapping):
-            return {key: self._shrunk(one, smaller) for key, one in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._shrunk(one, smaller) for one in value)
-        return value
+            return torch.zeros(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+
+        return map_leaves(shrink, value)
 
 
 def _values(inputs: tuple[Any, Any]) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
+from .config import checks
 from .config.base import KwargsHandler
 from .config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from .config.fsdp import FullyShardedDataParallelPlugin
@@ -22,7 +23,6 @@ from .config.training import (
     OptimizerOffloadKwargs,
     ProfileKwargs,
     TorchDynamoPlugin,
-    check_accumulation_steps,
 )
 from .core import devices, env, extensions
 from .core.device_kinds import DEVICES
@@ -36,9 +36,8 @@ from .parallel.choice import check_beside_deepspeed, choose_strategy
 from .parallel.ddp.strategy import DataParallel
 from .parallel.registry import strategy_class, transform_class
 from .parallelism_config import ParallelismConfig
-from .precision.amp import MixedPrecision, ScaledPrecision
+from .precision.amp import MixedPrecision, ScaledPrecision, get_grad_scaler
 from .precision.base import Precision
-from .precision.contexts import get_grad_scaler
 from .precision.fp8 import make_fp8
 from .precision.master import MasterPrecision
 from .state import AcceleratorState, PartialState
@@ -272,7 +271,7 @@ def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumula
         if plugin.num_steps is not None:
             return plugin
         return dataclasses.replace(plugin, num_steps=env.get_int(variable) or 1)
-    check_accumulation_steps(steps, "gradient_accumulation_steps")
+    checks.integer("gradient_accumulation_steps", steps)
     requested = env.get_int(variable)
     if steps != 1 or requested is None:
         origins[name] = "argument" if steps != 1 else "default"

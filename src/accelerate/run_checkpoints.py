@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from .accumulation import Accumulation
 from .checkpointing import layout
 from .checkpointing.commit import can_restore
-from .checkpointing.gradients import OpenWindow, PendingGradients, RankState
+from .checkpointing.gradients import PendingGradients, RankState
 from .checkpointing.loading import LoadReport, load_newest, load_run
 from .checkpointing.loading import resume as resume_run
 from .checkpointing.opening import DamagedCheckpoint, Options
@@ -287,7 +287,8 @@ class RunCheckpoints:
     def _run_state(self) -> Iterator[RunState]:
         """The run as a checkpoint has it: with master weights instead of parameters that were cast."""
         objects = self.objects
-        rank_state = RankState(self.strategy.name, objects.models, self._mesh_sizes(), self._open_window())
+        gradients = self._pending_gradients()
+        rank_state = RankState(self.strategy.name, objects.models, self._mesh_sizes(), gradients, self.items)
         models = [prepared.module for prepared in objects.models]
         optimizers = [optimizer.optimizer for optimizer in objects.optimizers]
         contexts = [prepared.swappable() for prepared in objects.models]
@@ -324,8 +325,8 @@ class RunCheckpoints:
         names = getattr(mesh, "mesh_dim_names", None)
         return dict(zip(names, mesh.shape, strict=True)) if names else {}
 
-    def _open_window(self) -> OpenWindow | None:
-        """The unfinished accumulation window of this process; none where its gradients cannot be had."""
+    def _pending_gradients(self) -> PendingGradients | None:
+        """The gradients of an unfinished accumulation window of this process; none where they cannot be had."""
         models = self.objects.models
         gradients = [prepared.accumulated_gradients() for prepared in models]
         if any(found is None and prepared.is_partial for found, prepared in zip(gradients, models, strict=True)):
@@ -335,7 +336,7 @@ class RunCheckpoints:
             for found, prepared in zip(gradients, models, strict=True)
         ]
         is_open = not self.accumulation.gradient_state.sync_gradients
-        return OpenWindow(PendingGradients(holders, lambda: is_open), self.items)
+        return PendingGradients(holders, lambda: is_open)
 
     def _sharded_state(self, optimizers: list[PreparedOptimizer]) -> ShardedState | None:
         """How shards are saved, each process its own; None where no model saves shards."""
@@ -358,14 +359,6 @@ class RunCheckpoints:
         check_custom(objects)
         self.objects.custom.extend(objects)
 
-    def register_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """See `Accelerator.register_save_state_pre_hook`."""
-        return _register(self.save_hooks, hook)
-
-    def register_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """See `Accelerator.register_load_state_pre_hook`."""
-        return _register(self.load_hooks, hook)
-
 
 def _current_folder() -> Path | None:
     try:
@@ -383,7 +376,8 @@ def _load_options(load_kwargs: dict[str, Any] | None) -> dict[str, Any]:
     return known
 
 
-def _register(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+def register_hook(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
+    """Add a hook of saving or loading. Its handle removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -8,7 +8,7 @@ import torch
 
 from accelerate import collectives
 from accelerate.collectives.metrics import gather_counted, gather_objects_counted
-from accelerate.collectives.structure import (
+from accelerate.collectives.tensors import (
     TensorInformation,
     get_data_structure,
     initialize_tensors,

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accelerate completion`: the script in a real bash; what the other shells get has the same words."""
+"""`accelerate completion`: the scripts in the real shells, where they are installed."""
 
+import contextlib
+import io
+import os
+import pty
 import shutil
 import subprocess
 
@@ -17,17 +21,28 @@ printf '%s\\n' "${COMPREPLY[@]}"
 """
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_tab_in_bash(tmp_path, capsys):
-    completion.main(["bash"])
-    script = tmp_path / "completion.bash"
-    script.write_text(capsys.readouterr().out)
+def script_of(shell):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        completion.main([shell])
+    return out.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path):
     (tmp_path / "train.py").touch()
+    return tmp_path
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_tab_in_bash(folder):
+    script = folder / "completion.bash"
+    script.write_text(script_of("bash"))
 
     def words(*line):
         done = subprocess.run(
             ["bash", "--norc", "-c", COMPLETE, "bash", str(script), "accelerate", *line],
-            cwd=tmp_path, capture_output=True, text=True, timeout=60,
+            cwd=folder, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
@@ -39,10 +54,59 @@ def test_tab_in_bash(tmp_path, capsys):
     assert "show" in words("config", "")
 
 
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+def test_tab_in_fish(folder):
+    (folder / "accelerate.fish").write_text(script_of("fish"))
+
+    def words(line):
+        command = ["fish", "--no-config", "-c", f"source accelerate.fish; complete -C '{line}'"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, ""), done
+        return [text.partition("\t")[0] for text in done.stdout.splitlines()]
+
+    assert words("accelerate la") == ["launch"]
+    assert words("accelerate launch --mixed_pre") == ["--mixed_precision"]
+    assert sorted(words("accelerate launch --mixed_precision ")) == ["bf16", "fp16", "fp8", "no"]
+    assert words("accelerate launch --cpu tr") == ["train.py"]
+    assert "show" in words("accelerate config ")
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_tab_in_zsh(folder):
+    """Keys are typed in a terminal, because zsh completes nothing elsewhere."""
+    (folder / "_accelerate").write_text(script_of("zsh"))
+    (folder / ".zshrc").write_text(
+        "PS1= fpath+=($PWD); autoload -U compinit; compinit -u -D; bindkey '^I' expand-or-complete\n"
+    )
+
+    def words(line):
+        ours, theirs = pty.openpty()
+        env = {"PATH": os.environ["PATH"], "HOME": str(folder), "TERM": "dumb", "LC_ALL": "C"}
+        shell = subprocess.Popen(["zsh", "-i"], cwd=folder, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        # A second Tab lists what is ambiguous; Ctrl-A and `echo` show the line instead of running it.
+        os.write(ours, f"{line}\t\t\x01echo 'LINE: \x05'\nexit\n".encode())
+        data = b""
+        while True:
+            try:
+                read = os.read(ours, 4096)
+            except OSError:
+                break
+            data += read
+        os.close(ours)
+        assert shell.wait(timeout=60) == 0
+        return data.decode()
+
+    assert "\nLINE: accelerate launch " in words("accelerate la")
+    assert "\nLINE: accelerate launch --mixed_precision " in words("accelerate launch --mixed_pre")
+    assert {"bf16", "fp16", "fp8", "no"} <= set(words("accelerate launch --mixed_precision ").split())
+    assert "\nLINE: accelerate launch --cpu train.py " in words("accelerate launch --cpu tr")
+    assert {"default", "show", "update"} <= set(words("accelerate config ").split())
+
+
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_a_script(shell, capsys):
-    completion.main([shell])
-    assert "estimate-memory" in (text := capsys.readouterr().out) and "mixed_precision" in text
+def test_other_shells_get_a_script(shell):
+    assert "estimate-memory" in (text := script_of(shell)) and "mixed_precision" in text
 
 
 def test_without_shtab(monkeypatch, capsys):

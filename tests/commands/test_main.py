@@ -25,6 +25,21 @@ def test_unknown_commands_get_the_nearest():
     assert done.returncode == 2 and "did you mean launch" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["config", "default", "--config_file", "taken/file.yaml"], ["launch", "--cpu", "--log_dir", "taken", "taken"]],
+)
+def test_a_place_that_cannot_be_written_is_one_line(words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "taken").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["accelerate", *words])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    lines = [text for text in capsys.readouterr().err.splitlines() if "cpu, mixed precision" not in text]
+    assert end.value.code == 1 and len(lines) == 1, lines
+    assert lines[0].startswith(f"accelerate {words[0]}: error: taken") and "cannot be read or written" in lines[0]
+
+
 def test_every_command_shows_help_without_torch():
     script = (
         "import sys\nfrom accelerate.commands import main\n"

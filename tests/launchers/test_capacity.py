@@ -3,7 +3,6 @@
 
 import pytest
 
-from accelerate.config.launch_settings import resolve_settings
 from accelerate.core import system
 from accelerate.core.errors import ConfigurationError
 from accelerate.launchers import capacity
@@ -47,7 +46,7 @@ def test_more_than_memory_holds_is_refused_with_numbers():
     ],
 )
 def test_what_counts_is_this_machine_s_share(launch, engine, refused):
-    launcher = launcher_class(engine).create(launch, resolve_settings({}), False)
+    launcher = launcher_class(engine).create(launch)
     try:
         check(launch, False, SMALL)
     except ConfigurationError:

@@ -29,7 +29,7 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 from accelerate.telemetry.status import StatusFile, status_file
-rank, stop = int(os.environ["RANK"]), Path(sys.argv[1])
+rank, stop = int(os.environ.get("RANK", "0")), Path(sys.argv[1])
 folder = os.environ.get("ACCELERATE_STATUS_DIR")
 status = StatusFile(status_file(Path(folder), rank)) if folder else None
 step = 0
@@ -116,6 +116,31 @@ def test_no_color_and_quiet(tmp_path):
     (tmp_path / "stop").unlink()
     _, _, data = on_terminal(tmp_path, "--quiet")
     assert b"samples/s" not in data and b"\x1b7" not in data
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
+def test_lines_of_a_script_in_the_launchers_process(tmp_path):
+    """The script has the launcher's process and no child; what reports on it ends with it, also if it is killed."""
+    script, stop, log = tmp_path / "script.py", tmp_path / "stop", tmp_path / "log"
+    own = "try: os.waitpid(-1, os.WNOHANG)\nexcept ChildProcessError: print(os.getpid(), folder, flush=True)\n"
+    script.write_text(SCRIPT.replace("step = 0\n", f"step = 0\n{own}"))
+    options = ["--num_processes", "1", "--progress_interval", "0.2"]
+    with open(log, "wb") as file:
+        process = subprocess.Popen(
+            [*LAUNCH, *options, str(script), str(stop)], stderr=file, stdout=subprocess.PIPE, env=environment(tmp_path)
+        )
+    assert process.stdout is not None
+    pid, folder = process.stdout.readline().split()
+    assert int(pid) == process.pid and os.path.isdir(folder)
+    for _ in process.stdout:
+        if log.read_text().count("samples/s") >= 2:
+            process.kill()
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while os.path.isdir(folder) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.isdir(folder)
 
 
 @pytest.mark.timeout(120)

@@ -11,7 +11,7 @@ from accelerate.launchers.kubernetes import KubernetesLauncher
 from accelerate.launchers.mpi import first_host
 from accelerate.launchers.slurm import SlurmLauncher
 from accelerate.launchers.spec import LaunchSpec, Program, check_host
-from accelerate.launchers.tpu import Pod, PodLauncher
+from accelerate.launchers.tpu import PodLauncher
 
 NASTY = [
     "a\n#SBATCH --uid=0", "two words", "it's", 'say "x"', "$(touch x)", "`touch x`", "a;b", "-x", "漢字 ü", "", "a\\b",
@@ -43,7 +43,8 @@ def test_a_batch_script_holds_what_was_given(text):
 
 @pytest.mark.parametrize("text", NASTY)
 def test_options_for_sbatch_are_quoted_or_refused(text):
-    launcher = SlurmLauncher(LaunchSpec(Program(__file__)), shlex.join(["--time=1", f"--comment={text}"]))
+    options = shlex.join(["--time=1", f"--comment={text}"])
+    launcher = SlurmLauncher(LaunchSpec(Program(__file__), slurm_options=options))
     if "\n" in text or "\t" in text:
         with pytest.raises(ConfigurationError, match="line break"):
             launcher.check()
@@ -68,8 +69,8 @@ def test_a_dry_run_needs_no_programs(monkeypatch):
 
 @pytest.mark.parametrize("text", [text for text in NASTY if text])
 def test_a_manifest_holds_what_was_given(text):
-    spec = LaunchSpec(Program(f"{text}.py", (text,)), variables={"NAME": text})
-    _, job = yaml.safe_load_all(KubernetesLauncher(spec, "image").dry_run())
+    spec = LaunchSpec(Program(f"{text}.py", (text,)), variables={"NAME": text}, image="image")
+    _, job = yaml.safe_load_all(KubernetesLauncher(spec).dry_run())
     (container,) = job["spec"]["template"]["spec"]["containers"]
     literal = text.replace("$(", "$$(")
     assert container["command"][-2:] == [f"{literal}.py", literal]
@@ -81,7 +82,7 @@ def test_a_manifest_holds_what_was_given(text):
 def test_what_is_no_host_is_refused(name, tmp_path):
     with pytest.raises(ConfigurationError, match="no name or address of a host"):
         LaunchSpec(Program(__file__), main_process_ip=name).check()
-    pod = PodLauncher(LaunchSpec(Program(__file__)), "main", Pod((name,), "zone"))
+    pod = PodLauncher(LaunchSpec(Program(__file__), vm=(name,), tpu_zone="zone"))
     with pytest.raises(ConfigurationError):
         pod.check()
     if name and not set(name) & set(" \n"):

@@ -21,7 +21,7 @@ def test_without_ray_the_install_command_is_told(monkeypatch):
 def test_an_address_that_is_none_is_refused(monkeypatch, address):
     monkeypatch.setattr(engine, "is_available", lambda name: True)
     with pytest.raises(ConfigurationError, match="host:port"):
-        RayLauncher(LaunchSpec(SCRIPT), address).check()
+        RayLauncher(LaunchSpec(SCRIPT, ray_address=address)).check()
 
 
 def test_what_is_reserved():
@@ -74,6 +74,6 @@ def test_processes_without_devices_and_with_the_same_one():
 
 
 def test_a_dry_run_needs_no_cluster():
-    told = RayLauncher(LaunchSpec(SCRIPT, num_processes=2, device="cpu"), "10.0.0.1:6379").dry_run()
+    told = RayLauncher(LaunchSpec(SCRIPT, num_processes=2, device="cpu", ray_address="10.0.0.1:6379")).dry_run()
     assert "# cluster: 10.0.0.1:6379" in told and "# rank 1" in told and "export RANK=1" in told
     assert told.count(f"{__file__} --lr 1") == 2

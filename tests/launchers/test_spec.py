@@ -200,7 +200,8 @@ def test_a_slurm_script_quotes_what_it_must(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     program = Program(__file__, ("--name", "it's $RANK"))
     flags = {"engine": "slurm", "num_processes": 4, "num_machines": 2, "cpu": True, "num_cpu_threads_per_process": 3}
-    launcher = SlurmLauncher(planning.plan(resolve_settings(flags), program), "--partition=gpu --time=2:00:00")
+    flags["slurm_options"] = "--partition=gpu --time=2:00:00"
+    launcher = SlurmLauncher(planning.plan(resolve_settings(flags), program))
     launcher.check()
     lines = launcher.batch_script().splitlines()
     assert lines[0] == "#!/bin/bash"
@@ -213,4 +214,4 @@ def test_a_slurm_script_quotes_what_it_must(monkeypatch):
     assert {"#SBATCH --partition=gpu", "#SBATCH --time=2:00:00", "export OMP_NUM_THREADS=3"} <= set(lines)
     assert lines[-1].startswith("srun --nodes=2 --ntasks=4") and lines[-1].endswith("""'it'"'"'s $RANK'""")
     with pytest.raises(ConfigurationError, match="not an option of sbatch"):
-        SlurmLauncher(launcher.spec, "partition gpu").check()
+        SlurmLauncher(launcher.spec._replace(slurm_options="partition gpu")).check()

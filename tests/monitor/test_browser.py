@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page in a real browser, on a run that grows: curves follow, the slow rank is marked, and nothing goes wrong."""
+"""The page in a real browser, on a run that grows: curves follow, the slow rank is marked, and nothing goes wrong.
 
+With the variable SCREENSHOTS each test leaves a picture of the page in that folder (`make screenshots`).
+"""
+
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from browser import Browser, find
@@ -56,11 +61,14 @@ def serve():
 
 
 @pytest.fixture(autouse=True)
-def no_errors(browser):
+def no_errors(browser, request):
     browser.errors.clear()
     browser.dark(False)
     browser.size(1280, 900)
     yield
+    if folder := os.environ.get("SCREENSHOTS"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        browser.screenshot(Path(folder, f"{request.node.name}.png"), full=True)
     browser.open("about:blank")
     assert browser.errors == []
 

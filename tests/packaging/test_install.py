@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not os.environ.get("INSTALL_TESTS"), reason="needs the package index: make test-install"),
 ]
 ROOT = Path(__file__).parents[2]
-SOURCES = ["src", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "MANIFEST.in"]
+SOURCES = ["src", "pyproject.toml", "setup.py", "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "MANIFEST.in"]
 # What the environments install themselves.
 OWN = ("accelerate", "__editable__", "transformers", "peft", "trl", "distutils-precedence")
 OTHER = "accelerate==1.15.0"

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accelerate import Accelerator
 from accelerate.core.errors import ConfigurationError, PrepareError
-from accelerate.parallel.activation_offload import ActivationOffload, SavedInHostMemory, _InHostMemory
+from accelerate.parallel.activation import ActivationOffload, SavedInHostMemory, _InHostMemory
 from accelerate.parallel.optimizer_offload import StreamedState, offload_state
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, OptimizerOffloadKwargs
@@ -113,8 +113,8 @@ def test_the_forward_of_a_model_is_wrapped(monkeypatch):
     """As on an accelerator, with copies that stay on the CPU."""
     hooks = Counted()
     device = types.SimpleNamespace(device=torch.device("cuda"))
-    monkeypatch.setattr("accelerate.parallel.activation_offload.PartialState", lambda: device)
-    monkeypatch.setattr("accelerate.parallel.activation_offload.SavedInHostMemory", lambda *_: hooks)
+    monkeypatch.setattr("accelerate.parallel.activation.PartialState", lambda: device)
+    monkeypatch.setattr("accelerate.parallel.activation.SavedInHostMemory", lambda *_: hooks)
     transform, model = ActivationOffload(), build()
     x, _ = batches()
     expected = torch.autograd.grad(model(x[0]).sum(), model.parameters())

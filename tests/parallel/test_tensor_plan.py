@@ -12,7 +12,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.parallel.tensor import plan as tensor_plan
-from accelerate.parallel.tensor import sequence as tensor_sequence
 from accelerate.parallel.tensor import styles as kinds
 from accelerate.parallelism_config import ParallelismConfig
 
@@ -121,7 +120,7 @@ def test_every_word_of_dense_models_in_transformers_is_known():
 
 def test_the_stream_between_split_layers_along_the_sequence():
     model = small()
-    found = tensor_sequence.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
+    found = tensor_plan.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
     assert isinstance(found["layers.0"], kinds.SequenceEntry) and "layers.1" not in found
     norms = {name for name, style in found.items() if isinstance(style, kinds.SequenceNorm)}
     assert norms == {"norm", *(f"layers.{i}.{part}_norm" for i in range(2) for part in ("attention", "mlp"))}
@@ -129,14 +128,14 @@ def test_the_stream_between_split_layers_along_the_sequence():
     # Without a norm after them, the stream is whole again after the last block; which may be the first.
     model.layers = nn.ModuleList(model.layers[:1])
     model.norm = nn.Identity()
-    found = tensor_sequence.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
+    found = tensor_plan.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
     assert [type(part) for part in found["layers.0"].styles] == [kinds.SequenceEntry, kinds.SequenceExit]
     model.layers[0].extra = nn.Linear(16, 16)
     with pytest.raises(PrepareError, match=r"layers\.0\.extra \(Linear\) is neither split nor a norm"):
-        tensor_sequence.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
+        tensor_plan.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
     block = model.layers[0]
     with pytest.raises(PrepareError, match="is in no list of blocks"):
-        tensor_sequence.along_sequence(block, styles(block, tensor_plan.infer_plan(block, 2))[0])
+        tensor_plan.along_sequence(block, styles(block, tensor_plan.infer_plan(block, 2))[0])
 
 
 def test_the_output_layer_stays_split_for_the_loss():

@@ -86,8 +86,8 @@ def test_offloaded_equals_resident(kind, x, tmp_path, monkeypatch):
 def test_the_inner_tensors_are_fetched_ahead(x, tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "MINIMUM", 0)
     read = []
-    pages = streaming.read_pages
-    monkeypatch.setattr(streaming, "read_pages", lambda tensor: (read.append(tensor.dtype), pages(tensor)))
+    pages = streaming.map_pages
+    monkeypatch.setattr(streaming, "map_pages", lambda tensor: (read.append(tensor.dtype), pages(tensor)))
     model = disk_offload(quantized("int8"), tmp_path)
     for _ in range(3):
         outputs(model, x)

@@ -2,6 +2,7 @@
 """Offloaded weights are fetched ahead of the modules that need them, in the order in which these run."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from accelerate import cpu_offload, disk_offload, init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.core.errors import CheckpointError
 from accelerate.placement import file_pages, streaming, weight_files
-from accelerate.placement.offload import OffloadedWeightsLoader
+from accelerate.placement.offload import OffloadedWeightsLoader, offload_state_dict
 from accelerate.placement.streaming import FetchRequest, WeightStream
 
 CPU = torch.device("cpu")
@@ -29,6 +30,12 @@ class Source(dict):
         return super().__getitem__(name)
 
     shared = __getitem__
+
+    def read(self, name):
+        pass
+
+    def stays(self, name):
+        return False
 
     def is_ready(self, name):
         return False
@@ -105,13 +112,34 @@ def test_a_small_weight_is_left_to_its_module(run):
     assert run.stream.fetch(request) == {} and run.source.reads == []
 
 
-def test_pages_are_read_where_the_system_has_no_call_for_it(monkeypatch, tmp_path):
+def test_pages_are_read_where_the_system_has_no_calls_for_it(monkeypatch, tmp_path):
     path = tmp_path / "weights.safetensors"
     save_file({"a": torch.randn(1000, 300), "b": torch.zeros(0)}, path)
     loader = OffloadedWeightsLoader(index={name: {"safetensors_file": str(path)} for name in "ab"})
     monkeypatch.setattr(file_pages, "_libc", lambda: object())
+    monkeypatch.delattr("os.preadv")
     for name in "ab":
-        file_pages.read_pages(loader[name])
+        loader.read(name)
+        file_pages.map_pages(loader[name])
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs posix_fadvise")
+def test_the_read_brings_all_bytes_of_a_weight_to_memory(tmp_path):
+    weights = {"a": torch.randn(1000, 300), "b": torch.randn(700, 900), "c": torch.zeros(0)}
+    path = tmp_path / "weights.safetensors"
+    save_file(weights, path)
+    in_file = OffloadedWeightsLoader(index={name: {"safetensors_file": str(path)} for name in weights})
+    offload_state_dict(tmp_path / "folder", weights)
+    for loader, file in ((in_file, path), (OffloadedWeightsLoader(save_folder=tmp_path / "folder"), "folder/b.dat")):
+        descriptor = os.open(tmp_path / file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+        mapped = loader.shared("b")
+        for name in weights:
+            loader.read(name)
+        assert file_pages.are_in_memory(mapped.data_ptr(), mapped.nbytes)
+        assert torch.equal(mapped, weights["b"])
 
 
 class Block(nn.Module):
@@ -243,7 +271,7 @@ def test_pages_stay_mapped_and_what_a_forward_writes_is_lost(tmp_path):
         assert torch.equal(loaded(x), model(x))
         addresses.append(loaded[1].address)
     page = torch.from_file(str(path), size=1 << 12, dtype=torch.uint8)
-    file_pages.read_pages(page)
+    file_pages.map_pages(page)
     if file_pages.is_unwritten(page.data_ptr(), page.nbytes):  # Linux 6.7
         assert len(set(addresses)) == 1
     loaded[1].writes = True

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.parallel.report.fake_step import loss_of
-from accelerate.parallel.report.ledger import KINDS
+from accelerate.parallel.report.ledger import KINDS, loss_of
 from accelerate.planning import layouts, trace
 from accelerate.planning.estimate import memory_interval
 from accelerate.planning.machine import CPU_MEMORY_SPREAD

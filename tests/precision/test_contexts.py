@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from accelerate.config.precision import AutocastKwargs
-from accelerate.precision.contexts import get_grad_scaler, get_mixed_precision_context_manager
+from accelerate.precision.amp import get_grad_scaler, get_mixed_precision_context_manager
 from accelerate.state import AcceleratorState
 
 

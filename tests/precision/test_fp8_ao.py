@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.precision import fp8_ao
+from accelerate.precision import fp8
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 
@@ -21,16 +21,16 @@ def make_model() -> nn.Sequential:
 
 def test_the_filter_leaves_the_ends_and_odd_sizes() -> None:
     model = make_model()
-    first, last = fp8_ao.find_first_last_linear_layers(model)
+    first, last = fp8.find_first_last_linear_layers(model)
     assert (first, last) == ("0", "4")
-    taken = [name for name, layer in model.named_modules() if fp8_ao.filter_linear_layers(layer, name, first, last)]
+    taken = [name for name, layer in model.named_modules() if fp8.filter_linear_layers(layer, name, first, last)]
     assert taken == ["2"]
-    assert fp8_ao.find_first_last_linear_layers(nn.ReLU()) == (None, None)
+    assert fp8.find_first_last_linear_layers(nn.ReLU()) == (None, None)
 
 
 def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.core.imports.is_available", lambda name: False)
-    for call in (fp8_ao.has_ao_layers, fp8_ao.convert_model_to_fp8_ao):
+    for call in (fp8.has_ao_layers, fp8.convert_model_to_fp8_ao):
         with pytest.raises(ImportError, match="pip install torchao"):
             call(make_model())
 
@@ -41,10 +41,10 @@ def test_converted_layers_compute_in_float8_with_the_same_parameters() -> None:
 
     plain, model = make_model(), make_model()
     parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
-    assert not fp8_ao.has_ao_layers(model)
+    assert not fp8.has_ao_layers(model)
     # The emulation rounds to float8 and multiplies in full precision: it runs on any device.
-    fp8_ao.convert_model_to_fp8_ao(model, config=Float8LinearConfig(emulate=True))
-    assert fp8_ao.has_ao_layers(model)
+    fp8.convert_model_to_fp8_ao(model, config=Float8LinearConfig(emulate=True))
+    assert fp8.has_ao_layers(model)
     assert [type(layer).__name__ for layer in model] == ["Linear", "ReLU", "Float8Linear", "Linear", "Linear"]
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
     x = torch.randn(16, 16)
@@ -57,8 +57,8 @@ def test_converted_layers_compute_in_float8_with_the_same_parameters() -> None:
 @needs_torchao
 def test_a_filter_of_the_user_decides_alone() -> None:
     model = make_model()
-    fp8_ao.convert_model_to_fp8_ao(model, module_filter_func=lambda layer, name: name == "0")
+    fp8.convert_model_to_fp8_ao(model, module_filter_func=lambda layer, name: name == "0")
     assert [name for name, layer in model.named_children() if type(layer).__name__ == "Float8Linear"] == ["0"]
     model = make_model()
-    fp8_ao.convert_model_to_fp8_ao(model, module_filter_func=fp8_ao.filter_first_and_last_linear_layers)
+    fp8.convert_model_to_fp8_ao(model, module_filter_func=fp8.filter_first_and_last_linear_layers)
     assert [name for name, layer in model.named_children() if type(layer).__name__ == "Float8Linear"] == ["2"]

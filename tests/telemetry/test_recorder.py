@@ -99,6 +99,17 @@ def test_each_step_has_a_record(tmp_path, accumulation):
     assert events(tmp_path)[-2]["path"] == folder
 
 
+def test_a_backward_with_its_own_gradient(tmp_path):
+    accelerator = Accelerator(cpu=True, telemetry=tmp_path)
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 4)), gradient=torch.ones(1, 2))
+    optimizer.step()
+    accelerator.end_training()
+    (row,) = read_steps(steps_file(tmp_path, 0))
+    assert np.isnan(row["loss"]) and row["backward"] > 0
+
+
 def test_nothing_is_recorded_unless_requested(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     accelerator, _, _ = train(None)

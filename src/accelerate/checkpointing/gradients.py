@@ -15,22 +15,33 @@ from ..parallel.prepared import PreparedModel
 class RankState:
     """The `rank_state` of a `RunState`: an unfinished window, and what prepared models keep on each process.
 
+    `gradients` and `items` are the gradients of the window and its count of items; without gradients there is none.
+
     It is loaded in the layout that saved it; in another one of as many processes it has no place, and is dropped.
     """
 
     def __init__(
-        self, layout: str, models: Sequence[PreparedModel], mesh: dict[str, int], window: OpenWindow | None
+        self,
+        layout: str,
+        models: Sequence[PreparedModel],
+        mesh: dict[str, int],
+        gradients: PendingGradients | None,
+        items: Any,
     ) -> None:
         self.models: list[PreparedModel] = list(models)
-        self.window = window
+        self.gradients = gradients
+        self.items = items
         self.layout: dict[str, Any] = {"strategy": layout, **mesh}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank as plain data."""
         own = [state for model in self.models if (state := model.rank_state()) is not None]
+        window = None
+        if self.gradients is not None:
+            window = {"gradients": self.gradients.state_dict(), "items": self.items.state_dict()}
         return {
             "layout": self.layout,
-            "window": None if self.window is None else self.window.state_dict(),
+            "window": window,
             "strategy": {"models": own} if own else {},
         }
 
@@ -43,8 +54,9 @@ class RankState:
                 f"saved under {_layout_text(state['layout'])}, loaded under {_layout_text(self.layout)}: {lost}"
                 "positions in the random streams of single processes are dropped"
             ]
-        if window is not None and self.window is not None:
-            self.window.load_state_dict(window)
+        if window is not None and self.gradients is not None:
+            self.gradients.load_state_dict(window["gradients"])
+            self.items.load_state_dict(window["items"])
         own = [model for model in self.models if model.rank_state() is not None]
         for model, saved in zip(own, state["strategy"].get("models", ()), strict=True):
             model.load_rank_state(saved)
@@ -60,23 +72,6 @@ def is_empty(state: Mapping[str, Any]) -> bool:
 def _layout_text(layout: Mapping[str, Any]) -> str:
     sizes = ", ".join(f"{name}={size}" for name, size in layout.items() if name != "strategy" and size != 1)
     return f"{layout['strategy']} ({sizes})" if sizes else str(layout["strategy"])
-
-
-class OpenWindow:
-    """What an accumulation window that is not complete holds on this rank: its gradients, and its count of items."""
-
-    def __init__(self, gradients: PendingGradients, items: Any) -> None:
-        self.gradients = gradients
-        self.items = items
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the gradients and the counts of items of the window."""
-        return {"gradients": self.gradients.state_dict(), "items": self.items.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the gradients and the counts of items."""
-        self.gradients.load_state_dict(state["gradients"])
-        self.items.load_state_dict(state["items"])
 
 
 class PendingGradients:

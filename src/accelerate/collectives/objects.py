@@ -55,24 +55,15 @@ def gather_each(
 ) -> list[Any]:
     """Every rank's object, in rank order, on every rank of `group`. Raises TypeError for what cannot be pickled."""
     group = transport.group_of(group)
-    device = transport.home(group)
+    call = Call(operation, None, options)
     content, length = _pickled(value)
-    channel, call = channel_of(group), Call(operation, None, options)
-    if channel is not None:
-        capacity = channel.capacity
-        fits = abs(length) <= capacity
-        # A view that is kept would forbid to lengthen the buffer.
-        channel.swap_bytes(group, signature(operation, options), content.getbuffer() if fits else b"", length, call)
-        firsts = [(channel.length(rank), channel.content(rank)) for rank in range(channel.world)]
-    else:
-        capacity = CAPACITY
-        firsts = [_parsed(row) for row in transport.all_gather(_first(content, length, device), group).cpu()]
+    firsts, capacity = _first_messages(content, length, group, signature(operation, options), call)
     lengths = [_checked_length(*found, rank) for rank, found in enumerate(firsts)]
     longest = max(lengths)
     if longest <= capacity:
         return [pickle.loads(view) for _, view in firsts]
     with transport.named(call, group):
-        rows = transport.all_gather(_as_row(content, longest, device), group).cpu()
+        rows = transport.all_gather(_as_row(content, longest, transport.home(group)), group).cpu()
     return [pickle.loads(_view(row)[:size]) for row, size in zip(rows, lengths, strict=True)]
 
 
@@ -111,26 +102,35 @@ def broadcast_each(
 ) -> Any:
     """The object of rank `source` of `group`, on every rank; the source gets its own object back."""
     group = transport.group_of(group)
-    device = transport.home(group)
+    call = Call(operation, None, f"from_process={source}")
     sends = group.rank() == source
     content, length = _pickled(value) if sends else (io.BytesIO(), 0)
-    channel, call = channel_of(group), Call(operation, None, f"from_process={source}")
-    if channel is not None:
-        capacity = channel.capacity
-        fits = abs(length) <= capacity
-        channel.swap_bytes(group, signature(operation, source), content.getbuffer() if fits else b"", length, call)
-        length, view = channel.length(source), channel.content(source)
-    else:
-        capacity = CAPACITY
-        row = _first(content, length, device)
-        transport.broadcast(row, source, group)
-        length, view = _parsed(row)
+    firsts, capacity = _first_messages(content, length, group, signature(operation, source), call, source)
+    length, view = firsts[0]
     if _checked_length(length, view, source) > capacity:
-        row = _as_row(content, length, device)
+        row = _as_row(content, length, transport.home(group))
         with transport.named(call, group):
             transport.broadcast(row, source, group)
         view = _view(row)
     return value if sends else pickle.loads(view)
+
+
+def _first_messages(
+    content: io.BytesIO, length: int, group: dist.ProcessGroup, sign: bytes, call: Call, source: int | None = None
+) -> tuple[list[tuple[int, memoryview]], int]:
+    """Send a first message. Returns the length and the content of each rank's (or of `source`), and what one holds."""
+    channel = channel_of(group)
+    if channel is not None:
+        fits = abs(length) <= channel.capacity
+        # A view that is kept would forbid to lengthen the buffer.
+        channel.swap_bytes(group, sign, content.getbuffer() if fits else b"", length, call)
+        ranks = range(channel.world) if source is None else [source]
+        return [(channel.length(rank), channel.content(rank)) for rank in ranks], channel.capacity
+    row = _first(content, length, transport.home(group))
+    if source is None:
+        return [_parsed(each) for each in transport.all_gather(row, group).cpu()], CAPACITY
+    transport.broadcast(row, source, group)
+    return [_parsed(row)], CAPACITY
 
 
 def _pickled(value: object) -> tuple[io.BytesIO, int]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -58,13 +58,13 @@ def synchronize_rng_states(rng_types: Iterable[str | RNGType], generator: torch.
     Raises:
         ConfigurationError: an unknown type, a type whose device is not present, or "generator" without a generator.
     """
-    wanted = [_type_of(rng_type) for rng_type in rng_types]
-    states = [_read(rng_type, generator) for rng_type in wanted]
+    generators = [_access(_type_of(rng_type), generator) for rng_type in rng_types]
+    states = [read() for read, _ in generators]
     if not states or not PartialState().use_distributed:
         return
     tensors.broadcast_nested(states)
-    for rng_type, state in zip(wanted, states, strict=True):
-        _write(rng_type, generator, state)
+    for (_, write), state in zip(generators, states, strict=True):
+        write(state)
 
 
 def sync_rng_state(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -84,35 +84,25 @@ def _type_of(rng_type: str | RNGType) -> RNGType:
         ) from None
 
 
-def _read(rng_type: RNGType, generator: torch.Generator | None) -> torch.Tensor:
+def _access(rng_type: RNGType, generator: torch.Generator | None) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """What returns the state of a generator, and what sets it."""
     if rng_type is RNGType.GENERATOR:
         if generator is None:
             raise ConfigurationError(
                 'rng_types: "generator" needs a generator to synchronize its seed: none was given'
             )
-        return generator.get_state()
+        return generator.get_state, generator.set_state
     if rng_type is RNGType.TORCH:
-        return torch.get_rng_state()
+        return torch.get_rng_state, torch.set_rng_state
     if rng_type is RNGType.XLA:
-        return torch.tensor(_xla().get_rng_state())
+        xla = _xla()
+        return lambda: torch.tensor(xla.get_rng_state()), lambda state: xla.set_rng_state(int(state))
     if devices.accelerator_type() != rng_type.value:
         raise ConfigurationError(
             f"rng_types: there is no {rng_type.value} device here whose seed could be synchronized"
         )
-    state: torch.Tensor = devices.module_of(rng_type.value).get_rng_state()
-    return state
-
-
-def _write(rng_type: RNGType, generator: torch.Generator | None, state: torch.Tensor) -> None:
-    if rng_type is RNGType.GENERATOR:
-        assert generator is not None
-        generator.set_state(state)
-    elif rng_type is RNGType.TORCH:
-        torch.set_rng_state(state)
-    elif rng_type is RNGType.XLA:
-        _xla().set_rng_state(int(state))
-    else:
-        devices.module_of(rng_type.value).set_rng_state(state)
+    module = devices.module_of(rng_type.value)
+    return module.get_rng_state, module.set_rng_state
 
 
 def _xla() -> Any:

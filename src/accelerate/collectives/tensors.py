@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gather, reduce and broadcast nested tensors, with one message for each call (`reduce`: one for each dtype)."""
+"""Gather, reduce and broadcast nested tensors, in one message for each call, and describe their structure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..core.errors import ConfigurationError
 from ..runtime.calls import Call
 from ..runtime.channel import signature
 from ..state import PartialState
-from . import flat, gather_buffer, objects, structure, transport, verify
+from . import flat, gather_buffer, objects, transport, verify
 
 # "none" sums and leaves the sum as it is: what the API has always done.
 REDUCTIONS = {
@@ -240,7 +241,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     state = PartialState()
     if state.use_distributed and state.debug:
         verify.agree("copy_tensor_to_devices", None)
-    infos = [None if tensor is None else structure.TensorInformation(tensor.shape, tensor.dtype)]
+    infos = [None if tensor is None else TensorInformation(tensor.shape, tensor.dtype)]
     if state.use_distributed:
         infos = objects.gather_each(infos[0], operation="copy_tensor_to_devices")
     owners = [rank for rank, info in enumerate(infos) if info is not None]
@@ -248,7 +249,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         raise ValueError(f"copy_tensor_to_devices: exactly one rank must pass a tensor; ranks {owners} did")
     (owner,) = owners
     if tensor is None:
-        tensor = structure.initialize_tensors(infos[owner])
+        tensor = initialize_tensors(infos[owner])
     tensor = tensor.to(state.device)
     if state.use_distributed:
         group = transport.group_of(None)
@@ -257,3 +258,28 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         transport.checked_broadcast(row, owner, group, signature(*call[:1], owner), call)
         (tensor,) = flat.unpack(row, flat.specs_of([tensor]))
     return tensor.to(state.device)
+
+
+@dataclass
+class TensorInformation:
+    """A tensor's shape and dtype, standing for it in a nested value."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_tensor_information(tensor_info: object) -> bool:
+    """Whether `tensor_info` stands for a tensor."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def get_data_structure(data: object) -> Any:
+    """Nested `data` with a `TensorInformation` in place of every tensor."""
+    return trees.map_leaves(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
+
+
+def initialize_tensors(data_structure: object) -> Any:
+    """The inverse of `get_data_structure`: uninitialised tensors in place of every `TensorInformation`."""
+    return trees.map_leaves(
+        lambda info: torch.empty(info.shape, dtype=info.dtype), data_structure, is_tensor_information
+    )

@@ -28,10 +28,10 @@ PARSERS = {
 
 def command_line() -> argparse.ArgumentParser:
     """One parser with all commands. Only their names are known of those that make their parser as they run."""
-    whole = argparse.ArgumentParser(prog="accelerate", add_help=False)
-    whole.add_argument("-h", "--help", action="store_true", help="list the commands")
-    whole.add_argument("-v", "--version", action="store_true", help="show the version")
-    commands = whole.add_subparsers()
+    combined = argparse.ArgumentParser(prog="accelerate", add_help=False)
+    combined.add_argument("-h", "--help", action="store_true", help="list the commands")
+    combined.add_argument("-v", "--version", action="store_true", help="show the version")
+    commands = combined.add_subparsers()
     for name, (module, what) in COMMANDS.items():
         inner = commands.add_parser(name, help=what, add_help=False)
         make = PARSERS.get(name)
@@ -43,7 +43,7 @@ def command_line() -> argparse.ArgumentParser:
             from .config import ACTIONS
 
             inner.add_argument("action", nargs="?", choices=list(ACTIONS))
-    return whole
+    return combined
 
 
 def _take(inner: argparse.ArgumentParser, parser: argparse.ArgumentParser) -> None:

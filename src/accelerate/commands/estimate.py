@@ -150,20 +150,18 @@ def _from_hub(name: str, token: str | None) -> Path:
 
 
 def _answers(url: str) -> bool:
-    """Whether a server accepts a connection. Without this, huggingface_hub tries for half a minute.
-
-    Behind a proxy the server cannot be asked directly, and True is returned.
-    """
+    """Whether a server, or the proxy before it, accepts a connection. Without this, huggingface_hub tries for long."""
     parts = urllib.parse.urlsplit(url)
-    if urllib.request.getproxies():
-        return True
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+        parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     answered: list[bool] = []
 
     def connect() -> None:
         with (
             contextlib.suppress(OSError),
             socket.create_connection(
-                (parts.hostname, parts.port or (80 if parts.scheme == "http" else 443)), timeout=HUB_TIMEOUT
+                (parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)), timeout=HUB_TIMEOUT
             ),
         ):
             answered.append(True)

@@ -121,8 +121,8 @@ def program_of(args: argparse.Namespace, settings: Settings) -> Program:
 def prepared(settings: Settings, program: Program, in_place: bool = False) -> tuple[LaunchSpec, Launcher]:
     """The checked launch. A ConfigurationError names the origin of each setting in its message."""
     try:
-        spec = plan(settings, program)
-        return spec, choose(spec, settings, in_place)
+        spec = plan(settings, program, in_place)
+        return spec, choose(spec, settings)
     except ConfigurationError as error:
         raise ConfigurationError(settings.located(str(error))) from None
 

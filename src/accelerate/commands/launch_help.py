@@ -55,7 +55,7 @@ def name_of(group: Group) -> str:
 
 
 def _usual(parser: argparse.ArgumentParser) -> str:
-    rows = tuple(option for group in GROUPS for option in group.options if option.usual)
+    rows = tuple(option for group in GROUPS for option in group.options if option.name in group.usual)
     width = max(len(name_of(group)) for group in GROUPS)
     indent = " " * (width + 4)
     topics = [

@@ -69,6 +69,14 @@ def main() -> None:
         # The reader of a pipe has ended (`| head`). Python would fail once more when it flushes at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + 13)
+    except OSError as error:
+        # A file or folder of the arguments. Without a name it is something else.
+        if _runs_a_script() or error.filename is None:
+            raise
+        from .parser import print_error
+
+        print_error(f"accelerate {name}", f"{error.filename} cannot be read or written: {error.strerror}")
+        sys.exit(1)
 
 
 def _command(module: str) -> Any:

@@ -118,9 +118,9 @@ def _run(args: argparse.Namespace) -> int:
             f"({here.origin})\n"
         )
         if fitting:
-            print("fits, fastest first:\n" + table(report.table_rows(fitting), report.headers()) + "\n")
+            print("fits, fastest first:\n" + table(report.table_rows(fitting), report.HEADERS) + "\n")
         if others := [row for row in rows if row.failure is None and not row.fits]:
-            print("does not fit:\n" + table(report.table_rows(others), report.headers()) + "\n")
+            print("does not fit:\n" + table(report.table_rows(others), report.HEADERS) + "\n")
         for row in rows:
             if row.failure is not None:
                 print(f"not estimated: {row.layout.name}: {row.failure}")

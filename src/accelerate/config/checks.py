@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar
 
 from ..core import env
 from ..core.errors import ConfigurationError, suggestion
+
+E = TypeVar("E", bound=Enum)
 
 
 def truth(field: str, value: Any) -> bool:
@@ -66,6 +69,15 @@ def word(field: str, value: Any, choices: Iterable[str]) -> str:
     if found is None:
         raise ConfigurationError(f"{field}={value!r}: use one of {', '.join(known)}{suggestion(value, known)}")
     return found
+
+
+def member(field: str, value: Any, kind: type[E]) -> E:
+    """The member of an enum, given as such or by its value."""
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(str(one.value).lower() for one in kind)
+        raise ConfigurationError(f"{field}={value!r} is unknown: use one of {known}") from None
 
 
 def function(field: str, value: Any, call: str) -> Any:

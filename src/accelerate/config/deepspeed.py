@@ -30,6 +30,15 @@ _KEYS = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
+# Fields of the plugin, each with its variable and its default.
+_VARIABLES: dict[str, tuple[str, Any]] = {
+    "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto"),
+    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", "auto"),
+    "zero_stage": ("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
+    "transformer_moe_cls_names": ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", None),
+    "msamp_opt_level": ("ACCELERATE_FP8_OPT_LEVEL", "O1"),
+    **{name: (f"ACCELERATE_DEEPSPEED_{name.upper()}", "none") for name in _KEYS if name.startswith("offload_")},
+}
 # What a DeepSpeed file decides: it is a conflict to request it elsewhere too.
 _DECIDED_BY_FILE = (*_KEYS, "mixed_precision")
 
@@ -92,26 +101,12 @@ class DeepSpeedPlugin:
             self._enable_msamp()
 
     def _read_variables(self) -> None:
-        if self.gradient_accumulation_steps is None:
-            steps = env.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
-            self.gradient_accumulation_steps = (
-                "auto" if steps == "auto" else env.get_int("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-            )
-        if self.gradient_clipping is None:
-            clip = env.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
-            self.gradient_clipping = "auto" if clip == "auto" else env.get_float("ACCELERATE_GRADIENT_CLIPPING")
-        if self.zero_stage is None:
-            found = env.get_int("ACCELERATE_DEEPSPEED_ZERO_STAGE")
-            self.zero_stage = 2 if found is None else found
-        for name in (name for name in _KEYS if name.startswith("offload_")):
+        for name, (variable, default) in _VARIABLES.items():
             if getattr(self, name) is None:
-                setattr(self, name, env.get(f"ACCELERATE_DEEPSPEED_{name.upper()}", "none"))
-        if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = env.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+                found = env.value(variable)
+                setattr(self, name, default if found is None else found)
         if self.enable_msamp is None:
             self.enable_msamp = (env.get("ACCELERATE_FP8_BACKEND") or "").upper() == "MSAMP"
-        if self.msamp_opt_level is None:
-            self.msamp_opt_level = env.get("ACCELERATE_FP8_OPT_LEVEL", "O1")
 
     def _check_fields(self) -> None:
         """What a configuration does not check, because it holds it in another form or not at all."""
@@ -123,9 +118,6 @@ class DeepSpeedPlugin:
         checks.word("msamp_opt_level", self.msamp_opt_level, ("O1", "O2"))
         if self.transformer_moe_cls_names is not None:
             checks.text("transformer_moe_cls_names", self.transformer_moe_cls_names)
-        for name in ("offload_optimizer_device", "offload_param_device"):
-            if getattr(self, name) not in ("none", "cpu", "nvme"):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: use none, cpu or nvme")
 
     def _config_from_fields(self) -> dict[str, Any]:
         def offload(device: str | None, path: str | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +18,16 @@ from .base import KwargsHandler
 if TYPE_CHECKING:
     import torch
 
-_VARIABLES = {"fp8_format": "ACCELERATE_FP8_FORMAT", "amax_compute_algo": "ACCELERATE_FP8_AMAX_COMPUTE_ALGO"}
+# Fields of Transformer Engine's recipe that have a variable, each with its default and what it may hold.
+_DELAYED_SCALING: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
+    "use_autocast_during_eval": (False, checks.truth),
+    "use_mxfp8_block_scaling": (False, checks.truth),
+    "margin": (0, functools.partial(checks.integer, least=0)),
+    "interval": (1, checks.integer),
+    "amax_history_len": (1024, checks.integer),
+    "fp8_format": ("HYBRID", functools.partial(checks.word, choices=("HYBRID", "E4M3", "E5M2"))),
+    "amax_compute_algo": ("most_recent", functools.partial(checks.word, choices=("max", "most_recent"))),
+}
 
 
 class _Recipe(KwargsHandler):
@@ -96,17 +106,11 @@ class TERecipeKwargs(_Recipe):
         self._read_variables()
 
     def _read_variables(self) -> None:
-        for name in ("use_autocast_during_eval", "use_mxfp8_block_scaling"):
-            setattr(self, name, checks.truth_or(name, getattr(self, name), f"ACCELERATE_FP8_{name.upper()}"))
-        for name, default, least in (("margin", 0, 0), ("interval", 1, 1), ("amax_history_len", 1024, 1)):
-            setattr(self, name, _int(name, getattr(self, name), default, least))
-        for name, default_word, words in (
-            ("fp8_format", "HYBRID", ("HYBRID", "E4M3", "E5M2")),
-            ("amax_compute_algo", "most_recent", ("max", "most_recent")),
-        ):
+        for name, (default, check) in _DELAYED_SCALING.items():
             given = getattr(self, name)
-            found = env.get(_VARIABLES[name], default_word) if given is None else given
-            setattr(self, name, checks.word(name, found, words))
+            if given is None:
+                given = env.value(f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}")
+            setattr(self, name, check(name, default if given is None else given))
         if self.override_linear_precision is None:
             forward, inputs, weights = (
                 env.get_flag(f"ACCELERATE_FP8_OVERRIDE_{name}") for name in ("FPROP", "DGRAD", "WGRAD")
@@ -129,8 +133,7 @@ class MSAMPRecipeKwargs(_Recipe):
     def __post_init__(self) -> None:
         if self.opt_level is None:
             self.opt_level = env.get("ACCELERATE_FP8_OPT_LEVEL", "O2")
-        if self.opt_level not in ("O1", "O2"):
-            raise ConfigurationError(f"`opt_level` must be one of O1 or O2, got {self.opt_level!r}")
+        self.opt_level = checks.word("opt_level", self.opt_level, ("O1", "O2"))
 
 
 @dataclass
@@ -161,11 +164,3 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 def _require(package: str, what: str) -> None:
     if not is_available(package):
         raise ImportError(f"{what} needs the package {package}, which is not installed here")
-
-
-def _int(name: str, given: Any, default: int, least: int) -> int:
-    variable = f"ACCELERATE_FP8_{name.upper()}"
-    if given is not None:
-        return checks.integer(name, given, least)
-    found = env.get_int(variable)
-    return default if found is None else checks.integer(variable, found, least)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core import env
 from ..core.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY, FSDP_STATE_DICT_TYPE
-from ..core.errors import ConfigurationError, suggestion
+from ..core.errors import ConfigurationError
 from . import checks, fsdp_words
 
 if TYPE_CHECKING:
@@ -183,10 +183,7 @@ class FullyShardedDataParallelPlugin:
         if policy is None:
             policy = env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
         if isinstance(policy, str):
-            word = policy.upper()
-            if word not in FSDP_AUTO_WRAP_POLICY:
-                hint = suggestion(word, FSDP_AUTO_WRAP_POLICY)
-                raise ConfigurationError(f"auto_wrap_policy={policy!r} is not one of {FSDP_AUTO_WRAP_POLICY}{hint}")
+            word = checks.word("auto_wrap_policy", policy, FSDP_AUTO_WRAP_POLICY)
             policy = fsdp_words.policy_function(word)
             if word == "TRANSFORMER_BASED_WRAP" and self.transformer_cls_names_to_wrap is None:
                 self.transformer_cls_names_to_wrap = fsdp_words.names(env.get("FSDP_TRANSFORMER_CLS_TO_WRAP"))
@@ -200,10 +197,8 @@ class FullyShardedDataParallelPlugin:
         if classes is not None:
             names = fsdp_words.names(classes) if isinstance(classes, str) else classes
             self.transformer_cls_names_to_wrap = checks.texts("transformer_cls_names_to_wrap", names, "class names")
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise ConfigurationError(f"`min_num_params` must be an integer. Got {size} of type {type(size)}")
-        if size is not None and size < 0:
-            raise ConfigurationError(f"min_num_params={size}: a number of parameters is at least 0")
+        if size is not None:
+            checks.integer("min_num_params", size, least=0)
         self._warn_of_idle_words(word)
 
     def _warn_of_idle_words(self, word: str) -> None:

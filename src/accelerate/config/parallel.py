@@ -29,8 +29,7 @@ class TorchTensorParallelPlugin:
     torch_device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.tp_size, bool) or not isinstance(self.tp_size, int) or self.tp_size < 1:
-            raise ConfigurationError(f"tp_size={self.tp_size!r}: the number of tensor-parallel ranks is at least 1")
+        checks.integer("tp_size", self.tp_size)
         mesh = self.torch_device_mesh
         if mesh is None:
             return
@@ -192,8 +191,7 @@ class PipelineParallelConfig:
             raise ConfigurationError(
                 f"stages_per_rank={self.stages_per_rank}: under schedule={self.schedule!r} a rank has {required}"
             )
-        if self.balance not in ("parameters", "time"):
-            raise ConfigurationError(f"balance={self.balance!r}: known are 'parameters' and 'time'")
+        self.balance = checks.word("balance", self.balance, ("parameters", "time"))
         if self.example_inputs is not None and not isinstance(self.example_inputs, Mapping):
             raise ConfigurationError(
                 f"example_inputs={self.example_inputs!r}: give the keyword arguments of the model's forward, a dict"
@@ -204,8 +202,8 @@ class PipelineParallelConfig:
             raise ConfigurationError(f"placement={self.placement!r}: give a dict, module name -> 'first' or 'last'")
         if wrong := [f"{name}={end!r}" for name, end in self.placement.items() if end not in ("first", "last")]:
             raise ConfigurationError(f"placement takes 'first' or 'last', not {', '.join(wrong)}")
-        if self.loss_fn is not None and not callable(self.loss_fn):
-            raise ConfigurationError(f"loss_fn={self.loss_fn!r} cannot be called: give loss_fn(output, labels)")
+        if self.loss_fn is not None:
+            checks.function("loss_fn", self.loss_fn, "loss_fn(output, labels)")
         self.gather_output = checks.truth("gather_output", self.gather_output)
         if self.split_points is not None:
             self.split_points = checks.texts("split_points", self.split_points, "names of modules")

@@ -61,18 +61,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         if self.num_steps is not None:
-            check_accumulation_steps(self.num_steps, "GradientAccumulationPlugin.num_steps")
-
-
-def check_accumulation_steps(steps: Any, origin: str) -> int:
-    """Return the number of accumulation steps.
-
-    Raises:
-        ConfigurationError: it is not a positive integer.
-    """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigurationError(f"{origin}={steps!r}: the number of accumulation steps is an integer from 1 up")
-    return steps
+            checks.integer("GradientAccumulationPlugin.num_steps", self.num_steps)
 
 
 @dataclass
@@ -129,8 +118,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.comm_hook = _hook_type(self.comm_hook, "comm_hook")
-        self.comm_wrapper = _hook_type(self.comm_wrapper, "comm_wrapper")
+        self.comm_hook = checks.member("comm_hook", self.comm_hook, DDPCommunicationHookType)
+        self.comm_wrapper = checks.member("comm_wrapper", self.comm_wrapper, DDPCommunicationHookType)
         wrappers = (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
         if self.comm_wrapper not in wrappers:
             raise ConfigurationError(f"comm_wrapper={self.comm_wrapper.value!r}: a wrapper is one of no, fp16, bf16")
@@ -148,15 +137,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
         from ..parallel.ddp.comm_hooks import register
 
         register(model, self.comm_hook, self.comm_wrapper, self.comm_state_option)
-
-
-def _hook_type(value: Any, name: str) -> DDPCommunicationHookType:
-    try:
-        return DDPCommunicationHookType(value)
-    except ValueError:
-        raise ConfigurationError(
-            f"{name}={value!r} is unknown: use one of {', '.join(DDPCommunicationHookType.list())}"
-        ) from None
 
 
 @dataclass

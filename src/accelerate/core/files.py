@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are written atomically, regular files that are opened without waiting, and checksums."""
+"""Files that are written atomically, and regular files that are opened without waiting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import errno
 import os
 import stat
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -149,14 +148,3 @@ def fsync_path(path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def checksum(path: str | os.PathLike[str], chunk: int = 1 << 22) -> str:
-    """The CRC-32 of a file as eight hexadecimal digits, read `chunk` bytes at a time."""
-    value = 0
-    with open(open_regular(path), "rb", buffering=0) as file:
-        buffer = bytearray(chunk)
-        view = memoryview(buffer)
-        while count := file.readinto(buffer):
-            value = zlib.crc32(view[:count], value)
-    return f"{value:08x}"

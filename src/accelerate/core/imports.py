@@ -15,31 +15,26 @@ from .constants import STR_OPERATION_TO_FUNC
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# name -> (module to look for, distribution whose metadata must exist). A package that is not listed here is available
-# where its module is found.
-PACKAGES: dict[str, tuple[str, str]] = {
-    "aim": ("aim", "aim"),
-    "bitsandbytes": ("bitsandbytes", "bitsandbytes"),
-    "datasets": ("datasets", "datasets"),
-    "deepspeed": ("deepspeed", "deepspeed"),
-    "msamp": ("msamp", "ms-amp"),
-    "peft": ("peft", "peft"),
-    "ray": ("ray", "ray"),
-    "timm": ("timm", "timm"),
-    "torch_xla": ("torch_xla", "torch_xla"),
-    "torchao": ("torchao", "torchao"),
-    "torchdata": ("torchdata", "torchdata"),
-    "torchvision": ("torchvision", "torchvision"),
-    "transformer_engine": ("transformer_engine", "transformer-engine"),
-    "transformers": ("transformers", "transformers"),
-}
+# Packages whose distribution must be installed, as a module of the name alone may be something else; each with the
+# name of the distribution. Any other package is available where its module is found.
+DISTRIBUTIONS: dict[str, str] = {
+    **{
+        name: name
+        for name in (
+            "aim", "bitsandbytes", "datasets", "deepspeed", "peft", "ray", "timm", "torch_xla", "torchao", "torchdata",
+            "torchvision", "transformers",
+        )
+    },
+    "msamp": "ms-amp",
+    "transformer_engine": "transformer-engine",
+}  # fmt: skip
 
 
 @functools.cache
 def is_available(name: str) -> bool:
     """Whether an optional package is installed. A stray folder of its name does not count."""
-    module, distribution = PACKAGES.get(name, (name, None))
-    spec = importlib.util.find_spec(module)
+    distribution = DISTRIBUTIONS.get(name)
+    spec = importlib.util.find_spec(name)
     if spec is None or (spec.origin is None and distribution is None and spec.loader is None):
         return False
     if distribution is None:

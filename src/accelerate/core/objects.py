@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 
@@ -32,6 +33,25 @@ def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any
 def recursive_getattr(obj: Any, attr: str) -> Any:
     """The attribute at a dotted path: `recursive_getattr(model, "layers.0.weight")`."""
     return functools.reduce(getattr, attr.split("."), obj)
+
+
+def forwarded(path: str, doc: str, settable: bool = False) -> Any:
+    """A property that stands for an attribute of a part of its object: `forwarded("state.device", "The device.")`.
+
+    Args:
+        path: dotted, from the object that has the property.
+        doc: the docstring of the property.
+        settable: whether the attribute may be assigned through the property.
+
+    Returns:
+        The property. Declare the type of the attribute where it is assigned.
+    """
+
+    def assign(self: Any, value: object) -> None:
+        owner, _, name = path.rpartition(".")
+        setattr(recursive_getattr(self, owner), name, value)
+
+    return property(operator.attrgetter(path), assign if settable else None, doc=doc)
 
 
 def get_pretty_name(obj: Any) -> str:

@@ -57,9 +57,8 @@ class Option(NamedTuple):
         key: where a configuration file holds the value, dotted, if not under the name; "" where a file cannot hold it.
         bare: the value of the flag when it is given without one; a value is then given as --flag=VALUE only, so that
             the next word of a command line is never taken for it.
-        flags: the spellings of the flag, where they do not follow from the name.
+        flags: the spellings of the flag with underscores, where they are not the name.
         question: the question of `accelerate config`.
-        usual: whether the short help of `accelerate launch` shows it.
     """
 
     name: str
@@ -80,7 +79,6 @@ class Option(NamedTuple):
     flags: tuple[str, ...] = ()
     bare: str = ""
     question: str = ""
-    usual: bool = False
 
     @property
     def is_published(self) -> bool:
@@ -95,10 +93,8 @@ class Option(NamedTuple):
     @property
     def spellings(self) -> tuple[str, ...]:
         """All spellings of the flag."""
-        if self.flags:
-            return self.flags
-        under = f"--{self.name}"
-        return (under, under.replace("_", "-")) if "_" in self.name else (under,)
+        names = self.flags or (f"--{self.name}",)
+        return tuple(dict.fromkeys(one for name in names for one in (name, name.replace("_", "-"))))
 
     @property
     def flag(self) -> str:
@@ -188,11 +184,12 @@ class Option(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Options of one subject, in their order: a topic of the help."""
+    """Options of one subject, in their order: a topic of the help. `usual`: those that the short help shows."""
 
     title: str
     help: str
     options: tuple[Option, ...]
+    usual: tuple[str, ...] = ()
 
 
 def brief(value: Any) -> str:

@@ -78,26 +78,12 @@ PROGRAM = Group(
             variable="ACCELERATE_CONFIG_FILE",
             when=NEVER,
             key="",
-            usual=True,
         ),
-        Option(
-            "module",
-            "switch",
-            "The script is a module, as for 'python -m'.",
-            flags=("-m", "--module"),
-            key="",
-            usual=True,
-        ),
+        Option("module", "switch", "The script is a module, as for 'python -m'.", flags=("-m", "--module"), key=""),
         Option("no_python", "switch", "The script is an executable: do not put 'python' before it.", key=""),
-        Option(
-            "dry_run",
-            "switch",
-            "Print each process's command and variables, and start nothing.",
-            False,
-            key="",
-            usual=True,
-        ),
+        Option("dry_run", "switch", "Print each process's command and variables, and start nothing.", False, key=""),
     ),
+    usual=("config_file", "module", "dry_run"),
 )
 
 HARDWARE = Group(
@@ -111,12 +97,12 @@ HARDWARE = Group(
             False,
             key="use_cpu",
             variable="ACCELERATE_USE_CPU",
-            usual=True,
         ),
         Option("multi_gpu", "switch", "Run on several GPUs.", False, key=""),
         Option("tpu", "switch", "Run on TPU cores through torch_xla.", False, key=""),
-        Option("gpu_ids", "text", "GPUs of this machine to use, as '0,2', or 'all'.", usual=True),
+        Option("gpu_ids", "text", "GPUs of this machine to use, as '0,2', or 'all'."),
     ),
+    usual=("cpu", "gpu_ids"),
 )
 
 PROCESSES = Group(
@@ -130,9 +116,8 @@ PROCESSES = Group(
             least=1,
             variable="ACCELERATE_NUM_PROCESSES",
             when=NEVER,
-            flags=("--num_processes", "--num-processes", "--num_gpus", "--num-gpus"),
+            flags=("--num_processes", "--num_gpus"),
             question="How many processes in all, on all machines together?",
-            usual=True,
         ),
         Option(
             "nproc_per_node",
@@ -166,6 +151,7 @@ PROCESSES = Group(
             when=NEVER,
         ),
     ),
+    usual=("num_processes",),
 )
 
 
@@ -188,10 +174,10 @@ PRECISION = Group(
             when=ALWAYS,
             to_variable=lambda value: value or "no",
             question="Which precision?",
-            usual=True,
         ),
         *FP8_OPTIONS,
     ),
+    usual=("mixed_precision",),
 )
 
 TRAINING = Group(
@@ -205,7 +191,6 @@ TRAINING = Group(
             least=1,
             variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
             variable_words=("auto",),
-            usual=True,
         ),
         _dynamo(
             "dynamo_backend",
@@ -232,6 +217,7 @@ TRAINING = Group(
             variable="ACCELERATE_PLAN_FILE",
         ),
     ),
+    usual=("gradient_accumulation_steps",),
 )
 
 
@@ -243,14 +229,15 @@ STRATEGY = Group(
     "strategy",
     "How the model is distributed over the processes; each switch has a topic of its own.",
     (
-        _strategy("fsdp", "Shard with FSDP.", usual=True),
-        _strategy("deepspeed", "Shard with DeepSpeed ZeRO.", usual=True),
+        _strategy("fsdp", "Shard with FSDP."),
+        _strategy("deepspeed", "Shard with DeepSpeed ZeRO."),
         _strategy("megatron_lm", "Train with Megatron-LM."),
         _strategy(
             "parallelism_config",
             "Distribute by the sizes of data, tensor, context, sequence and pipeline parallelism.",
         ),
     ),
+    usual=("use_fsdp", "use_deepspeed"),
 )
 
 MACHINES = Group(
@@ -265,7 +252,6 @@ MACHINES = Group(
             variable="ACCELERATE_NUM_MACHINES",
             when=NEVER,
             question="How many machines take part?",
-            usual=True,
         ),
         Option(
             "nnodes",
@@ -280,23 +266,21 @@ MACHINES = Group(
             variable="ACCELERATE_MACHINE_RANK",
             when=NEVER,
             question="Rank of this machine, from 0?",
-            flags=("--machine_rank", "--machine-rank", "--node_rank", "--node-rank"),
-            usual=True,
+            flags=("--machine_rank", "--node_rank"),
         ),
         Option(
             "main_process_ip",
             "text",
             "Address of machine 0.",
             question="Address of machine 0",
-            flags=("--main_process_ip", "--main-process-ip", "--master_addr", "--master-addr"),
-            usual=True,
+            flags=("--main_process_ip", "--master_addr"),
         ),
         Option(
             "main_process_port",
             "int",
             "Port of machine 0 at which the processes connect; on one machine the default is a free one.",
             question="Port of machine 0",
-            flags=("--main_process_port", "--main-process-port", "--master_port", "--master-port"),
+            flags=("--main_process_port", "--master_port"),
         ),
         Option("same_network", "switch", "The machines share a local network.", False),
         Option(
@@ -308,13 +292,14 @@ MACHINES = Group(
         Option("rdzv_id", "text", "Name of the run, where several share a rendezvous.", "none"),
         Option("rdzv_conf", "text", "Further rendezvous settings as key=value,key=value.", ""),
     ),
+    usual=("num_machines", "machine_rank", "main_process_ip"),
 )
 
 RESILIENCE = Group(
     "resilience",
     "Failures: restarts, time limits, and what is reported.",
     (
-        Option("max_restarts", "int", "How often the processes are restarted after a failure.", 0, usual=True),
+        Option("max_restarts", "int", "How often the processes are restarted after a failure.", 0),
         Option(
             "monitor_interval",
             "float",
@@ -347,9 +332,9 @@ RESILIENCE = Group(
             "switch",
             "Compare the operands of each collective between ranks; slower, to find errors.",
             variable="ACCELERATE_DEBUG_MODE",
-            usual=True,
         ),
     ),
+    usual=("max_restarts", "debug"),
 )
 
 OUTPUT = Group(
@@ -363,7 +348,6 @@ OUTPUT = Group(
             flags=("--quiet", "-q"),
             key="",
             variable="ACCELERATE_QUIET",
-            usual=True,
         ),
         Option(
             "tee",
@@ -374,7 +358,7 @@ OUTPUT = Group(
             flags=("-t", "--tee"),
         ),
         Option("role", "text", "Name of the processes in logs.", "default"),
-        Option("log_dir", "text", "Folder for each rank's standard output and error.", usual=True),
+        Option("log_dir", "text", "Folder for each rank's standard output and error."),
         Option(
             "progress_interval",
             "float",
@@ -388,7 +372,6 @@ OUTPUT = Group(
             "Record each step of each process in the run's folder, or with --telemetry=DIR in that one.",
             variable="ACCELERATE_TELEMETRY",
             bare="true",
-            usual=True,
         ),
         Option(
             "profile",
@@ -400,6 +383,7 @@ OUTPUT = Group(
             variable="ACCELERATE_PROFILE",
         ),
     ),
+    usual=("quiet", "log_dir", "telemetry"),
 )
 
 CLUSTERS = Group(
@@ -439,7 +423,7 @@ TPU = Group(
             "switch",
             "Start on all workers of a TPU pod.",
             False,
-            flags=("--tpu_cluster", "--tpu-cluster"),
+            flags=("--tpu_cluster",),
         ),
         Option("tpu_use_sudo", "switch", "Use sudo on the pod's workers.", False),
         Option("vm", "list", "A TPU worker's name; may be given several times.", key="tpu_vm"),

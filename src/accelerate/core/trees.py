@@ -56,6 +56,26 @@ def rebuild_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return fresh
 
 
+def parts(data: Any) -> dict[Any, Any] | None:
+    """The values in a container by position, key or field; None for what is no container."""
+    if isinstance(data, (list, tuple)):
+        return dict(enumerate(data))
+    if isinstance(data, Mapping):
+        return dict(data.items())
+    if is_dataclass_instance(data):
+        return {field.name: getattr(data, field.name) for field in dataclasses.fields(data) if field.init}
+    return None
+
+
+def with_parts(like: Any, values: dict[Any, Any]) -> Any:
+    """A container of the type of `like` with other values, which are in the order of `parts(like)`."""
+    if isinstance(like, (list, tuple)):
+        return honor_type(like, values.values())
+    if isinstance(like, Mapping):
+        return rebuild_mapping(like, values)
+    return dataclasses.replace(like, **values)
+
+
 def map_leaves(func: Callable[[Any], Any], data: Any, is_leaf: Leaf = is_tensor, strict: str | None = None) -> Any:
     """`data` with `func` applied to each leaf; containers keep their types, anything else is returned as it is.
 
@@ -63,17 +83,9 @@ def map_leaves(func: Callable[[Any], Any], data: Any, is_leaf: Leaf = is_tensor,
     """
     if is_leaf(data):
         return func(data)
-    if isinstance(data, (list, tuple)):
-        return honor_type(data, (map_leaves(func, value, is_leaf, strict) for value in data))
-    if isinstance(data, Mapping):
-        return rebuild_mapping(data, {key: map_leaves(func, value, is_leaf, strict) for key, value in data.items()})
-    if is_dataclass_instance(data):
-        changed = {
-            field.name: map_leaves(func, getattr(data, field.name), is_leaf, strict)
-            for field in dataclasses.fields(data)
-            if field.init
-        }
-        return dataclasses.replace(data, **changed)
+    inner = parts(data)
+    if inner is not None:
+        return with_parts(data, {key: map_leaves(func, value, is_leaf, strict) for key, value in inner.items()})
     if strict is not None:
         raise TypeError(
             f"{strict} takes tensors, or lists, tuples, mappings and dataclasses of them; it was given a "
@@ -86,16 +98,9 @@ def leaves(data: Any, is_leaf: Leaf = is_tensor) -> Iterator[Any]:
     """The leaves of `data` in the order in which `map_leaves` visits them."""
     if is_leaf(data):
         yield data
-    elif isinstance(data, (list, tuple)):
-        for value in data:
-            yield from leaves(value, is_leaf)
-    elif isinstance(data, Mapping):
-        for value in data.values():
-            yield from leaves(value, is_leaf)
-    elif is_dataclass_instance(data):
-        for field in dataclasses.fields(data):
-            if field.init:
-                yield from leaves(getattr(data, field.name), is_leaf)
+        return
+    for value in (parts(data) or {}).values():
+        yield from leaves(value, is_leaf)
 
 
 def replace_leaves(data: Any, values: Iterable[Any], is_leaf: Leaf = is_tensor) -> Any:
@@ -144,25 +149,17 @@ def send_to_device(
             return tensor.to(device, non_blocking=non_blocking)
         except TypeError:
             return tensor.to(device)
-    if isinstance(tensor, (list, tuple)):
-        return honor_type(tensor, (send_to_device(value, device, non_blocking, skip_keys) for value in tensor))
+    inner = parts(tensor)
+    if inner is None:
+        return tensor
+    stay: set[Any] = set()
     if isinstance(tensor, Mapping):
         stay = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
-        return rebuild_mapping(
-            tensor,
-            {
-                key: value if key in stay else send_to_device(value, device, non_blocking, skip_keys)
-                for key, value in tensor.items()
-            },
-        )
-    if is_dataclass_instance(tensor):
-        moved = {
-            field.name: send_to_device(getattr(tensor, field.name), device, non_blocking, skip_keys)
-            for field in dataclasses.fields(tensor)
-            if field.init
-        }
-        return dataclasses.replace(tensor, **moved)
-    return tensor
+    moved = {
+        key: value if key in stay else send_to_device(value, device, non_blocking, skip_keys)
+        for key, value in inner.items()
+    }
+    return with_parts(tensor, moved)
 
 
 def find_device(data: Any) -> torch.device | None:
@@ -224,17 +221,10 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     TypeError.
     """
     first = data[0]
-    if isinstance(first, (tuple, list)):
-        return honor_type(first, (concatenate([entry[i] for entry in data], dim) for i in range(len(first))))
-    if isinstance(first, Mapping):
-        return rebuild_mapping(first, {key: concatenate([entry[key] for entry in data], dim) for key in first})
-    if is_dataclass_instance(first):
-        joined = {
-            field.name: concatenate([getattr(entry, field.name) for entry in data], dim)
-            for field in dataclasses.fields(first)
-            if field.init
-        }
-        return dataclasses.replace(first, **joined)
+    inner = parts(first)
+    if inner is not None:
+        entries: list[Any] = [parts(entry) for entry in data]
+        return with_parts(first, {key: concatenate([entry[key] for entry in entries], dim) for key in inner})
     if not isinstance(first, torch.Tensor):
         if len(data) == 1:
             return first

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import flat, transport
-from ..collectives.structure import TensorInformation, is_tensor_information
+from ..collectives.tensors import TensorInformation, is_tensor_information
 from ..core import trees
 from ..runtime.calls import Call
 from ..runtime.channel import signature

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -119,20 +118,16 @@ def _per_column(function: Callable[[list[Any]], Any], batches: list[Any], rows: 
     first = batches[0]
     if all(map(_is_column, batches, rows)):
         return function(batches)
-    if isinstance(first, Mapping):
-        items = {key: _per_column(function, [batch[key] for batch in batches], rows) for key in first}
-        return trees.rebuild_mapping(first, items)
+    inner = trees.parts(first)
+    if inner is None:
+        return first
     if isinstance(first, (list, tuple)):
         lengths = [len(batch) for batch in batches]
         if len(set(lengths)) > 1:
             raise _not_joined(f"lists of lengths {', '.join(map(str, lengths))}")
-        pieces = zip(*batches, strict=True)
-        return trees.honor_type(first, (_per_column(function, list(part), rows) for part in pieces))
-    if trees.is_dataclass_instance(first):
-        names = [field.name for field in dataclasses.fields(first) if field.init]
-        values = {name: _per_column(function, [getattr(batch, name) for batch in batches], rows) for name in names}
-        return dataclasses.replace(first, **values)
-    return first
+    entries: list[Any] = [trees.parts(batch) for batch in batches]
+    joined = {key: _per_column(function, [entry[key] for entry in entries], rows) for key in inner}
+    return trees.with_parts(first, joined)
 
 
 def _columns(batch: Any) -> Any:

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,7 +84,7 @@ def map_dataset(
     locks = RunLocks()
     try:
         done = _open_folder(folder, plan, agreement, process, locks)
-        compute = _Compute(function, collate, length or _length, batch_size, process.device)
+        compute = _Compute(function, collate or default_collate, length or _length, batch_size, process.device)
         queue = _Queue(process.num_processes)
         with _progress(plan["samples"]) as bar:
             queue.count(sum(done.values()) if process.is_main_process else 0)
@@ -278,26 +279,21 @@ def _length(sample: Any) -> int:
 # --- computing ----------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class _Compute:
     """The results of a model or a function for the samples of a part."""
 
-    def __init__(
-        self,
-        function: nn.Module | Callable[[list[Any]], Any],
-        collate: Callable[[list[Any]], Any] | None,
-        length: Callable[[Any], int],
-        batch_size: int,
-        device: torch.device,
-    ) -> None:
-        self.function = function
-        self.collate = collate or default_collate
-        self.length = length
-        self.batch_size = batch_size
-        self.device = device
-        if isinstance(function, nn.Module):
-            function.eval()
-            if not hasattr(function, "hf_device_map"):
-                function.to(device)
+    function: nn.Module | Callable[[list[Any]], Any]
+    collate: Callable[[list[Any]], Any]
+    length: Callable[[Any], int]
+    batch_size: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        if isinstance(self.function, nn.Module):
+            self.function.eval()
+            if not hasattr(self.function, "hf_device_map"):
+                self.function.to(self.device)
 
     @torch.no_grad()
     def _call(self, samples: list[Any]) -> Any:

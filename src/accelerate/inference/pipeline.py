@@ -16,9 +16,8 @@ from torch import nn
 
 from ..core import trees
 from ..core.errors import PrepareError
-from ..parallel.pipeline.batch import Stage
 from ..parallel.pipeline.dataflow import observe
-from ..parallel.pipeline.microbatch import BatchSplitter, restrict_outputs
+from ..parallel.pipeline.microbatch import BatchSplitter, Stage, restrict_outputs
 from ..parallel.pipeline.p2p import P2PChannel
 from ..parallel.pipeline.runner import Runner
 from ..parallel.pipeline.split import (

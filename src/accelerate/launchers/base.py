@@ -19,7 +19,6 @@ from .ports import ReservedPort
 from .spec import LaunchSpec, ProcessSpec
 
 if TYPE_CHECKING:
-    from ..config.launch_settings import Settings
     from .supervisor import Supervisor
 
 # Options of the elastic agent, and those of the supervisor.
@@ -45,8 +44,8 @@ class Launcher:
         self.spec = spec
 
     @classmethod
-    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
-        """The launcher for the settings of a launch. `in_place`: a single process may run in this one."""
+    def create(cls, spec: LaunchSpec) -> Launcher:
+        """The launcher of a launch: this one, or a variant of it."""
         return cls(spec)
 
     def check(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ..config.launch_settings import Settings, given, resolve_settings
 from ..core import env, system
 from ..core.errors import ConfigurationError
-from .deepspeed import Hosts, python_path, starter_command
+from .deepspeed import python_path, starter_command
 from .spec import Program
 from .variables import variables
 
@@ -96,13 +96,11 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     environment.update({name: text for name, text in _deepspeed_variables(args).items() if text is not None})
     environment["PYTHONPATH"] = python_path()
     machines = args.num_machines or 1
-    starter = getattr(args, "deepspeed_multinode_launcher", None) or "pdsh"
-    if machines == 1 or starter == "standard":
+    if machines == 1 or args.deepspeed_multinode_launcher == "standard":
         prepare_multi_gpu_env(args)
         return None, environment
-    hosts = Hosts(args.deepspeed_hostfile, starter, args.deepspeed_exclusion_filter, args.deepspeed_inclusion_filter)
     local = int(args.num_processes) // machines
-    return starter_command(hosts, _program(args), local, args.main_process_ip, args.main_process_port), environment
+    return starter_command(args, _program(args), local, args.main_process_ip, args.main_process_port), environment
 
 
 def _deepspeed_variables(args: argparse.Namespace) -> dict[str, str | None]:

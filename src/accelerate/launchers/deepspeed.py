@@ -5,29 +5,18 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..config.launch_settings import Settings
 from ..core import env, system
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from .base import AGENT, Launcher
 from .ports import DEFAULT_PORT
-from .spec import LaunchSpec, ProcessSpec, Program, check_host
+from .spec import ProcessSpec, Program, check_host
 
 # The file from which DeepSpeed's starter takes the variables of the processes it starts elsewhere.
 ENVIRONMENT_FILE = ".deepspeed_env"
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """The machines of a DeepSpeed launch, as the user has named them."""
-
-    hostfile: str | None
-    starter: str | None
-    exclude: str | None = None
-    include: str | None = None
 
 
 def find_starter() -> str:
@@ -42,21 +31,15 @@ def find_starter() -> str:
 
 
 def starter_command(
-    hosts: Hosts, program: Program, local_processes: int, address: str | None, port: int | None
+    options: Any, program: Program, local_processes: int, address: str | None, port: int | None
 ) -> list[str]:
-    """The command line of DeepSpeed's starter."""
-    command = [
-        find_starter(),
-        "--hostfile",
-        str(hosts.hostfile),
-        "--no_local_rank",
-        "--launcher",
-        hosts.starter or "pdsh",
-    ]
-    if hosts.exclude is not None:
-        command += ["--exclude", hosts.exclude]
-    elif hosts.include is not None:
-        command += ["--include", hosts.include]
+    """The command line of DeepSpeed's starter. `options` has the fields `deepspeed_*` of a LaunchSpec."""
+    command = [find_starter(), "--hostfile", str(options.deepspeed_hostfile), "--no_local_rank"]
+    command += ["--launcher", options.deepspeed_multinode_launcher or "pdsh"]
+    if options.deepspeed_exclusion_filter is not None:
+        command += ["--exclude", options.deepspeed_exclusion_filter]
+    elif options.deepspeed_inclusion_filter is not None:
+        command += ["--include", options.deepspeed_inclusion_filter]
     else:
         command += ["--num_gpus", str(local_processes)]
     if address:
@@ -79,15 +62,6 @@ class DeepSpeedLauncher(Launcher):
         "deepspeed_inclusion_filter",
     )
 
-    def __init__(self, spec: LaunchSpec, hosts: Hosts) -> None:
-        super().__init__(spec)
-        self.hosts = hosts
-
-    @classmethod
-    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
-        """The launcher for the settings of a launch."""
-        return cls(spec, Hosts(*(settings[name] for name in cls.own)))
-
     def check(self) -> None:
         """Check before anything starts.
 
@@ -95,14 +69,15 @@ class DeepSpeedLauncher(Launcher):
             ConfigurationError: this launcher cannot run the launch.
         """
         super().check()
-        if self.hosts.hostfile is None:
+        hostfile = self.spec.deepspeed_hostfile
+        if hostfile is None:
             raise ConfigurationError("several machines under DeepSpeed's starter need --deepspeed_hostfile")
-        if not Path(self.hosts.hostfile).is_file():
-            raise ConfigurationError(f"deepspeed_hostfile={self.hosts.hostfile!r} does not exist")
-        for line in Path(self.hosts.hostfile).read_text().splitlines():
+        if not Path(hostfile).is_file():
+            raise ConfigurationError(f"deepspeed_hostfile={hostfile!r} does not exist")
+        for line in Path(hostfile).read_text().splitlines():
             words = line.split("#")[0].split()
             if words:
-                check_host(words[0], f"deepspeed_hostfile={self.hosts.hostfile!r}")
+                check_host(words[0], f"deepspeed_hostfile={hostfile!r}")
         broken = [name for name, text in self.spec.variables.items() if text and "\n" in text]
         if broken:
             raise ConfigurationError(
@@ -114,9 +89,7 @@ class DeepSpeedLauncher(Launcher):
         """Return the process of DeepSpeed's launcher."""
         spec = self.spec
         address = spec.main_process_ip if spec.main_process_ip_given else None
-        command = starter_command(
-            self.hosts, spec.program, spec.local_processes, address, spec.main_process_port or None
-        )
+        command = starter_command(spec, spec.program, spec.local_processes, address, spec.main_process_port)
         variables = {**spec.common_variables(), "PYTHONPATH": python_path()}
         return [ProcessSpec(0, 0, tuple(command), variables, starter="deepspeed")]
 

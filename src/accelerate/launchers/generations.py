@@ -43,6 +43,7 @@ class End:
     by: int = 0
 
 
+@dataclass(eq=False)
 class Generation(OtherMachines):
     """The machines that run together until the group changes.
 
@@ -58,30 +59,23 @@ class Generation(OtherMachines):
         holds_store: whether this machine holds the store.
     """
 
-    def __init__(
-        self,
-        messenger: Messenger,
-        number: int,
-        members: list[Member],
-        position: int,
-        waiting: Callable[[], int],
-        min_machines: int,
-        holds_store: bool,
-    ) -> None:
-        self.min_machines = min_machines
-        self.holds_store = holds_store
-        self.messenger = messenger
-        self.number = number
-        self.members = members
-        self.position = position
-        self.end: End | None = None
-        self.interval: float = 0.1
-        if len(members) > 1:
+    messenger: Messenger
+    number: int
+    members: list[Member]
+    position: int
+    waiting: Callable[[], int]
+    min_machines: int
+    holds_store: bool
+    end: End | None = None
+    interval: float = 0.1
+    _finished: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.members) > 1:
             # The loss of a machine appears first as a lost connection of the ranks here.
-            self.cause_timeout: float = MAX_MISSED * BEAT + 3.0
-        self._waiting = waiting
-        self._finished = False
-        self._presence = Presence([member.number for member in members if member.number != messenger.member])
+            self.cause_timeout = MAX_MISSED * BEAT + 3.0
+        others = [member.number for member in self.members if member.number != self.messenger.member]
+        self._presence = Presence(others)
 
     @property
     def restarts(self) -> int:
@@ -114,7 +108,7 @@ class Generation(OtherMachines):
         elif self._finished:
             if store.add(self.key("finished"), 0) == len(self.members):
                 self._declare(store, End("finished", "all ranks have finished", 0))
-        elif self.position == 0 and (count := self._waiting()):
+        elif self.position == 0 and (count := self.waiting()):
             new = f"{count} machines have" if count > 1 else "a machine has"
             self._declare(store, End("joined", f"{new} joined: the group forms again"))
 

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..config.launch_settings import Settings
 from ..core.device_kinds import DEVICES
 from ..core.errors import ConfigurationError
 from .base import AGENT, SUPERVISION, Launcher
@@ -16,21 +15,12 @@ from .spec import LaunchSpec
 
 
 class KubernetesLauncher(Launcher):
-    """Writes the manifest that `kubectl apply -f -` starts. `image`: the container image with the script."""
+    """Writes the manifest that `kubectl apply -f -` starts."""
 
     name = "kubernetes"
     remote = True
     uses_this_machine = False
     unused: tuple[str, ...] = ("monitor_interval", "rdzv_id", "mpirun_hostfile")
-
-    def __init__(self, spec: LaunchSpec, image: str | None) -> None:
-        super().__init__(spec)
-        self.image = image
-
-    @classmethod
-    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
-        """The launcher for the settings of a launch."""
-        return cls(spec, settings["image"])
 
     def check(self) -> None:
         """Check before anything starts.
@@ -39,7 +29,7 @@ class KubernetesLauncher(Launcher):
             ConfigurationError: this launcher cannot run the launch.
         """
         super().check()
-        if not self.image:
+        if not self.spec.image:
             raise ConfigurationError("the kubernetes engine needs --image, the container image that holds the script")
         self.refuse_place("in the kubernetes engine the pods get their ranks and addresses")
 
@@ -87,7 +77,7 @@ class KubernetesLauncher(Launcher):
         resource = DEVICES[spec.device].kubernetes if spec.device in DEVICES else None
         container: dict[str, Any] = {
             "name": "train",
-            "image": self.image,
+            "image": spec.image,
             "command": self._command(),
             "env": [{"name": name, "value": text} for name, text in sorted(self._variables().items())],
             "ports": [{"containerPort": self._port}],

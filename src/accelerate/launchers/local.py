@@ -3,46 +3,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
 
 from .base import AGENT, Launcher
 from .script import become
-from .spec import LaunchSpec, ProcessSpec
-
-if TYPE_CHECKING:
-    from ..config.launch_settings import Settings
+from .spec import ProcessSpec
 
 
 class LocalLauncher(Launcher):
-    """The processes of this machine.
-
-    Args:
-        spec: the launch.
-        in_place: a single process may run in this one, because no caller waits for it to return.
-        shows_progress: its progress was requested, which another process shows.
-    """
+    """The processes of this machine."""
 
     name = "local"
-
     unused: tuple[str, ...] = (*AGENT, "rdzv_conf", "machine_rank", "mpirun_hostfile")
-
-    def __init__(self, spec: LaunchSpec, in_place: bool = False, shows_progress: bool = False) -> None:
-        super().__init__(spec)
-        self.in_place = in_place
-        self.shows_progress = shows_progress
-
-    @classmethod
-    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
-        """The launcher for the settings of a launch. `in_place`: a single process may run in this one."""
-        requested = settings.chosen("progress_interval") and settings["progress_interval"] > 0
-        return cls(spec, in_place, requested and not spec.quiet)
 
     @property
     def takes_over(self) -> bool:
         """Whether the script runs in this process. Logs, prefixes and reports need a separate one."""
         spec = self.spec
-        watched = spec.log_dir or spec.error_file or spec.tee_of(0) or spec.max_restarts or self.shows_progress
-        return self.in_place and spec.num_processes == 1 and not watched
+        panel = spec.progress_requested and spec.progress_interval > 0 and not spec.quiet and not self._has_reporter
+        watched = spec.log_dir or spec.error_file or spec.tee_of(0) or spec.max_restarts or panel
+        return spec.in_place and spec.num_processes == 1 and not watched
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """Return the processes of this machine."""
@@ -54,6 +34,20 @@ class LocalLauncher(Launcher):
     def run(self) -> int:
         """Run the processes. A single process may replace the launcher. Returns the exit code."""
         if self.takes_over:
-            become(self.spec.program, self.spec.common_variables())
+            become(self.spec.program, {**self.spec.common_variables(), **self._reported()})
             return 0
         return super().run()
+
+    @property
+    def _has_reporter(self) -> bool:
+        """Whether another process can report the progress of a script that runs in this one: in a log file."""
+        return hasattr(os, "pidfd_open") and not os.isatty(2)
+
+    def _reported(self) -> dict[str, str | None]:
+        """Variables of a script in this process whose progress another process reports; empty where none does."""
+        if self.spec.quiet or not self.spec.progress_interval or not self._has_reporter:
+            return {}
+        from . import reporter
+
+        folder = reporter.start(self.spec)
+        return {} if folder is None else {"ACCELERATE_STATUS_DIR": folder}

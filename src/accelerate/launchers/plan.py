@@ -13,7 +13,7 @@ from .spec import LaunchSpec, Program
 from .variables import variables
 
 
-def plan(settings: Settings, program: Program) -> LaunchSpec:
+def plan(settings: Settings, program: Program, in_place: bool = False) -> LaunchSpec:
     """The requested launch. ConfigurationError if this machine cannot run it."""
     present = system.accelerators()
     remote = settings["engine"] != "auto" and launcher_class(settings["engine"]).remote
@@ -37,6 +37,9 @@ def plan(settings: Settings, program: Program) -> LaunchSpec:
         nnodes=nnodes,
         hostfile=settings["mpirun_hostfile"],
         main_process_ip_given=settings["main_process_ip"] is not None,
+        requested_processes=_requested(settings),
+        progress_requested=settings.chosen("progress_interval"),
+        in_place=in_place,
         **_same_fields(settings),
     )
     spec.check()
@@ -51,11 +54,23 @@ def plan(settings: Settings, program: Program) -> LaunchSpec:
 def _same_fields(settings: Settings) -> dict[str, Any]:
     """The fields of a LaunchSpec that are options of the same name; an option that is not given leaves the default."""
     names = set(LaunchSpec._fields) & set(settings) - {"num_processes", "num_machines", "nnodes"}
-    return {name: settings[name] for name in names if settings[name] is not None}
+    found = {name: settings[name] for name in names if settings[name] is not None}
+    # These have a key in files and no option.
+    kept = settings.file.data if settings.file else {}
+    if kept.get("tpu_name"):
+        found.setdefault("vm", [kept["tpu_name"]])
+    return {**found, "tpu_zone": kept.get("tpu_zone")}
+
+
+def _requested(settings: Settings) -> int | None:
+    """The number of processes that was requested; None where it follows from the devices."""
+    # Files of the API hold -1 for "not chosen".
+    requested = settings["num_processes"]
+    return None if requested in (None, "all", -1) else int(requested)
 
 
 def _device_elsewhere(settings: Settings) -> tuple[str, int]:
-    if settings["num_processes"] in (None, "all", -1):
+    if _requested(settings) is None:
         raise ConfigurationError(
             f"engine={settings['engine']}: the processes run elsewhere, where this machine cannot count devices: give "
             "--num_processes"

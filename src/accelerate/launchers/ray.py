@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..config.launch_settings import Settings
 from ..core import env
 from ..core.device_kinds import DEVICES, VISIBLE
 from ..core.errors import ConfigurationError, LaunchError
@@ -24,7 +23,7 @@ from ..core.imports import is_available
 from .base import AGENT, Launcher, handling, print_message
 from .ray_worker import RayWorker, RemoteProcess, RemoteSupervisor
 from .spec import LaunchSpec, Place, ProcessSpec
-from .static import JOIN_TIMEOUT, Waiting
+from .static import Waiting
 
 INSTALL = "pip install 'ray>=2.40'"
 # Ray's names of accelerators, in the order in which a cluster is searched for them.
@@ -37,7 +36,7 @@ _TURN = 0.5
 
 
 class RayLauncher(Launcher):
-    """`address` is the cluster's: host:port, ray://host:port, auto (the cluster on this machine) or local.
+    """`ray_address` is the cluster's: host:port, ray://host:port, auto (the cluster on this machine) or local.
 
     local is a temporary cluster of this machine alone. None takes the cluster on this machine, else local.
     """
@@ -46,15 +45,6 @@ class RayLauncher(Launcher):
     remote = True
     uses_this_machine = False
     unused: tuple[str, ...] = (*AGENT, "mpirun_hostfile")
-
-    def __init__(self, spec: LaunchSpec, address: str | None = None) -> None:
-        super().__init__(spec)
-        self.address = address
-
-    @classmethod
-    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
-        """The launcher for the settings of a launch."""
-        return cls(spec, settings["ray_address"])
 
     def check(self) -> None:
         """Check before anything starts.
@@ -66,8 +56,8 @@ class RayLauncher(Launcher):
         self.refuse_place("the ray engine is started once and finds the machines itself")
         if not is_available("ray"):
             raise ConfigurationError(f"the ray engine needs Ray, which is not installed: {INSTALL}")
-        if self.address not in (None, "auto", LOCAL):
-            _host_and_port(str(self.address))
+        if self.spec.ray_address not in (None, "auto", LOCAL):
+            _host_and_port(str(self.spec.ray_address))
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
         """The processes as far as they are known without the cluster: the machines are not."""
@@ -85,7 +75,7 @@ class RayLauncher(Launcher):
     def dry_run(self) -> str:
         """Return the cluster, the placement group, and the command and variables of each process."""
         bundles, strategy = _bundles(self.spec, None if self.spec.device == "cpu" else ACCELERATORS[0])
-        where = self.address or "the cluster on this machine, else a new one"
+        where = self.spec.ray_address or "the cluster on this machine, else a new one"
         accelerators = "" if self.spec.device == "cpu" else f"; without {ACCELERATORS[0]} where the cluster has none"
         lines = [f"# cluster: {where}", f"# placement group: {strategy}, {bundles}{accelerators}"]
         return "\n".join([*lines, *super().dry_run().splitlines()]).replace(f" on {socket.gethostname()}", "")
@@ -94,20 +84,16 @@ class RayLauncher(Launcher):
         """Run the launch on the cluster, with restarts. Returns the exit code."""
         from .supervisor import with_restarts
 
-        with _ending_on_signals(), _connected(self.address, self.spec.quiet) as cluster:
+        with _ending_on_signals(), _connected(self.spec.ray_address, self.spec.quiet) as cluster:
             resource = cluster.accelerator(self.spec)
-            cluster.check_resources(*_bundles(self.spec, resource), self._join_timeout())
+            # A given timeout means a cluster that grows.
+            if "join_timeout" not in self.spec.rendezvous_settings():
+                cluster.check_resources(*_bundles(self.spec, resource))
             return with_restarts(self.spec, lambda number: self._run_once(cluster, resource, number))
-
-    def _join_timeout(self) -> float | None:
-        """Seconds to wait for resources: `join_timeout` of --rdzv_conf."""
-        given = self.spec.rendezvous_settings().get("join_timeout")
-        return None if given is None else float(given)
 
     def _run_once(self, cluster: Cluster, resource: str | None, number: int) -> RemoteSupervisor:
         """Run all processes once, from their placement to their end."""
-        timeout = self._join_timeout() or JOIN_TIMEOUT
-        with _reserved(cluster, *_bundles(self.spec, resource), timeout) as group:
+        with _reserved(cluster, *_bundles(self.spec, resource), self.spec.join_timeout) as group:
             members = _members(self.spec, group, resource, cluster)
             try:
                 return self._supervise(cluster, _placed(members, _own_node()), number)
@@ -224,11 +210,8 @@ class Cluster:
             print_message(f"{self} has no accelerator: the processes run on the CPU")
         return found
 
-    def check_resources(self, bundles: Sequence[Mapping[str, float]], strategy: str, timeout: float | None) -> None:
+    def check_resources(self, bundles: Sequence[Mapping[str, float]], strategy: str) -> None:
         """ConfigurationError where the processes would not fit even if nobody else used the cluster."""
-        if timeout is not None:
-            # A given timeout means a cluster that grows.
-            return
         bundle = bundles[0]
         fits = [min(int(node.get(name, 0) // much) for name, much in bundle.items()) for node in self.nodes().values()]
         total = sum(fits) if strategy == "PACK" else sum(1 for here in fits if here)

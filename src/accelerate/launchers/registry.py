@@ -19,7 +19,7 @@ def launcher_class(engine: str) -> type[Launcher]:
     return kind
 
 
-def choose(spec: LaunchSpec, settings: Settings, in_place: bool = False) -> Launcher:
+def choose(spec: LaunchSpec, settings: Settings) -> Launcher:
     """The launcher that the settings select or imply, checked."""
     engine = settings["engine"]
     if engine == "auto":
@@ -28,7 +28,7 @@ def choose(spec: LaunchSpec, settings: Settings, in_place: bool = False) -> Laun
         raise ConfigurationError(f"{settings.shown('engine')} is one machine, {settings.shown('num_machines')} is not")
     if spec.nnodes != str(spec.num_machines) and engine != "elastic":
         raise ConfigurationError(f"{settings.shown('nnodes')} is a range of machines: only the elastic engine has it")
-    launcher = launcher_class(engine).create(spec, settings, in_place)
+    launcher = launcher_class(engine).create(spec)
     launcher.check()
     return launcher
 

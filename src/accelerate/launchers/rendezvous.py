@@ -20,8 +20,8 @@ from .base import print_message
 from .generations import Generation, Member
 from .messenger import STORE_TIMEOUT, Messenger, Presence, StoreLost, alive_key
 from .ports import ReservedPort
-from .spec import LaunchSpec
-from .static import FIRST_NOTICE, JOIN_TIMEOUT, Waiting, connect, identity, interface_of, resolve_address
+from .spec import JOIN_TIMEOUT, LaunchSpec
+from .static import FIRST_NOTICE, Waiting, connect, identity, interface_of, resolve_address
 
 # torch's defaults take most of a minute to notice the loss of a machine. All in seconds but the number of attempts: a
 # machine whose last heartbeat is older than interval times attempts is lost.

@@ -299,41 +299,47 @@ def _number(kind: Any, text: str) -> Any:
     return value if abs(value) < float("inf") else None
 
 
-def _rows(path: str, key: str, like: tuple[str, str]) -> list[tuple[str, str]]:
-    """The rows of a tab-separated file of two columns, without its heading line."""
+def _table(path: str | None, key: str, like: tuple[str, str], content: str) -> list[tuple[str, str]] | None:
+    """The rows of a tab-separated file of two columns below its heading line; None without a file.
+
+    Args:
+        path: the file.
+        key: its key in the configuration.
+        like: what the columns hold.
+        content: what the second column looks like, by which a file without a heading is found.
+    """
+    if not path:
+        return None
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigurationError(f"{key}: {path} cannot be read: {reason}") from None
-    rows = [(number, line.split("\t")) for number, line in enumerate(lines, 1) if line.strip()]
-    for number, row in rows:
-        if len(row) != 2 or not all(part.strip() for part in row):
+    rows: list[tuple[str, str]] = []
+    for number, line in enumerate(lines, 1):
+        row = [part.strip() for part in line.split("\t")]
+        if not line.strip():
+            continue
+        if len(row) != 2 or not all(row):
             raise ConfigurationError(
-                f"{key}: {path}:{number}: give {like[0]} and {like[1]}, with one tab between them, not {brief(row)}"
+                f"{key}: {path}:{number}: give {like[0]} and {like[1]}, with one tab between them, not "
+                f"{brief(line.split(chr(9)))}"
             )
-    return [(row[0].strip(), row[1].strip()) for _, row in rows]
-
-
-def _without_heading(rows: list[tuple[str, str]], path: str, key: str, content: str) -> list[tuple[str, str]]:
+        rows.append((row[0], row[1]))
     if rows and re.search(content, rows[0][1]):
         raise ConfigurationError(f"{key}: {path}:1: the first line must be a heading; it holds {brief(rows[0][1])}")
     return rows[1:]
 
 
 def _inputs(path: str | None) -> dict[str, str] | None:
-    """Data channels from a tab-separated file of names and places, with a heading line."""
-    if not path:
-        return None
-    key = "sagemaker_inputs_file"
-    rows = _rows(path, key, ("a channel's name", "the place of its data"))
-    return dict(_without_heading(rows, path, key, "^[a-z0-9]+://"))
+    """The data channels."""
+    like = ("a channel's name", "the place of its data")
+    rows = _table(path, "sagemaker_inputs_file", like, "^[a-z0-9]+://")
+    return None if rows is None else dict(rows)
 
 
 def _metrics(path: str | None) -> list[dict[str, str]] | None:
-    """Metrics from a tab-separated file of names and regular expressions, with a heading line."""
-    if not path:
-        return None
-    key = "sagemaker_metrics_file"
-    rows = _rows(path, key, ("a metric's name", "the regular expression of its value"))
-    return [{"Name": name, "Regex": regex} for name, regex in _without_heading(rows, path, key, r"\(.*\)")]
+    """The names of metrics and their regular expressions."""
+    like = ("a metric's name", "the regular expression of its value")
+    rows = _table(path, "sagemaker_metrics_file", like, r"\(.*\)")
+    return None if rows is None else [{"Name": name, "Regex": regex} for name, regex in rows]

@@ -13,12 +13,11 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from ..config.launch_settings import Settings
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
 from .base import AGENT, Launcher, handling, print_message
 from .failure import exit_code, first_cause
-from .spec import LaunchSpec, ProcessSpec, check_variable
+from .spec import ProcessSpec, check_variable
 from .streams import RANK_END, TAIL, RankEnd
 from .watched_process import watched
 
@@ -37,7 +36,7 @@ FIND_ADDRESS = (
 
 
 class SlurmLauncher(Launcher):
-    """`options`: additional options of sbatch, as '--partition=gpu --time=2:00:00'."""
+    """One job, or inside an allocation one step."""
 
     name = "slurm"
     remote = True
@@ -45,17 +44,13 @@ class SlurmLauncher(Launcher):
     unused: tuple[str, ...] = (*AGENT, "rdzv_conf", "machine_rank", "tee", "mpirun_hostfile")
     reserves_port = False
 
-    def __init__(self, spec: LaunchSpec, options: str = "") -> None:
-        super().__init__(spec)
+    @property
+    def options(self) -> list[str]:
+        """The additional options of sbatch. ConfigurationError for text that is no words of a shell."""
         try:
-            self.options: list[str] = shlex.split(options)
+            return shlex.split(self.spec.slurm_options)
         except ValueError as error:
-            raise ConfigurationError(f"slurm_options={options!r}: {error}") from None
-
-    @classmethod
-    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
-        """The launcher for the settings of a launch."""
-        return cls(spec, settings["slurm_options"])
+            raise ConfigurationError(f"slurm_options={self.spec.slurm_options!r}: {error}") from None
 
     @property
     def inside(self) -> bool:

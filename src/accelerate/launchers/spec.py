@@ -10,7 +10,7 @@ import shutil
 import sys
 import types
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,6 +117,8 @@ def check_variable(name: str) -> str:
 # Limits above which a value is a typing error.
 MOST_PROCESSES = 65536
 MOST_SECONDS = 1_000_000
+# Seconds until a launch stops waiting for other machines.
+JOIN_TIMEOUT = 600.0
 
 
 class ProcessSpec(NamedTuple):
@@ -151,7 +153,8 @@ class LaunchSpec(NamedTuple):
 
     `num_processes` counts the processes of all machines. Every process gets `variables`. `device` is torch's device
     type. `threads` is the number of CPU threads of each process; None leaves the environment's. `stop_timeout` is the
-    number of seconds between the request to stop and SIGKILL.
+    number of seconds between the request to stop and SIGKILL. `in_place`: a single process may run in this one,
+    because no caller waits for it to return. The fields with the name of an option hold its value.
     """
 
     program: Program
@@ -179,6 +182,23 @@ class LaunchSpec(NamedTuple):
     nnodes: str = "1"
     hostfile: str | None = None
     main_process_ip_given: bool = False
+    slurm_options: str = ""
+    ray_address: str | None = None
+    image: str | None = None
+    deepspeed_hostfile: str | None = None
+    deepspeed_multinode_launcher: str | None = None
+    deepspeed_exclusion_filter: str | None = None
+    deepspeed_inclusion_filter: str | None = None
+    main_training_function: str = "main"
+    downcast_bf16: bool = False
+    tpu_use_cluster: bool = False
+    tpu_use_sudo: bool = False
+    tpu_zone: str | None = None
+    vm: Sequence[str] = ()
+    env: Sequence[str] = ()
+    requested_processes: int | None = None
+    progress_requested: bool = False
+    in_place: bool = False
 
     @property
     def local_processes(self) -> int:
@@ -240,6 +260,11 @@ class LaunchSpec(NamedTuple):
         if wrong:
             raise ConfigurationError(f"rdzv_conf={self.rdzv_conf!r}: {wrong[0]!r} is not key=value")
         return {key.strip(): value.strip() for key, value in (part.split("=", 1) for part in pairs)}
+
+    @property
+    def join_timeout(self) -> float:
+        """Seconds to wait for other machines or for resources: `join_timeout` of `rdzv_conf`."""
+        return float(self.rendezvous_settings().get("join_timeout", JOIN_TIMEOUT))
 
     def check(self) -> None:
         """ConfigurationError for an invalid launch."""

@@ -23,9 +23,8 @@ from .ports import DEFAULT_PORT, ReservedPort, any_address
 from .spec import LaunchSpec
 from .supervisor import OtherMachines, Stop, Supervisor, supervise, with_restarts
 
-# Seconds until a waiting machine reports for whom it waits, and until it stops waiting.
+# Seconds until a waiting machine reports for whom it waits.
 FIRST_NOTICE = 3.0
-JOIN_TIMEOUT = 600.0
 PROTOCOL = "accelerate-launch-1"
 
 
@@ -126,14 +125,14 @@ def disagreement(ours: dict[str, Any], theirs: dict[str, Any], present: dict[int
 class Host:
     """Machine 0: listens until every machine has connected."""
 
-    def __init__(self, spec: LaunchSpec, port: int, timeout: float = JOIN_TIMEOUT) -> None:
+    def __init__(self, spec: LaunchSpec) -> None:
         self.spec = spec
-        self.timeout = timeout
+        self.timeout: float = spec.join_timeout
         self.identity: dict[str, Any] = identity(spec)
         self.present: dict[int, Peer] = {}
         self._unknown: list[Peer] = []
         self._selector = selectors.DefaultSelector()
-        self._server = _listen(port)
+        self._server = _listen(spec.main_process_port)
         self._selector.register(self._server, selectors.EVENT_READ)
 
     def wait_for_all(self) -> list[Peer]:
@@ -201,7 +200,7 @@ class Host:
         return f"machine{'s' if len(absent) > 1 else ''} {', '.join(absent)} of {self.spec.num_machines}"
 
 
-def join(spec: LaunchSpec, timeout: float = JOIN_TIMEOUT) -> Peer:
+def join(spec: LaunchSpec) -> Peer:
     """Connect to machine 0 and wait until every machine has.
 
     Raises:
@@ -212,7 +211,7 @@ def join(spec: LaunchSpec, timeout: float = JOIN_TIMEOUT) -> Peer:
     resolve_address(spec.main_process_ip)
     waiting = Waiting()
     while True:
-        peer = connect(spec, where, timeout, waiting)
+        peer = connect(spec, where, spec.join_timeout, waiting)
         peer.send({"hello": identity(spec)})
         if _is_complete(peer, where):
             return peer
@@ -363,16 +362,12 @@ class StaticLauncher(Launcher):
 
     def run(self) -> int:
         """Run this machine's share of the launch, with restarts. Returns the exit code."""
-        if self.spec.machine_rank > 0:
-            return with_restarts(
-                self.spec, lambda number: self._run_once(number, [join(self.spec, self._join_timeout())])
-            )
+        spec = self.spec
+        if spec.machine_rank > 0:
+            return with_restarts(spec, lambda number: self._run_once(number, [join(spec)]))
         # Reserved before the launcher listens on it, and until rank 0 does.
-        with ReservedPort(self.spec.main_process_port):
-            return with_restarts(self.spec, lambda number: self._run_once(number, self._host().wait_for_all()))
-
-    def _host(self) -> Host:
-        return Host(self.spec, self.spec.main_process_port, self._join_timeout())
+        with ReservedPort(spec.main_process_port):
+            return with_restarts(spec, lambda number: self._run_once(number, Host(spec).wait_for_all()))
 
     def _run_once(self, number: int, peers: list[Peer]) -> Supervisor:
         """Run all processes once, after the launchers have connected."""
@@ -390,7 +385,3 @@ class StaticLauncher(Launcher):
             name = interface_of(address)
             if name is not None:
                 self.spec = self.spec._replace(variables={**self.spec.variables, "GLOO_SOCKET_IFNAME": name})
-
-    def _join_timeout(self) -> float:
-        """Seconds to wait for the other machines: `join_timeout` of --rdzv_conf."""
-        return float(self.spec.rendezvous_settings().get("join_timeout", JOIN_TIMEOUT))

@@ -137,7 +137,9 @@ class Supervisor:
     def _start(self, processes: Sequence[ProcessSpec]) -> None:
         folder = Path(self.spec.log_dir).expanduser() / _run_name() if self.spec.log_dir else None
         if self.spec.progress_interval and not self.spec.quiet:
-            self._status_folder = _private_folder()
+            from ..telemetry.status import new_folder
+
+            self._status_folder = new_folder()
         for process in processes:
             if self._status_folder is not None:
                 added = {"ACCELERATE_STATUS_DIR": self._status_folder, "ACCELERATE_LAUNCH_TIME": _STARTED}
@@ -443,20 +445,6 @@ def with_restarts(spec: LaunchSpec, attempt: Callable[[int], Supervisor]) -> int
         if number < spec.max_restarts:
             print(f"accelerate launch: restart {number + 1} of {spec.max_restarts}", file=sys.stderr, flush=True)
     return ended.code
-
-
-def _private_folder() -> str | None:
-    """A new folder that only this user can read; in memory where that is possible."""
-    if sys.platform != "linux":
-        import tempfile
-
-        return tempfile.mkdtemp(prefix="accelerate-")
-    for root in ("/dev/shm", "/tmp"):
-        path = f"{root}/accelerate-{os.getpid()}-{time.monotonic_ns():x}"
-        with contextlib.suppress(OSError):
-            os.mkdir(path, 0o700)
-            return path
-    return None
 
 
 def _can_show_panel() -> bool:

@@ -8,11 +8,9 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config.launch_settings import Settings
 from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
@@ -46,7 +44,7 @@ class OneCore(PrepareForLaunch):
 
 
 class TpuLauncher(Launcher):
-    """`function`: name of the script's function that each core runs. `cores`: the requested number, None for all."""
+    """Each core runs the script's `main_training_function`."""
 
     name = "tpu"
     uses_this_machine = False
@@ -54,23 +52,13 @@ class TpuLauncher(Launcher):
         *AGENT, *SUPERVISION, "rdzv_conf", "machine_rank", "num_cpu_threads_per_process", "mpirun_hostfile",
     )  # fmt: skip
 
-    def __init__(self, spec: LaunchSpec, function: str, cores: int | None = None, downcast: bool = False) -> None:
-        super().__init__(spec._replace(variables={**spec.variables, DOWNCAST: "1"}) if downcast else spec)
-        self.function = function
-        self.cores = cores
+    def __init__(self, spec: LaunchSpec) -> None:
+        super().__init__(spec._replace(variables={**spec.variables, DOWNCAST: "1"}) if spec.downcast_bf16 else spec)
 
     @classmethod
-    def create(cls, spec: LaunchSpec, settings: Settings, in_place: bool) -> Launcher:
-        """The launcher for the settings of a launch: of this machine's cores, or of the pod that they name."""
-        function, requested = settings["main_training_function"] or "main", settings["num_processes"]
-        # Files of the API hold -1 for "not chosen".
-        cores = None if requested in (None, "all", -1) else int(requested)
-        if not settings["tpu_use_cluster"]:
-            return cls(spec, function, cores, settings["downcast_bf16"])
-        kept = settings.file.data if settings.file else {}
-        names = settings["vm"] or ([kept["tpu_name"]] if kept.get("tpu_name") else [])
-        pod = Pod(tuple(names), kept.get("tpu_zone"), tuple(settings["env"] or ()), bool(settings["tpu_use_sudo"]))
-        return PodLauncher(spec, function, pod, cores, settings["downcast_bf16"])
+    def create(cls, spec: LaunchSpec) -> Launcher:
+        """The launcher of a launch: of this machine's cores, or of a pod."""
+        return PodLauncher(spec) if spec.tpu_use_cluster else cls(spec)
 
     def check(self) -> None:
         """Check before anything starts.
@@ -93,7 +81,8 @@ class TpuLauncher(Launcher):
 
     def dry_run(self) -> str:
         """Return the variables and the call of torch_xla that `run` would make."""
-        call = f"torch_xla.launch({self.function}, debug_single_process={self.cores == 1})"
+        spec = self.spec
+        call = f"torch_xla.launch({spec.main_training_function}, debug_single_process={spec.requested_processes == 1})"
         return f"{super().dry_run()}\n# with the script imported as a module, {call} in place of running it"
 
     def run(self) -> int:
@@ -101,13 +90,13 @@ class TpuLauncher(Launcher):
         import torch_xla
 
         env.publish(self.spec.variables)
-        function = OneCore(self._main(), self.cores)
-        torch_xla.launch(function, args=(), debug_single_process=self.cores == 1)
+        cores = self.spec.requested_processes
+        torch_xla.launch(OneCore(self._main(), cores), args=(), debug_single_process=cores == 1)
         return 0
 
     def _main(self) -> Callable[..., Any]:
         """The script's function, with the script imported as a module: the processes find it by its name."""
-        program = self.spec.program
+        program, function = self.spec.program, self.spec.main_training_function
         name = program.name
         if program.kind == "script":
             path = Path(name)
@@ -115,47 +104,28 @@ class TpuLauncher(Launcher):
             name = path.stem
         sys.argv[:] = [program.name, *program.args]
         module = importlib.import_module(name)
-        if not hasattr(module, self.function):
+        if not hasattr(module, function):
             raise ConfigurationError(
-                f"{program.name} has no function {self.function!r}: name the one to run with --main_training_function"
+                f"{program.name} has no function {function!r}: name the one to run with --main_training_function"
             )
-        main: Callable[..., Any] = getattr(module, self.function)
+        main: Callable[..., Any] = getattr(module, function)
         return main
-
-
-@dataclass(frozen=True)
-class Pod:
-    """Which TPU VMs, and how the script is started on their workers.
-
-    names: TPU VMs, each with all its workers. variables: NAME=VALUE for the workers. sudo: start it as root.
-    """
-
-    names: tuple[str, ...]
-    zone: str | None
-    variables: tuple[str, ...] = ()
-    sudo: bool = False
 
 
 class PodLauncher(TpuLauncher):
     """One gcloud for each TPU VM, which runs `accelerate launch --tpu` on all its workers, in this folder."""
 
-    def __init__(
-        self, spec: LaunchSpec, function: str, pod: Pod, cores: int | None = None, downcast: bool = False
-    ) -> None:
-        super().__init__(spec, function, cores, downcast)
-        self.pod = pod
-
     def _check_presence(self) -> None:
-        if not self.pod.names:
+        if not self.spec.vm:
             raise ConfigurationError("--tpu_cluster: no pod: give --vm, or write tpu_name into the configuration file")
-        if not self.pod.zone:
+        if not self.spec.tpu_zone:
             raise ConfigurationError("--tpu_cluster: no zone: write tpu_zone into the configuration file")
-        for name in (*self.pod.names, str(self.pod.zone)):
+        for name in (*self.spec.vm, str(self.spec.tpu_zone)):
             check_host(name, "--tpu_cluster")
-        for text in self.pod.variables:
+        for text in self.spec.env:
             if "=" in text.lstrip("="):
                 check_variable(text.partition("=")[0])
-        wrong = [text for text in self.pod.variables if "=" not in text.lstrip("=")]
+        wrong = [text for text in self.spec.env if "=" not in text.lstrip("=")]
         if wrong:
             raise ConfigurationError(f"--env {wrong[0]}: give NAME=VALUE")
         if shutil.which("gcloud") is None:
@@ -168,23 +138,23 @@ class PodLauncher(TpuLauncher):
             ProcessSpec(
                 number,
                 number,
-                ("gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", str(self.pod.zone), *options),
+                ("gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", str(self.spec.tpu_zone), *options),
                 {},
                 starter="gcloud",
             )
-            for number, name in enumerate(self.pod.names)
+            for number, name in enumerate(self.spec.vm)
         ]
 
     def _on_worker(self) -> str:
         """The command line of each worker's shell."""
-        program = self.spec.program
-        variables = [f"{name}={text}" for name, text in sorted(self.spec.variables.items()) if text is not None]
-        cores = [] if self.cores is None else ["--num_processes", str(self.cores)]
+        spec, program = self.spec, self.spec.program
+        variables = [f"{name}={text}" for name, text in sorted(spec.variables.items()) if text is not None]
+        cores = [] if spec.requested_processes is None else ["--num_processes", str(spec.requested_processes)]
         module = ["-m"] if program.kind == "module" else []
         command = [
-            *(["sudo"] if self.pod.sudo else []), "env", *variables, *self.pod.variables,
+            *(["sudo"] if spec.tpu_use_sudo else []), "env", *variables, *spec.env,
             "python3", "-m", "accelerate.commands.launch", "--tpu", "--no_tpu_cluster",
-            "--main_training_function", self.function, *cores, *module, program.name, *program.args,
+            "--main_training_function", spec.main_training_function, *cores, *module, program.name, *program.args,
         ]  # fmt: skip
         return f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(command)}"
 

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation checkpointing: activations are recomputed in the backward instead of kept."""
+"""Activations between forward and backward: recomputed (activation checkpointing), or kept in host memory."""
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +18,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..core.device_kinds import DEVICES
 from ..core.errors import PrepareError
+from ..state import PartialState
 
 
 def checkpoint_activations(
@@ -70,3 +77,146 @@ def _layers(wrapped: nn.Module) -> list[nn.Module]:
     if isinstance(wrapped, OffloadWrapper):
         found.append(wrapped._checkpoint_wrapped_module)
     return found
+
+
+# A smaller tensor stays on the device: starting its copies takes longer than they do.
+MINIMUM = 2**20  # bytes
+
+
+class ActivationOffload:
+    """Moves what a forward saves for the backward to host memory, and back when the backward needs it.
+
+    Parameters, and their views, stay where they are. Copies to the host run on a separate stream, during the
+    forward. Recomputed blocks (activation checkpointing) keep only their inputs, and these are moved. On the CPU
+    activations are in host memory already: the model is not changed.
+
+    Args:
+        minimum: tensors with fewer bytes stay on the device.
+
+    Example:
+        accelerator = Accelerator(transforms=["activation_offload"])
+    """
+
+    # The layout wraps the forward that saves them.
+    before_layout = True
+    # A stage's forward is left in its middle, and a compiled one has no hooks.
+    excludes: tuple[str, ...] = ("pipeline", "compile")
+
+    def __init__(self, minimum: int = MINIMUM) -> None:
+        self.minimum = minimum
+        self.device: torch.device | None = None
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Wrap the model's forward, in place.
+
+        Raises:
+            PrepareError: the device does not copy to host memory while it computes.
+        """
+        device = self.device = PartialState().device
+        if device.type == "cpu":
+            return model
+        kind = DEVICES.get(device.type)
+        if kind is None or not kind.pin_memory:
+            raise PrepareError(
+                f"activation_offload: {device.type} devices have no pinned host memory. Leave the transform out; "
+                "activation checkpointing saves memory on every device"
+            )
+        forward = model.forward
+        function = getattr(forward, "__func__", forward)
+        hooks = SavedInHostMemory(device, self.minimum)
+
+        @functools.wraps(function)
+        def offloading(*args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+                return function(*args, **kwargs)
+
+        model.forward = types.MethodType(offloading, model) if hasattr(forward, "__func__") else offloading
+        return model
+
+    def describe(self) -> str:
+        """What it does in this run, for `explain`."""
+        if self.device is None:
+            return "applied to no model yet"
+        if self.device.type == "cpu":
+            return "nothing to do: on the CPU activations are in host memory"
+        return f"tensors of {self.minimum} bytes or more are in host memory between forward and backward"
+
+
+class SavedInHostMemory:
+    """The hooks of autograd that move saved tensors to the host and back.
+
+    Args:
+        device: of the tensors that are moved.
+        minimum: smaller ones stay, in bytes.
+    """
+
+    def __init__(self, device: torch.device, minimum: int) -> None:
+        self.device = device
+        self.minimum = minimum
+        self._copies: torch.Stream | None = None
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Start the copy of a saved tensor to the host; the tensor itself if it stays on the device."""
+        if tensor.device.type != self.device.type or tensor.nbytes < self.minimum or _is_parameter(tensor):
+            return tensor
+        if is_traceable_wrapper_subclass(tensor):
+            names, context = tensor.__tensor_flatten__()
+            pieces = {name: getattr(tensor, name) for name in names}  # a DTensor's mesh is one of them
+            pieces = {
+                name: self.pack(part) if isinstance(part, torch.Tensor) else part for name, part in pieces.items()
+            }
+            return _Wrapped(type(tensor), pieces, context, tensor.size(), tensor.stride())
+        return self.to_host(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """The saved tensor on its device, when the backward uses it."""
+        if isinstance(packed, _Wrapped):
+            pieces = {name: self.unpack(part) for name, part in packed.pieces.items()}
+            kind: Any = packed.kind
+            made: torch.Tensor = kind.__tensor_unflatten__(pieces, packed.context, packed.size, packed.stride)
+            return made
+        if not isinstance(packed, _InHostMemory):
+            found: torch.Tensor = packed
+            return found
+        return self.to_device(packed)
+
+    def to_host(self, tensor: torch.Tensor) -> _InHostMemory:
+        """Start the copy of a tensor to pinned memory, on a separate stream."""
+        if self._copies is None:
+            self._copies = torch.Stream(device=self.device)
+        copies = self._copies
+        copies.wait_stream(torch.accelerator.current_stream(self.device))
+        with copies:
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            host.copy_(tensor, non_blocking=True)
+        # The allocator must not hand out this memory before the copy is done.
+        tensor.record_stream(copies)
+        return _InHostMemory(host, copies.record_event(), tensor.device)
+
+    def to_device(self, saved: _InHostMemory) -> torch.Tensor:
+        """Start the copy back, on the stream of the backward."""
+        torch.accelerator.current_stream(saved.device).wait_event(saved.copied)
+        return saved.host.to(saved.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _InHostMemory:
+    host: torch.Tensor
+    copied: Any  # the event behind the copy to the host
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _Wrapped:
+    """A tensor that consists of others, such as a DTensor."""
+
+    kind: type
+    pieces: dict[str, Any]
+    context: Any
+    size: Any
+    stride: Any
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor is a parameter or a view of one, whose memory stays on the device anyway."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -7,18 +7,16 @@ kernels for plain tensors only. Between two steps parameters and state are DTens
 
 from __future__ import annotations
 
-import functools
 import operator
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as base
 
+from ..core.optimizer_step import replace_step
 from .materialize import as_dtensor
 from .optimizer_scope import is_elementwise
 
@@ -32,23 +30,18 @@ def step_locally(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer step on local tensors from now on; one that is not elementwise is left as it is."""
     if not is_elementwise(optimizer) or _MARK in optimizer.__dict__:
         return
-    former: Any = optimizer.step
-    # A function that replaces the method (a scheduler counts steps so) is bound already.
-    function = getattr(former, "__func__", None) or (lambda _, *args: former(*args))
-    reference, shards = weakref.ref(optimizer), _LocalShards()
+    shards = _LocalShards()
 
-    @functools.wraps(function if hasattr(former, "__func__") else former)
-    def step(_: object, closure: Callable[[], Any] | None = None) -> Any:
-        known: Any = reference()
+    def step(own: Any, former: Callable[..., Any], closure: Any) -> Any:
         if closure is not None:
-            return function(known, closure)
-        if _is_watched(known):
-            return function(known)
-        with shards.in_place_of(known):
-            return function(known)
+            return former(closure)
+        if _is_watched(own):
+            return former()
+        with shards.in_place_of(own):
+            return former()
 
-    # Bound to a proxy: the optimizer is in no reference cycle.
-    optimizer.__dict__.update({"step": MethodType(step, weakref.proxy(optimizer)), _MARK: True})
+    replace_step(optimizer, step)
+    optimizer.__dict__[_MARK] = True
 
 
 def _is_watched(optimizer: Any) -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from ..core.errors import PrepareError
+from ..core.optimizer_step import replace_step
 from .optimizer_scope import ELEMENTWISE, is_elementwise
 
 # Bytes of the state that is on the device at a time, of which there are three: coming, in use and leaving.
@@ -45,17 +45,13 @@ def offload_state(optimizer: torch.optim.Optimizer, chunk: int = CHUNK) -> None:
     if "_streamed_state" in optimizer.__dict__:
         return
     streamed, reference = StreamedState(chunk), weakref.ref(optimizer)
-    former = optimizer.__dict__.get("step")  # of a scheduler that counts steps
 
-    @functools.wraps(kind.step)
-    def step(closure: Callable[[], Any] | None = None) -> Any:
-        own: Any = reference()
-        own._opt_called = True
+    def step(own: Any, former: Callable[..., Any], closure: Any) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        streamed.step(own, functools.partial(kind.step, own) if former is None else former)
+        streamed.step(own, former)
         return loss
 
     def load_state_dict(state_dict: Mapping[str, Any]) -> None:
@@ -63,9 +59,8 @@ def offload_state(optimizer: torch.optim.Optimizer, chunk: int = CHUNK) -> None:
         kind.load_state_dict(own, dict(state_dict))
         streamed.leave(own)
 
-    # By this mark torch's schedulers know that `_opt_called` is set.
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.__dict__.update(_streamed_state=streamed, step=step, load_state_dict=load_state_dict)
+    replace_step(optimizer, step)
+    optimizer.__dict__.update(_streamed_state=streamed, load_state_dict=load_state_dict)
 
 
 class StreamedState:

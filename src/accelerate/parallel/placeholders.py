@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that stand for what the configuration of an engine describes: the API's `Dummy` classes."""
+"""The API's objects that stand for what an engine makes: its `Dummy` classes, and the steps of Megatron-LM."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..core.errors import PrepareError
+from ..core.errors import ConfigurationError, PrepareError
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
 
 class Placeholder:
@@ -95,3 +98,54 @@ def refuse_placeholder(obj: object) -> None:
     """Raise PrepareError for an object that would take no effect in this run."""
     if isinstance(obj, Placeholder):
         raise PrepareError(f"{type(obj).__name__} trains nothing in this run: {obj.remedy}")
+
+
+def prepare_data_loader(accelerator: Any, dataloader: DataLoader[Any]) -> DataLoader[Any]:
+    """The loader, prepared for the layout of the run: ranks that share one model replica read the same samples.
+
+    Megatron-LM needs a special loader for that; `accelerator.prepare` does it with any loader.
+    """
+    prepared: DataLoader[Any] = accelerator.prepare_data_loader(dataloader)
+    return prepared
+
+
+class AbstractTrainStep:
+    """Base class of a user's own step functions for Megatron-LM. `name` names the kind of model."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get_batch_func(self, accelerator: object, megatron_dataset_flag: bool) -> NoReturn:
+        """Return the function that takes a batch from an iterator; for a subclass to define."""
+        raise NotImplementedError(f"{type(self).__name__} does not define get_batch_func")
+
+    def get_forward_step_func(self) -> NoReturn:
+        """Return the function of one forward step; for a subclass to define."""
+        raise NotImplementedError(f"{type(self).__name__} does not define get_forward_step_func")
+
+    def get_loss_func(self, accelerator: object) -> NoReturn:
+        """Return the loss function; for a subclass to define."""
+        raise NotImplementedError(f"{type(self).__name__} does not define get_loss_func")
+
+
+class _ModelTrainStep(AbstractTrainStep):
+    """A step of one of Megatron-LM's own models, which this library does not run."""
+
+    def __init__(self, accelerator: object, args: object) -> None:
+        raise ConfigurationError(
+            f"{type(self).__name__} drives a model class of Megatron-LM. Models keep their own classes here: pass the "
+            "model to accelerator.prepare with MegatronLMPlugin or ParallelismConfig, which split it, and call it in "
+            "your loop"
+        )
+
+
+class BertTrainStep(_ModelTrainStep):
+    """The step of Megatron-LM's BERT. It cannot be created: the error names what to use."""
+
+
+class GPTTrainStep(_ModelTrainStep):
+    """The step of Megatron-LM's GPT. It cannot be created: the error names what to use."""
+
+
+class T5TrainStep(_ModelTrainStep):
+    """The step of Megatron-LM's T5. It cannot be created: the error names what to use."""

@@ -12,7 +12,7 @@ from ..core import extensions
 STRATEGIES: dict[str, tuple[str, str]] = {
     "single": ("accelerate.parallel.base", "Strategy"),
     "ddp": ("accelerate.parallel.ddp.strategy", "DataParallel"),
-    "xla": ("accelerate.parallel.ddp.xla", "XlaDataParallel"),
+    "xla": ("accelerate.parallel.ddp.strategy", "XlaDataParallel"),
     "fsdp1": ("accelerate.parallel.fsdp.fsdp1", "FullyShardedDataParallel1"),
     "fsdp2": ("accelerate.parallel.fsdp.fsdp2", "FullyShardedDataParallel"),
     "pipeline": ("accelerate.parallel.pipeline.strategy", "PipelineParallel"),
@@ -22,7 +22,7 @@ STRATEGIES: dict[str, tuple[str, str]] = {
 
 # name -> (module, class) of a transform, which is constructed without arguments.
 TRANSFORMS: dict[str, tuple[str, str]] = {
-    "activation_offload": ("accelerate.parallel.activation_offload", "ActivationOffload"),
+    "activation_offload": ("accelerate.parallel.activation", "ActivationOffload"),
 }
 
 

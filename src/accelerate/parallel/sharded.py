@@ -26,14 +26,13 @@ from .accumulated import AccumulatedGradients
 from .base import Bundle, Strategy
 from .context.region import ContextParallel
 from .fsdp import state as fsdp_state
-from .gradients import GradientReducer
+from .gradients import AgreeingScaler, GradientReducer
 from .local_step import step_locally
 from .optimizer_scope import OPT_OUT, Scope, find_scope, is_elementwise
 from .prepared import CommunicationVolume, PreparedModel
 from .pretrained import require_state_dict
 from .remap import ParameterPlaces, Replacements, check_trains
 from .report import communication
-from .scaling import AgreeingScaler
 from .unsharded_step import step_unsharded
 
 logger: MultiProcessAdapter = get_logger(__name__)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..core.optimizer_step import replace_step
 from .materialize import as_dtensor, local_shard
 
 _MARK = "_steps_unsharded"
@@ -26,32 +25,18 @@ def step_unsharded(optimizer: torch.optim.Optimizer) -> None:
     """Make an optimizer step on unsharded parameters, gradients and state from now on."""
     if _MARK in optimizer.__dict__:
         return
-    kind, reference = type(optimizer), weakref.ref(optimizer)
-    # A replacement of the method, by the user or by a scheduler that was made before.
-    given = optimizer.__dict__.get("step")
-    function: Any = kind.step
+    function: Any = type(optimizer).step
     # The hooks of a step must see the sharded parameters: they run outside of the unsharded block.
     plain = function.__wrapped__ if getattr(function, "hooked", False) else function
+    given = optimizer.__dict__.get("step")
+    is_users = given is not None and not hasattr(given, "_wrapped_by_lr_sched")
 
-    def inner(_: Any, closure: Callable[[], Any] | None = None) -> Any:
-        own: Any = reference()
-        if given is None or hasattr(given, "_wrapped_by_lr_sched"):
-            return _run(own, functools.partial(plain, own), closure)
-        return _run(own, given, closure)
+    def unsharded(own: Any, closure: Any = None) -> Any:
+        return _run(own, given if is_users else functools.partial(plain, own), closure)  # type: ignore[arg-type]
 
-    hooked: Any = torch.optim.Optimizer.profile_hook_step(inner)
-
-    @functools.wraps(function)
-    def step(_: Any, closure: Callable[[], Any] | None = None) -> Any:
-        own: Any = reference()
-        own._opt_called = True
-        return hooked(own) if closure is None else hooked(own, closure)
-
-    if given is not None:
-        # By this mark torch's schedulers know that `_opt_called` is set.
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    # Bound to a proxy: the optimizer is in no reference cycle.
-    optimizer.__dict__.update({"step": MethodType(step, weakref.proxy(optimizer)), _MARK: True})
+    hooked: Any = torch.optim.Optimizer.profile_hook_step(unsharded)
+    replace_step(optimizer, lambda own, _, closure: hooked(own) if closure is None else hooked(own, closure))
+    optimizer.__dict__[_MARK] = True
 
 
 def steps_unsharded(optimizer: torch.optim.Optimizer) -> bool:

@@ -243,7 +243,7 @@ class AlignDevicesHook(ModelHook):
             if copies is not None:
                 copies.pop(device, None)
         self._borrowed = []
-        if self._stream is not None and not any(request.is_ready() for request in list(self._streamed.values())):
+        if self._stream is not None and not any(request.stays() for request in list(self._streamed.values())):
             self._stream.release(offloaded)
 
     def _read(self, name: str) -> torch.Tensor:

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..core import json_text
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import atomic_write, require_regular
+from ..core.files import atomic_write, open_regular, require_regular
+from .file_pages import are_in_memory, read_file
 from .names import Place, is_within
 from .sizes import as_dtype
 from .streaming import WeightStream
@@ -172,6 +173,16 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         tensor: torch.Tensor = dataset.shared(f"{self.prefix}{key}")
         return tensor
 
+    def read(self, key: str) -> None:
+        """Read the bytes of a weight in a file: `OffloadedWeightsLoader.read`."""
+        dataset: Any = self.dataset
+        dataset.read(f"{self.prefix}{key}")
+
+    def stays(self, key: str) -> bool:
+        """Return whether a weight stays mapped: `OffloadedWeightsLoader.stays`."""
+        dataset: Any = self.dataset
+        return bool(dataset.stays(f"{self.prefix}{key}"))
+
     def is_ready(self, key: str) -> bool:
         """Return whether a weight is mapped, with its pages in memory: `OffloadedWeightsLoader.is_ready`."""
         dataset: Any = self.dataset
@@ -232,16 +243,35 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         """Return a weight for one forward on the CPU: in a mapping of its file that may stay."""
         return self._read(key, self._files.shared)
 
+    def read(self, key: str) -> None:
+        """Read the bytes of a weight in a file to the system's cache, where `shared` finds them."""
+        if place := self._entry_in_file(key):
+            return self._files.read(*place)
+        key = self.aliases.get(key, key)
+        if key in self.state_dict or self.save_folder is None:
+            return
+        names = [f"{key}.{inner}" for inner in self.index[key].get("tensors", ())] or [key]
+        for name in names:
+            with open(open_regular(os.path.join(self.save_folder, f"{name}.dat")), "rb", buffering=0) as file:
+                read_file(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+
+    def stays(self, key: str) -> bool:
+        """Return whether the last result of `shared` stays mapped."""
+        place = self._entry_in_file(key)
+        return place is not None and self._files.place(*place) is not None
+
     def is_ready(self, key: str) -> bool:
         """Return whether `shared` finds a weight mapped, with its pages in memory."""
+        place = self._entry_in_file(key)
+        mapped = None if place is None else self._files.place(*place)
+        return mapped is not None and are_in_memory(*mapped)
+
+    def _entry_in_file(self, key: str) -> tuple[str, str] | None:
+        """(file, name there) of a weight in a safetensors file; None for others."""
         key = self.aliases.get(key, key)
         entry = self.index.get(key, {})
         file = entry.get("safetensors_file")
-        return (
-            key not in self.state_dict
-            and file is not None
-            and self._files.is_ready(file, entry.get("weight_name", key))
-        )
+        return None if file is None or key in self.state_dict else (file, entry.get("weight_name", key))
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return self._read(key, self._files.tensor)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..core.device_kinds import DEVICES
-from .file_pages import read_ahead, read_pages
+from .file_pages import are_in_memory, map_pages
 from .subclasses import convert_inner, inner_tensors
 
 # A smaller set of weights is read when it is needed: handing it to another thread takes as long as reading it.
@@ -27,6 +27,14 @@ class WeightSource(Protocol):
 
     def shared(self, name: str) -> torch.Tensor:
         """Return a weight for one forward on the CPU. Its memory may be that of earlier and later calls."""
+        ...
+
+    def read(self, name: str) -> None:
+        """Read the bytes of a weight in a file to the system's cache."""
+        ...
+
+    def stays(self, name: str) -> bool:
+        """Return whether the last result of `shared` stays mapped."""
         ...
 
     def is_ready(self, name: str) -> bool:
@@ -55,6 +63,10 @@ class FetchRequest:
     def is_ready(self) -> bool:
         """Return whether nothing remains to be fetched ahead."""
         return self.device.type == "cpu" and all(map(self.source.is_ready, self.names))
+
+    def stays(self) -> bool:
+        """Return whether the weights stay mapped after a forward."""
+        return self.device.type == "cpu" and all(map(self.source.stays, self.names))
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,7 @@ class WeightStream:
     starts. What is fetched ahead is at most as large as the largest module, or one module if all are larger than what
     remains, so that two modules are in memory at a time, for each thread that calls the model.
 
-    On the CPU, weights in files are mapped, and their pages are read ahead if they are not in memory. For accelerators
+    On the CPU, weights in files are mapped, and read ahead if they are not in memory. For accelerators
     they are copied from pinned memory on a stream of their own.
     """
 
@@ -128,7 +140,13 @@ class WeightStream:
         for number in expected:
             if number not in ahead and not self._requests[number].is_ready():
                 ahead[number] = self._submit(self._fetch, self._requests[number])
-        return {} if present is None else present.result().take(request.device)
+        if present is not None:
+            return present.result().take(request.device)
+        if request.device.type == "cpu" and not request.is_ready():
+            # Reading a file is faster than the page faults of a computation that finds it on the disk.
+            for name in request.names:
+                request.source.read(name)
+        return {}
 
     def release(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Drop the last references to tensors in the background: taking away a mapping of a file takes a while."""
@@ -158,10 +176,12 @@ class WeightStream:
         device = request.device
         if device.type == "cpu":
             values = {name: request.source.shared(name) for name in request.names}
-            tensors = [inner for value in values.values() for inner in inner_tensors(value).values()]
-            for read in (read_ahead, read_pages):
+            for name, value in values.items():
+                tensors = list(inner_tensors(value).values())
+                if not all(are_in_memory(tensor.data_ptr(), tensor.nbytes) for tensor in tensors):
+                    request.source.read(name)
                 for tensor in tensors:
-                    read(tensor)
+                    map_pages(tensor)
             return _Fetched(values)
         values = {name: request.source[name] for name in request.names}
         stream = self._copies.get(device)

@@ -21,7 +21,7 @@ from ..core.errors import CheckpointError
 from ..core.files import open_regular, require_regular
 from ..core.system import available_memory
 from ..core.torch_files import READ_ERRORS, check_archive
-from .file_pages import are_in_memory, is_unwritten
+from .file_pages import is_unwritten, read_file
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -273,11 +273,22 @@ class SafetensorsFiles:
                 kept.size += tensor.nbytes
             return tensor
 
-    def is_ready(self, path: str | os.PathLike[str], name: str) -> bool:
-        """Return whether `shared` has returned the tensor before and its pages are still in memory."""
+    def read(self, path: str | os.PathLike[str], name: str) -> None:
+        """Read the bytes of a tensor to the system's cache."""
+        file = os.fspath(path)
+        kept = self._kept.get(file)
+        _, header = self._header(file)
+        begin, end = header[name]["data_offsets"]
+        if kept is not None:
+            read_file(kept.descriptor, begin, end)
+            return
+        with open(open_regular(file), "rb", buffering=0) as opened:
+            read_file(opened.fileno(), begin, end)
+
+    def place(self, path: str | os.PathLike[str], name: str) -> tuple[int, int] | None:
+        """(address, bytes) of a tensor in the mapping that stays; None if it is not there."""
         kept = self._kept.get(os.fspath(path))
-        place = None if kept is None else kept.tensors.get(name)
-        return place is not None and are_in_memory(*place)
+        return None if kept is None else kept.tensors.get(name)
 
     def _may_stay(self, size: int) -> bool:
         """Whether so many bytes more may stay mapped."""

@@ -13,8 +13,7 @@ from torch import nn
 
 from ..core.errors import ConfigurationError
 from ..parallel.report.explain import size_of
-from ..parallel.report.fake_step import fake_copy
-from ..parallel.report.ledger import ACTIVATIONS, WEIGHTS, Ledger
+from ..parallel.report.ledger import ACTIVATIONS, WEIGHTS, Ledger, fake_copy
 from ..placement.device_map import check_device_map, infer_auto_device_map
 from ..placement.memory import get_max_memory
 from ..placement.names import device_for, normalized_classes

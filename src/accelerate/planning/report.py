@@ -19,7 +19,8 @@ from .estimate import Estimate, Interval
 from .machine import Machine
 from .trace import PlannedTraining
 
-_HEADERS = ("layout", "memory per rank", *KINDS, "sent", "step")
+# The titles of the cells.
+HEADERS = ("layout", "memory per rank", *KINDS, "sent", "step")
 # Half-widths with one measured run, and the least with several.
 _ONE_RUN, _LEAST = (0.05, 0.2), (0.02, 0.05)
 
@@ -37,11 +38,6 @@ def table_rows(rows: Sequence[Estimate]) -> list[tuple[str, ...]]:
         for row in rows
         if row.failure is None
     ]
-
-
-def headers() -> tuple[str, ...]:
-    """The titles of the cells."""
-    return _HEADERS
 
 
 def _interval(found: Interval, text: Any) -> str:

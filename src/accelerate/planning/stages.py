@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..parallel import materialize
-from ..parallel.pipeline import losses, microbatch, schedules, stage_plan
-from ..parallel.pipeline.gradients import TiedParameters
+from ..parallel.pipeline import microbatch, schedules, stage_plan
+from ..parallel.pipeline.model import StageRandom, TiedParameters
 from ..parallel.pipeline.p2p import P2PChannel
-from ..parallel.pipeline.random import StageRandom
 from ..parallel.pipeline.split import computing_units
 
 # A stage waits so long for another one to be prepared or to compute on fake tensors (seconds).
@@ -106,7 +105,7 @@ def prepare_stage(objects: StageObjects, model: nn.Module, device: str, schedule
         (microbatch.MicroBatches, "digest", lambda _: ""),
         (microbatch, "holds_nan", lambda _: False),
         (microbatch, "outputs_match", lambda *_: True),
-        (losses, "matching_rules", lambda *_: ["samples"]),
+        (schedules, "matching_rules", lambda *_: ["samples"]),
         (schedules, "multiply", lambda *_: None),
         (TiedParameters, "_any_used", lambda *_: True),
         (StageRandom, "seeded", lambda _: contextlib.nullcontext()),

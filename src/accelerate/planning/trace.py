@@ -31,9 +31,8 @@ from ..config.launch_settings import resolve_settings
 from ..core import env
 from ..core.errors import AccelerateError
 from ..launchers.variables import variables
-from ..parallel.context.random import ShardRandom
-from ..parallel.report.fake_step import fake_copy, loss_of
-from ..parallel.report.ledger import GRADIENTS, KINDS, MESSAGES, OPTIMIZER, WEIGHTS, Ledger, Work
+from ..parallel.context.attention import ShardRandom
+from ..parallel.report.ledger import GRADIENTS, KINDS, MESSAGES, OPTIMIZER, WEIGHTS, Ledger, Work, fake_copy, loss_of
 from .layouts import PlannedLayout
 from .model import BatchShape, fake_batch
 

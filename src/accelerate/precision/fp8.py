@@ -4,20 +4,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..core.availability import check_cuda_fp8_capability
+from ..core.availability import check_cuda_fp8_capability, torchao_required
 from ..core.enums import FP8BackendType
 from ..core.errors import ConfigurationError, PrepareError
 from ..logging import MultiProcessAdapter, get_logger
-from . import fp8_ao, fp8_te
+from . import fp8_te
 from .amp import MixedPrecision
 from .base import Repoint
 
 if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
     from ..config.fp8 import AORecipeKwargs, TERecipeKwargs
     from ..config.precision import AutocastKwargs
 
@@ -93,7 +96,7 @@ class TorchaoPrecision(Float8Precision):
         from torchao.float8.float8_linear import Float8Linear
 
         before = {id(layer) for layer in model.modules() if isinstance(layer, Float8Linear)}
-        fp8_ao.convert_model_to_fp8_ao(model, config=self.config, module_filter_func=self.recipe.module_filter_func)
+        convert_model_to_fp8_ao(model, config=self.config, module_filter_func=self.recipe.module_filter_func)
         return [
             name
             for name, layer in model.named_modules()
@@ -140,3 +143,66 @@ def make_fp8(
         f"fp8 through {backend.value} is not driven: MS-AMP was last released for torch 2.1 and does not run "
         f"on torch {torch.__version__}. Use AORecipeKwargs (torchao) or TERecipeKwargs (Transformer Engine)"
     )
+
+
+# float8 matrix units take both dimensions of a weight in multiples of this
+MULTIPLE = 16
+
+
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """The names of the first and the last linear layer of `model`, in the order in which it registers them."""
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(
+    module: nn.Module, fqn: str, first_layer_name: str | None = None, last_layer_name: str | None = None
+) -> bool:
+    """Whether the layer `module`, called `fqn`, should compute in float8.
+
+    True for a linear layer whose two dimensions are multiples of 16 and which is neither the first nor the last one:
+    those two carry most of the error that float8 brings.
+    """
+    if not isinstance(module, nn.Linear) or fqn in (first_layer_name, last_layer_name):
+        return False
+    return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
+
+
+@torchao_required
+def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
+    """Whether the layer called `fqn` of the model `module` should compute in float8: the default filter.
+
+    Handed as `module_filter_func` it sees each layer's own model, so that the first and the last layer are known.
+    """
+    layer = module if isinstance(module, nn.Linear) else module.get_submodule(fqn)
+    return filter_linear_layers(layer, fqn, *find_first_last_linear_layers(module))
+
+
+@torchao_required
+def has_ao_layers(model: nn.Module) -> bool:
+    """Whether some layer of `model` is one of torchao's float8 linear layers."""
+    from torchao.float8.float8_linear import Float8Linear
+
+    return any(isinstance(layer, Float8Linear) for layer in model.modules())
+
+
+@torchao_required
+def convert_model_to_fp8_ao(
+    model: nn.Module,
+    config: Float8LinearConfig | None = None,
+    module_filter_func: Callable[[nn.Module, str], bool] | None = None,
+) -> None:
+    """Replace, in place, the linear layers of `model` that the filter takes by torchao's float8 layers.
+
+    `module_filter_func(layer, name)` decides for each layer; the default takes those whose dimensions are multiples
+    of 16, without the first and the last. The layers are new objects, their parameters are the same ones.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    if module_filter_func is None or module_filter_func is filter_first_and_last_linear_layers:
+        first, last = find_first_last_linear_layers(model)
+
+        def module_filter_func(layer: nn.Module, name: str) -> bool:
+            return filter_linear_layers(layer, name, first, last)
+
+    convert_to_float8_training(model, config=config or Float8LinearConfig(), module_filter_fn=module_filter_func)

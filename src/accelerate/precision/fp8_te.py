@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -39,17 +39,12 @@ def convert_model(
     is: the engine has no kernel for it. Call it before the optimizer is made.
     """
     replace = _to_engine if to_transformer_engine else _from_engine
-    for parent, name, layer in list(_children(model)):
+    children = [(parent, name, layer) for parent in model.modules() for name, layer in parent.named_children()]
+    for parent, name, layer in children:
         fresh = replace(layer, _convert_linear, _convert_ln)
         if fresh is not None:
             _copy_parameters(layer, fresh)
             setattr(parent, name, fresh)
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for parent in model.modules():
-        for name, layer in parent.named_children():
-            yield parent, name, layer
 
 
 def _to_engine(layer: nn.Module, linear: bool, norm: bool) -> nn.Module | None:

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..core.errors import PrepareError
-from . import master_step
+from ..core.optimizer_step import replace_step
 from .amp import MixedPrecision
 
 _CAST_FROM = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -21,7 +24,7 @@ _CAST_FROM = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 class MasterPrecision(MixedPrecision):
     """bf16 autocast over bf16 parameters. Each parameter that trains has an fp32 master weight, in the same layout.
 
-    During its step an optimizer's groups and state have the master weights (`master_step.MasterStep`), otherwise the
+    During its step an optimizer's groups and state have the master weights (`MasterStep`), otherwise the
     model's parameters. Under `swap_in_master_weights` both model and optimizer have the master weights: a
     checkpoint is that of an fp32 run.
     """
@@ -76,8 +79,8 @@ class MasterPrecision(MixedPrecision):
 
     def attach_master_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """Make an optimizer step master weights, once."""
-        if master_step.master_step_of(optimizer) is None:
-            master_step.attach(optimizer, self)
+        if master_step_of(optimizer) is None:
+            attach(optimizer, self)
 
     @contextlib.contextmanager
     def swap_in_master_weights(
@@ -108,8 +111,8 @@ class MasterPrecision(MixedPrecision):
             for module, name in owners
         ]
         pairs = list({id(parameter): (parameter, master) for _, _, parameter, master in places}.values())
-        master_step.refresh(pairs)
-        attached = [(found, one) for one in optimizers if (found := master_step.master_step_of(one)) is not None]
+        refresh(pairs)
+        attached = [(found, one) for one in optimizers if (found := master_step_of(one)) is not None]
         for found, optimizer in attached:
             found.enter(optimizer)
         for module, name, _, master in places:
@@ -119,7 +122,7 @@ class MasterPrecision(MixedPrecision):
         finally:
             for module, name, parameter, _ in places:
                 module._parameters[name] = parameter
-            master_step.copy_back(pairs)
+            copy_back(pairs)
             for found, optimizer in attached:
                 found.leave(optimizer)
 
@@ -147,3 +150,259 @@ def _refuse_sparse(model: nn.Module) -> None:
                 f"MasterWeightsKwargs: {name} ({type(module).__name__}) gives sparse gradients, which fp32 master "
                 "weights do not support. Build it with sparse=False, or leave MasterWeightsKwargs out"
             )
+
+
+Pairs = Sequence[tuple[nn.Parameter, nn.Parameter]]
+
+# The entry of an optimizer's `state_dict()` with the master weights, by the numbers of their parameters.
+STATE_KEY = "master_weights"
+
+
+class MasterStep:
+    """Swaps the parameters and the master weights of one optimizer, without a reference to it."""
+
+    def __init__(self, precision: MasterPrecision) -> None:
+        self.precision = precision
+        self.inside: bool = False
+        self._changes = -1
+        self._is_proven = False  # that this optimizer steps the parameters in its groups
+        self._visible: list[list[nn.Parameter]] = []
+        self._stepped: list[list[nn.Parameter]] = []
+        self._frozen: list[nn.Parameter] = []
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._to_master: dict[int, nn.Parameter] = {}
+        self._to_parameter: dict[int, nn.Parameter] = {}
+        self._versions: list[int] = []
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the master weights of the groups if groups or master weights have changed."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        if self._changes == self.precision.changes and _is_same(groups, self._visible):
+            return
+        self._changes = self.precision.changes
+        self._visible = [list(group) for group in groups]
+        found = {id(p): (p, *self.precision.find(p)) for group in groups for p in group}
+        self._pairs = [(p, master) for p, _, master in found.values() if master is not None]
+        self._frozen = [p for p, was_cast, master in found.values() if was_cast and master is None]
+        self._to_master = {id(p): master for p, master in self._pairs}
+        self._to_parameter = {id(master): p for p, master in self._pairs}
+        self._stepped = [[self._to_master.get(id(p), p) for p in group] for group in groups]
+        refresh(self._pairs)
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter, _ in self._pairs]
+
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put the master weights into groups and state."""
+        self.look(optimizer)
+        if self._frozen and (trained := [p for p in self._frozen if p.grad is not None]):
+            for parameter in trained:
+                self.precision.add_master(parameter)
+            self.look(optimizer)
+        if self._versions_now() != self._versions:
+            # The parameters were written since the last step, by a loaded state for example.
+            refresh(self._pairs)
+        for group, stepped in zip(optimizer.param_groups, self._stepped, strict=True):
+            group["params"][:] = stepped
+        optimizer.state = _keyed(optimizer.state, self._to_master)
+        self.inside = True
+
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """Round the master weights into the parameters, and put these back into groups and state."""
+        copy_back(self._pairs)
+        for _, master in self._pairs:
+            master.grad = None
+        for group, visible in zip(optimizer.param_groups, self._visible, strict=False):
+            group["params"][:] = visible
+        optimizer.state = _keyed(optimizer.state, self._to_parameter)
+        self._versions = self._versions_now()
+        self.inside = False
+
+    def step(self, optimizer: torch.optim.Optimizer, call: Callable[..., Any], closure: Any = None) -> Any:
+        """Step the master weights by `call`; the closure is evaluated with the present parameters."""
+
+        def evaluate() -> Any:
+            self.leave(optimizer)
+            try:
+                return closure()
+            finally:
+                self.enter(optimizer)
+                hand_over(self._pairs)
+
+        self.enter(optimizer)
+        try:
+            hand_over(self._pairs)
+            if closure is not None:
+                return call(evaluate)
+            before = None if self._is_proven else self._versions_now()
+            result = call()
+            if before is not None:
+                self._prove(before, optimizer)
+            return result
+        finally:
+            self.leave(optimizer)
+
+    def _prove(self, before: list[int], optimizer: torch.optim.Optimizer) -> None:
+        if self._versions_now() != before:
+            raise PrepareError(
+                f"MasterWeightsKwargs: {type(optimizer).__name__} steps the bf16 parameters themselves: it has "
+                "references to them outside of its param_groups. Use another optimizer, or "
+                "leave MasterWeightsKwargs out"
+            )
+        self._is_proven = True
+
+    def widen(self, optimizer: torch.optim.Optimizer) -> None:
+        """Convert state that an optimizer has made from bf16 parameters to fp32."""
+        for parameter, _ in self._pairs:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype == parameter.dtype:
+                    optimizer.state[parameter][name] = value.to(torch.float32)
+
+    def saved(self) -> dict[int, torch.Tensor]:
+        """The master weights by the numbers of their parameters in a state dict of the optimizer."""
+        visible = [parameter for group in self._visible for parameter in group]
+        numbered = ((number, self._to_master.get(id(parameter))) for number, parameter in enumerate(visible))
+        return {number: master.detach() for number, master in numbered if master is not None}
+
+    @torch.no_grad()
+    def take(self, saved: Mapping[int, torch.Tensor]) -> None:
+        """Load the master weights that `saved` returned."""
+        for number, master in self.saved().items():
+            if number in saved:
+                master.copy_(saved[number])
+
+
+def master_step_of(optimizer: torch.optim.Optimizer) -> MasterStep | None:
+    """The master-weight step that was attached to an optimizer; None where there is none."""
+    master_step: MasterStep | None = optimizer.__dict__.get("_master_step")
+    return master_step
+
+
+def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None:
+    """Make an optimizer step master weights, and save and load them with its state.
+
+    Not by torch's hooks, none of which runs after a step that raised.
+    Raises PrepareError for an optimizer that steps in the backward.
+    """
+    kind, reference = type(optimizer), weakref.ref(optimizer)
+    if hasattr(optimizer, "fused_backward"):
+        raise PrepareError(
+            f"MasterWeightsKwargs: {kind.__name__} updates the parameters in the backward, which master weights do "
+            "not support. Use another optimizer, or leave MasterWeightsKwargs out"
+        )
+    master_step = MasterStep(precision)
+    master_step.look(optimizer)
+    master_step.widen(optimizer)
+
+    def step(own: Any, former: Callable[..., Any], closure: Any) -> Any:
+        if not master_step.inside:
+            return master_step.step(own, former, closure)
+        return former() if closure is None else former(closure)
+
+    def state_dict() -> dict[str, Any]:
+        own: Any = reference()
+        state: dict[str, Any] = kind.state_dict(own)
+        if not master_step.inside:
+            master_step.look(own)
+            state[STATE_KEY] = master_step.saved()
+        return state
+
+    def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+        own: Any = reference()
+        rest = dict(state_dict)
+        saved = rest.pop(STATE_KEY, {})
+        if master_step.inside:
+            kind.load_state_dict(own, rest)
+            return
+        master_step.enter(own)
+        try:
+            kind.load_state_dict(own, rest)
+            master_step.take(saved)
+        finally:
+            master_step.leave(own)
+
+    replace_step(optimizer, step)
+    optimizer.__dict__.update(_master_step=master_step, state_dict=state_dict, load_state_dict=load_state_dict)
+    _around_modes(optimizer, master_step, kind)
+
+
+def _around_modes(optimizer: torch.optim.Optimizer, master_step: MasterStep, kind: type) -> None:
+    """Schedule-free optimizers change the weights when they switch between training and evaluation."""
+    reference = weakref.ref(optimizer)
+
+    def around(name: str) -> Callable[[], Any]:
+        def change() -> Any:
+            own: Any = reference()
+            master_step.enter(own)
+            try:
+                return getattr(kind, name)(own)
+            finally:
+                master_step.leave(own)
+
+        return change
+
+    for name in ("train", "eval"):
+        if callable(getattr(kind, name, None)):
+            optimizer.__dict__[name] = around(name)
+
+
+@torch.no_grad()
+def refresh(pairs: Pairs) -> None:
+    """Copy each parameter that is not its rounded master weight, and so was written by other code, to the master."""
+    for parameter, master in pairs:
+        here, full = _local(parameter), _local(master)
+        full.copy_(torch.where(full.to(here.dtype) == here, full, here.to(full.dtype)))
+
+
+@torch.no_grad()
+def hand_over(pairs: Pairs) -> None:
+    """Give the master weights the parameters' gradients, in fp32."""
+    rows = [(master, parameter.grad) for parameter, master in pairs if parameter.grad is not None]
+    gradients = [_local(_placed_as(gradient, master)) for master, gradient in rows]
+    wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+    if wide:
+        torch._foreach_copy_(wide, gradients)
+    for (master, _), gradient in zip(rows, wide, strict=True):
+        master.grad = _laid_out(gradient, master)
+
+
+@torch.no_grad()
+def copy_back(pairs: Pairs) -> None:
+    """Round the master weights into the parameters."""
+    if pairs:
+        torch._foreach_copy_([_local(parameter) for parameter, _ in pairs], [_local(master) for _, master in pairs])
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """The local tensor of a DTensor; a plain tensor itself."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def _placed_as(gradient: Any, master: Any) -> Any:
+    if hasattr(gradient, "placements") and gradient.placements != master.placements:
+        return gradient.redistribute(placements=master.placements)
+    return gradient
+
+
+def _laid_out(local: torch.Tensor, master: Any) -> torch.Tensor:
+    """The gradient of a master weight, from its local tensor."""
+    if not hasattr(master, "device_mesh"):
+        return local
+    made: torch.Tensor = type(master.data).from_local(
+        local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
+    )
+    return made
+
+
+def _is_same(groups: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
+    return len(groups) == len(others) and all(
+        len(group) == len(other) and all(map(operator.is_, group, other))
+        for group, other in zip(groups, others, strict=True)
+    )
+
+
+def _keyed(state: Mapping[Any, Any], keys: Mapping[int, nn.Parameter]) -> collections.defaultdict[Any, Any]:
+    """The same entries of an optimizer's state, with its keys replaced."""
+    return collections.defaultdict(dict, {keys.get(id(key), key): entry for key, entry in state.items()})

@@ -20,7 +20,7 @@ _ACTIVITIES = {
     "accelerate.data_loader": LOADER,
 }
 # Class of a method -> the word before its name. The first ones are `Accelerator` and its bases.
-_OWNERS = dict.fromkeys(("Accelerator", "ProcessControl", "ProcessView", "RunOptions"), "accelerator.")
+_OWNERS = dict.fromkeys(("Accelerator", "RunInterface", "ProcessView"), "accelerator.")
 _OWNERS |= {"AcceleratedOptimizer": "optimizer.", "AcceleratedScheduler": "scheduler.", "PartialState": "accelerator."}
 
 

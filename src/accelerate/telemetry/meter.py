@@ -380,7 +380,9 @@ class StepRecorder(StepMeter):
                 call(owner(), loss, num_items)
             self._mark = end = perf_counter()
             self._backward += end - begin
-            self._losses.append(loss.item() if type(loss) is torch.Tensor and loss.is_cpu else scalar(loss))
+            # With a `gradient` it may have any shape.
+            at_hand = type(loss) is torch.Tensor and loss.is_cpu and not kwargs
+            self._losses.append(loss.item() if at_hand else scalar(loss))
             if num_items is not None:
                 self._read_tokens += _number(num_items)
 

@@ -7,6 +7,8 @@ import contextlib
 import mmap
 import os
 import struct
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -69,6 +71,20 @@ class StatusFile:
         text = path.encode(errors="surrogateescape")[-(_SIZE - _PATH_AT) :]
         self._map[_PATH_AT : _PATH_AT + len(text)] = text
         _CHECKPOINT.pack_into(self._map, _CHECKPOINT_AT, time, len(text))
+
+
+def new_folder() -> str | None:
+    """A new folder for these files that only this user can read; in memory where that is possible."""
+    if sys.platform != "linux":
+        import tempfile
+
+        return tempfile.mkdtemp(prefix="accelerate-")
+    for root in ("/dev/shm", "/tmp"):
+        path = f"{root}/accelerate-{os.getpid()}-{time.monotonic_ns():x}"
+        with contextlib.suppress(OSError):
+            os.mkdir(path, 0o700)
+            return path
+    return None
 
 
 def status_file(folder: Path, rank: int) -> Path:

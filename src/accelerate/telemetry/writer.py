@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the records and events of one rank in a background thread, and keeps the files bounded and whole."""
+"""Writes the records and events of one rank in a background thread, and keeps the files bounded and complete."""
 
 from __future__ import annotations
 

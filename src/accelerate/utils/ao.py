@@ -4,7 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "precision.fp8_ao": [
+    "precision.fp8": [
         "convert_model_to_fp8_ao",
         "filter_first_and_last_linear_layers",
         "filter_linear_layers",

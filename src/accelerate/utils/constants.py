@@ -1,51 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`accelerate.utils.constants`: fixed names. Re-exports only, by home."""
 
+from ..core import constants
 from ..core.lazy import attach
 
 EXPORTS = {
-    "core.constants": [
-        "BETA_CP_AVAILABLE_PYTORCH_VERSION",
-        "BETA_SP_AVAILABLE_DEEPSPEED_VERSION",
-        "BETA_TP_AVAILABLE_PYTORCH_VERSION",
-        "BETA_TP_AVAILABLE_TRANSFORMERS_VERSION",
-        "CUDA_DISTRIBUTED_TYPES",
-        "DEEPSPEED_MULTINODE_LAUNCHERS",
-        "DTENSOR_PYTORCH_VERSION",
-        "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
-        "FSDP2_PYTORCH_VERSION",
-        "FSDP2_STATE_DICT_TYPE",
-        "FSDP_AUTO_WRAP_POLICY",
-        "FSDP_BACKWARD_PREFETCH",
-        "FSDP_MODEL_NAME",
-        "FSDP_PYTORCH_VERSION",
-        "FSDP_SHARDING_STRATEGY",
-        "FSDP_STATE_DICT_TYPE",
-        "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
-        "MODEL_NAME",
-        "OPTIMIZER_NAME",
-        "PROFILE_PATTERN_NAME",
-        "RNG_STATE_NAME",
-        "SAFE_MODEL_NAME",
-        "SAFE_WEIGHTS_INDEX_NAME",
-        "SAFE_WEIGHTS_NAME",
-        "SAFE_WEIGHTS_PATTERN_NAME",
-        "SAGEMAKER_PARALLEL_EC2_INSTANCES",
-        "SAGEMAKER_PYTHON_VERSION",
-        "SAGEMAKER_PYTORCH_VERSION",
-        "SAGEMAKER_TRANSFORMERS_VERSION",
-        "SAMPLER_NAME",
-        "SCALER_NAME",
-        "SCHEDULER_NAME",
-        "STR_OPERATION_TO_FUNC",
-        "TORCH_DISTRIBUTED_OPERATION_TYPES",
-        "TORCH_DYNAMO_MODES",
-        "TORCH_LAUNCH_PARAMS",
-        "WEIGHTS_INDEX_NAME",
-        "WEIGHTS_NAME",
-        "WEIGHTS_PATTERN_NAME",
-        "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
-    ],
+    "core.constants": [name for name in vars(constants) if name.isupper()],
     "big_modeling": ["SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING"],
 }
 

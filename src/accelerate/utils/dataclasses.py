@@ -4,7 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "collectives.structure": ["TensorInformation"],
+    "collectives.tensors": ["TensorInformation"],
     "config.base": ["KwargsHandler"],
     "config.deepspeed": ["DeepSpeedPlugin"],
     "config.fp8": ["AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs"],

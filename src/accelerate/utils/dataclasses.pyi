@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Written by tools/stubs.py from the table of accelerate.utils.dataclasses. Change the table, then run the script.
 
-from ..collectives.structure import TensorInformation as TensorInformation
+from ..collectives.tensors import TensorInformation as TensorInformation
 from ..config.base import KwargsHandler as KwargsHandler
 from ..config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from ..config.fp8 import AORecipeKwargs as AORecipeKwargs

@@ -4,14 +4,15 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "parallel.megatron": [
+    "parallel.placeholders": [
         "AbstractTrainStep",
         "BertTrainStep",
         "GPTTrainStep",
+        "MegatronLMDummyDataLoader",
+        "MegatronLMDummyScheduler",
         "T5TrainStep",
         "prepare_data_loader",
     ],
-    "parallel.placeholders": ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

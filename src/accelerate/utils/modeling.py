@@ -31,7 +31,7 @@ EXPORTS = {
         "id_tensor_storage",
         "retie_parameters",
     ],
-    "precision.contexts": ["get_grad_scaler", "get_mixed_precision_context_manager"],
+    "precision.amp": ["get_grad_scaler", "get_mixed_precision_context_manager"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

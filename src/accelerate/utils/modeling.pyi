@@ -27,7 +27,7 @@ from ..placement.tied import check_tied_parameters_on_same_device as check_tied_
 from ..placement.tied import find_tied_parameters as find_tied_parameters
 from ..placement.tied import id_tensor_storage as id_tensor_storage
 from ..placement.tied import retie_parameters as retie_parameters
-from ..precision.contexts import get_grad_scaler as get_grad_scaler
-from ..precision.contexts import get_mixed_precision_context_manager as get_mixed_precision_context_manager
+from ..precision.amp import get_grad_scaler as get_grad_scaler
+from ..precision.amp import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 
 EXPORTS: dict[str, list[str]]

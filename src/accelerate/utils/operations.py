@@ -6,13 +6,16 @@ from ..core.lazy import attach
 EXPORTS = {
     "collectives.objects": ["broadcast_object_list", "gather_object"],
     "collectives.padding": ["CannotPadNestedTensorWarning", "pad_across_processes", "pad_input_tensors"],
-    "collectives.structure": [
+    "collectives.tensors": [
         "TensorInformation",
+        "broadcast",
+        "copy_tensor_to_devices",
+        "gather",
         "get_data_structure",
         "initialize_tensors",
         "is_tensor_information",
+        "reduce",
     ],
-    "collectives.tensors": ["broadcast", "copy_tensor_to_devices", "gather", "reduce"],
     "core.errors": ["DistributedOperationException"],
     "core.trees": [
         "concatenate",

@@ -6,13 +6,13 @@ from ..collectives.objects import gather_object as gather_object
 from ..collectives.padding import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from ..collectives.padding import pad_across_processes as pad_across_processes
 from ..collectives.padding import pad_input_tensors as pad_input_tensors
-from ..collectives.structure import TensorInformation as TensorInformation
-from ..collectives.structure import get_data_structure as get_data_structure
-from ..collectives.structure import initialize_tensors as initialize_tensors
-from ..collectives.structure import is_tensor_information as is_tensor_information
+from ..collectives.tensors import TensorInformation as TensorInformation
 from ..collectives.tensors import broadcast as broadcast
 from ..collectives.tensors import copy_tensor_to_devices as copy_tensor_to_devices
 from ..collectives.tensors import gather as gather
+from ..collectives.tensors import get_data_structure as get_data_structure
+from ..collectives.tensors import initialize_tensors as initialize_tensors
+from ..collectives.tensors import is_tensor_information as is_tensor_information
 from ..collectives.tensors import reduce as reduce
 from ..core.errors import DistributedOperationException as DistributedOperationException
 from ..core.trees import concatenate as concatenate

@@ -4,7 +4,7 @@
 import pytest
 
 from accelerate.core.errors import PrepareError
-from accelerate.parallel.adopted.layout import Description, Sharing, derive
+from accelerate.parallel.adopted.sharing import Description, Sharing, derive
 
 
 def of(ranks, *kinds):

@@ -15,11 +15,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from accelerate.collectives import transport
 from accelerate.core.errors import ConfigurationError
 from accelerate.parallel.context import exchange as exchange_module
-from accelerate.parallel.context.attention import AttentionCall, ContextAttention, SequenceAttention
+from accelerate.parallel.context.attention import (
+    AttentionCall,
+    ContextAttention,
+    SequenceAttention,
+    split_rows,
+    spread_inputs,
+)
 from accelerate.parallel.context.blocks import Block
 from accelerate.parallel.context.exchange import Exchange, ExchangedAttention, Gather, Ring
 from accelerate.parallel.context.shard import SequenceLayout
-from accelerate.parallel.context.ulysses import split_rows, spread_inputs
 from accelerate.state import PartialState
 
 BATCH, ROWS, WIDTH, SCALE = 2, 24, 8, 0.3

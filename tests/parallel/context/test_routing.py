@@ -7,8 +7,7 @@ import types
 import torch
 import torch.nn.functional as F
 
-from accelerate.parallel.context.attention import plain_attention
-from accelerate.parallel.context.patching import AttentionPatch, aliases
+from accelerate.parallel.context.attention import AttentionPatch, aliases, plain_attention
 
 
 def own_attention(*args, **kwargs):

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,145 @@ from ..gradients import GradientReducer
 from ..report.communication import shard_groups
 from ..sharded import reshard
 from ..tensor.strategy import PartialSums
-from .layout import Description, Layout, Ranks, Sharing, derive
+
+# Global ranks of one dimension of a mesh, in ascending order.
+Ranks = tuple[int, ...]
+
+_REMEDY = "Build all meshes of the model as slices of one mesh over the processes that share it"
+
+
+class Sharing(NamedTuple):
+    """How one rank shares a parameter with others.
+
+    Fields:
+        averaged: the ranks of each mesh dimension over which FSDP averages the gradient.
+        split: the ranks of each other mesh dimension of the parameter.
+        divisor: FSDP's divisor of the summed gradient, if one was set.
+    """
+
+    averaged: tuple[Ranks, ...] = ()
+    split: tuple[Ranks, ...] = ()
+    divisor: float | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """What one rank knows of its models.
+
+    Fields:
+        sharings: the name of a first parameter, and how it and those like it are shared; in the same order on each
+            rank.
+        same_batch: further ranks that read the same samples as this one.
+    """
+
+    sharings: tuple[tuple[str, Sharing], ...]
+    same_batch: tuple[Ranks, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a run.
+
+    Fields:
+        shards: the ranks that read each shard of the data.
+        averages: for each sharing of the descriptions the groups of ranks that have to average gradients.
+    """
+
+    shards: tuple[Ranks, ...]
+    averages: tuple[tuple[Ranks, ...], ...]
+
+
+def derive(descriptions: Sequence[Description]) -> Layout:
+    """The layout that follows from the description of each rank, without any message.
+
+    Ranks over which FSDP averages read different samples. Those of another mesh dimension read the same ones, unless
+    FSDP averages over them as well: experts, whose tokens come from several shards. What no mesh covers is replicated.
+
+    Raises:
+        PrepareError: the meshes contradict each other, or a gradient would not be an average.
+    """
+    world = range(len(descriptions))
+    names = [[name for name, _ in one.sharings] for one in descriptions]
+    if any(found != names[0] for found in names):
+        raise PrepareError(
+            f"the ranks have different parameters (the first ones: {[found[:1] for found in names]}): a model whose "
+            "layers are distributed over ranks (pipeline stages) is not adopted. Give prepare the plain model, with "
+            "ParallelismConfig(pp_size=...)"
+        )
+    sharings = [[sharing for _, sharing in one.sharings] for one in descriptions]
+    fsdp = _components(world, (ranks for one in sharings for sharing in one for ranks in sharing.averaged))
+    same = [ranks for one in descriptions for ranks in one.same_batch]
+    for rank in world:
+        split = (ranks for sharing in sharings[rank] for ranks in sharing.split)
+        same += [ranks for ranks in split if fsdp[rank].intersection(ranks) == {rank}]
+    readers = _components(world, same)
+    shards = tuple(sorted({tuple(sorted(ranks)) for ranks in readers}))
+    columns = _columns(shards, fsdp)
+    averages = []
+    for number, name in enumerate(names[0]):
+        kind = [one[number] for one in sharings]
+        reached = _components(world, (ranks for one in kind for ranks in (*one.averaged, *one.split)))
+        summed = _components(world, (ranks for one in kind for ranks in one.averaged))
+        groups: list[Ranks] = []
+        for column in sorted(set(columns.values())):
+            # Those that a backward has summed over already; the rest averages ranks at the same place of each.
+            pieces: dict[frozenset[int], list[int]] = {}
+            for rank in column:
+                pieces.setdefault(reached[rank], []).append(rank)
+            for rank in column:
+                count = len(pieces[reached[rank]])
+                _check_divisor(name, kind[rank].divisor or len(summed[rank]), count, len(column))
+            groups += zip(*pieces.values(), strict=True)
+        averages.append(tuple(groups))
+    return Layout(shards, tuple(averages))
+
+
+def _columns(shards: tuple[Ranks, ...], fsdp: Sequence[frozenset[int]]) -> dict[int, Ranks]:
+    """For each rank those that read the other shards at its place."""
+    if len({len(ranks) for ranks in shards}) > 1:
+        raise PrepareError(
+            f"the meshes of the model are unrelated: the ranks that would read the same samples are {list(shards)}, "
+            f"which are not equally many. {_REMEDY}"
+        )
+    found = {}
+    for column in zip(*shards, strict=True):
+        for rank in column:
+            found[rank] = column
+            if not fsdp[rank].issubset(column) or list(column) != sorted(column):
+                raise PrepareError(
+                    f"the meshes of the model are unrelated: rank {rank} averages with {sorted(fsdp[rank])}, and "
+                    f"the ranks that would read the same samples are {list(shards)}. {_REMEDY}"
+                )
+    return found
+
+
+def _check_divisor(name: str, divisor: float, reached: int, count: int) -> None:
+    if divisor != reached:
+        raise PrepareError(
+            f"the gradient of {name} would not be an average: it is a sum over {reached} of the {count} shards of the "
+            f"data, divided by {divisor:g}. Shard its module with fully_shard, and call "
+            f"module.set_gradient_divide_factor({reached}) where the ranks of another mesh dimension exchange tokens"
+        )
+
+
+def _components(world: Sequence[int], groups: Iterable[Ranks]) -> list[frozenset[int]]:
+    """For each rank all ranks that groups connect with it."""
+    parents = list(world)
+
+    def root(rank: int) -> int:
+        while parents[rank] != rank:
+            rank = parents[rank]
+        return rank
+
+    for ranks in groups:
+        for rank in ranks:
+            parents[root(rank)] = root(ranks[0])
+    members: dict[int, set[int]] = {}
+    for rank in world:
+        members.setdefault(root(rank), set()).add(rank)
+    components = {first: frozenset(ranks) for first, ranks in members.items()}
+    return [components[root(rank)] for rank in world]
+
 
 # For each way in which a parameter is shared the groups of ranks that average its gradient.
 Averages = dict[Sharing, tuple[Ranks, ...]]

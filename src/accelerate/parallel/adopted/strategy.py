@@ -28,8 +28,7 @@ from ..report import communication
 from ..sharded import ShardedStrategy
 from ..tensor import plan as tensor_plan
 from ..tensor import random as tensor_random
-from .layout import Ranks
-from .sharing import Averages, find_layout, parameters_of, reducers_of, tensor_parallel_mesh
+from .sharing import Averages, Ranks, find_layout, parameters_of, reducers_of, tensor_parallel_mesh
 
 
 class AdoptedModel(Fsdp2Model):

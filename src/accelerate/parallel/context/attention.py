@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's attention of a rank's rows to the full sequence: the arguments of a call, and the methods that run it."""
+"""torch's attention of a rank's rows to the full sequence: the methods that run it, and where they replace it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import hashlib
+import math
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
 
+from ...collectives import transport
+from ...core import devices
 from ...core.errors import ConfigurationError
 from .blocks import Block, accumulator
 from .exchange import Exchange, ExchangedAttention, Gather, Ring
 from .masks import MaskReader, Visibility
-from .random import ShardRandom
 from .shard import SequenceLayout
-from .ulysses import copies_of_heads, split_rows, spread_inputs
 
 # torch's function, bound before it is patched.
 plain_attention: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
@@ -143,3 +149,167 @@ class SequenceAttention:
         together = query.shape[-1] == key.shape[-1] == value.shape[-1]
         messages = 4 if together else 8
         return {"heads for rows over sp, there and back": (messages, 2 * moved * (ranks - 1) // ranks)}
+
+
+class _Exchange(torch.autograd.Function):
+    """`all_to_all_single` of equal shards along dimension 0; its gradient is exchanged in reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, shards: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_to_all(shards, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _all_to_all(gradient, ctx.group), None
+
+
+def _all_to_all(shards: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    shards = shards.contiguous()
+    received = torch.empty_like(shards)
+    transport.exchange(received, shards, group)
+    return received
+
+
+def split_heads(heads: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
+    """(batch, heads, rows of this rank, width) -> (batch, heads / ranks, all rows, width)."""
+    shards = heads.unflatten(1, (ranks, -1)).movedim(1, 0)
+    received: torch.Tensor = _Exchange.apply(shards, group)
+    return received.movedim(0, 2).flatten(2, 3)
+
+
+def split_rows(heads: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
+    """The way back: (batch, heads / ranks, all rows, width) -> (batch, heads, rows of this rank, width)."""
+    shards = heads.unflatten(2, (ranks, -1)).movedim(2, 0)
+    received: torch.Tensor = _Exchange.apply(shards, group)
+    return received.movedim(0, 1).flatten(1, 2)
+
+
+def copies_of_heads(shared: int, ranks: int) -> int:
+    """To how many ranks a key head is sent, so that every rank has those that its queries need."""
+    return math.lcm(shared, ranks) // shared
+
+
+def spread_inputs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query, key and value with all rows of this rank's heads; in one message where their widths are equal.
+
+    Where there are fewer key heads than ranks, each is sent to all ranks that have queries for it.
+    Source: S. A. Jacobs et al., "DeepSpeed Ulysses" (2023).
+    """
+    heads, shared = query.shape[1], key.shape[1]
+    if heads % ranks:
+        raise ConfigurationError(
+            f"sp_size={ranks} does not divide the {heads} attention heads of a layer: each rank takes some of them. "
+            "Choose a divisor, or split with cp_size, which does not split heads."
+        )
+    copies = copies_of_heads(shared, ranks)
+    if copies > 1:
+        key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1] or not query.dtype == key.dtype == value.dtype:
+        return tuple(split_heads(tensor, group, ranks) for tensor in (query, key, value))  # type: ignore[return-value]
+    # A rank's heads of all three lie next to each other.
+    joined = torch.cat([tensor.unflatten(1, (ranks, -1)) for tensor in (query, key, value)], dim=2)
+    together = split_heads(joined.flatten(1, 2), group, ranks)
+    query, key, value = together.split([heads // ranks, key.shape[1] // ranks, key.shape[1] // ranks], dim=1)
+    return query, key, value
+
+
+class ShardRandom:
+    """Streams seeded from the generators' states and the rank in the sequence: a checkpoint needs none of them.
+
+    Afterwards the generators are where they were. Where something was drawn they are one number further, equally on
+    all ranks, so that the next streams differ.
+    """
+
+    def __init__(self, rank: int, device_type: str) -> None:
+        self.place: bytes = rank.to_bytes(8, "little")
+        self.kinds: tuple[str, ...] = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
+
+    @contextlib.contextmanager
+    def seeded(self) -> Iterator[None]:
+        """A block that draws from this shard's streams."""
+        sources = [(kind, torch if kind == "cpu" else devices.module_of(kind)) for kind in self.kinds]
+        before = [source.get_rng_state() for _, source in sources]
+        begun = []
+        for (kind, source), state in zip(sources, before, strict=True):
+            # Of one device: torch.manual_seed seeds all of them.
+            seeder = torch.default_generator if kind == "cpu" else source
+            seeder.manual_seed(self._seed(state))
+            begun.append(source.get_rng_state())
+        try:
+            yield
+        finally:
+            for (kind, source), state, first in zip(sources, before, begun, strict=True):
+                drawn = not torch.equal(source.get_rng_state(), first)
+                source.set_rng_state(state)
+                if drawn:
+                    torch.empty((), device=kind).uniform_()
+
+    def _seed(self, state: torch.Tensor) -> int:
+        digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, salt=self.place)
+        return int.from_bytes(digest.digest(), "little") >> 1
+
+
+# Makes a replacement from the function that it replaces.
+Wrapper = Callable[[Any], Any]
+
+_NAME = "scaled_dot_product_attention"
+
+
+def aliases(model: nn.Module) -> set[tuple[str, str]]:
+    """(module, name) of each global of the modules that define a model's classes which is torch's attention."""
+    sources = {source.__module__ for part in model.modules() for source in type(part).__mro__}
+    return {
+        (source, name)
+        for source in sources
+        if source in sys.modules and not source.startswith("torch.")
+        for name, value in vars(sys.modules[source]).items()
+        if value is plain_attention
+    }
+
+
+class AttentionPatch:
+    """Replaces torch's attention while at least one block is open."""
+
+    def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
+        self.attend: Callable[..., torch.Tensor] = attend
+        self.places: set[tuple[str, str]] = {(F.__name__, _NAME)}
+        # Other functions that are replaced meanwhile: (module, name) -> wrapper.
+        self.others: dict[tuple[str, str], Wrapper] = {}
+        self._open_blocks = 0
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def open(self) -> None:
+        """Replace the functions when the first block opens."""
+        self._open_blocks += 1
+        if self._open_blocks > 1:
+            return
+        for source, name in self.places:
+            self._replace(source, name, self._function())
+        for (source, name), wrapper in self.others.items():
+            former = getattr(sys.modules.get(source), name, None)
+            if former is not None:
+                self._replace(source, name, wrapper(former))
+
+    def close(self) -> None:
+        """Restore the functions when the last block closes."""
+        self._open_blocks -= 1
+        if self._open_blocks:
+            return
+        while self._replaced:
+            module, name, value = self._replaced.pop()
+            setattr(module, name, value)
+
+    def _replace(self, source: str, name: str, value: object) -> None:
+        module = sys.modules[source]
+        self._replaced.append((module, name, getattr(module, name)))
+        setattr(module, name, value)
+
+    def _function(self) -> Callable[..., torch.Tensor]:
+        # A graph break in a compiled model: collectives inside an autograd function are not traced.
+        if "torch._dynamo" in sys.modules and not hasattr(self.attend, "_torchdynamo_disable"):
+            self.attend = torch.compiler.disable(self.attend)
+        return self.attend

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks in which sequences are split over ranks, and the hooks of models that are called in them."""
+"""Blocks in which sequences are split over ranks, loaders that split them, and the hooks of models called in them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
 from ...core.errors import ConfigurationError
+from ...data_loader.prepare import skip_first_batches
 from ...logging import MultiProcessAdapter, get_logger
 from ...parallelism_config import ParallelismConfig
 from ..prepared import CommunicationVolume
-from . import transformers_masks, transformers_models, transformers_trainer
-from .attention import AttentionCall, ContextAttention, Sent, SequenceAttention, plain_attention
-from .loader import SequenceLoader
-from .patching import AttentionPatch, aliases
-from .random import ShardRandom
+from . import transformers_masks, transformers_models
+from .attention import (
+    AttentionCall,
+    AttentionPatch,
+    ContextAttention,
+    Sent,
+    SequenceAttention,
+    ShardRandom,
+    aliases,
+    plain_attention,
+)
 from .shard import SequenceLayout, common_length, split_in_place
 
 if TYPE_CHECKING:
@@ -107,11 +114,11 @@ class ContextParallel:
             self.attention = ContextAttention(group, self.layout, rotate=strategy == "alltoall")
         else:
             self.attention = SequenceAttention(group, self.layout, self.random)
-            transformers_trainer.count_whole_batches()
+            transformers_models.count_whole_batches()
         self.patch: AttentionPatch = AttentionPatch(self._attend)
         self.patch.others.update(transformers_masks.hooks(lambda: self.region))
         if not self.layout.balanced:
-            self.patch.others.update(transformers_trainer.hooks())
+            self.patch.others.update(transformers_models.hooks())
         self._block: SequenceRegion | None = None
         # Batches that a loader split: that of the last or current forward, and all that are still alive.
         self._batch: SequenceRegion | None = None
@@ -488,3 +495,38 @@ def _check_shapes(
             f"attention with {query.shape[1]} query heads and {key.shape[1]} key heads: pass enable_gqa=True, and a "
             "number of query heads that is divisible by that of key heads"
         )
+
+
+class SequenceLoader:
+    """Yields this rank's rows of each batch of `loader`. Other attributes are those of the loader.
+
+    Each batch is a mapping with `input_ids` (batch, sequence). It becomes a dict whose (batch, sequence) tensors hold
+    this rank's rows, with `position_ids`, and with `shift_labels` instead of `labels`. Models that are called during
+    the iteration attend to the full sequence; inputs that are not split are computed as they are.
+    """
+
+    def __init__(self, loader: Any, parallel: ContextParallel) -> None:
+        self.loader = loader
+        self.parallel = parallel
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with self.parallel.loader_block():
+            for batch in self.loader:
+                if not isinstance(batch, Mapping):
+                    raise ConfigurationError(
+                        f"a batch of sequences to split must be a mapping with input_ids, not {type(batch).__name__}: "
+                        "use maybe_context_parallel for it"
+                    )
+                yield self.parallel.split_batch(batch)
+
+    def without_first(self, num_batches: int) -> SequenceLoader:
+        """Without the first batches, for `skip_first_batches`."""
+        return SequenceLoader(skip_first_batches(self.loader, num_batches), self.parallel)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":
+            raise AttributeError(name)
+        return getattr(self.loader, name)

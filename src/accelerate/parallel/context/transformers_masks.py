@@ -13,7 +13,7 @@ from ...core.errors import ConfigurationError
 from .masks import compact
 
 if TYPE_CHECKING:
-    from .patching import Wrapper
+    from .attention import Wrapper
     from .region import SequenceRegion
 
 _MASKING = "transformers.masking_utils"

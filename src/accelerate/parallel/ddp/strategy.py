@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicated data parallelism: torch's DistributedDataParallel."""
+"""Replicated data parallelism: torch's DistributedDataParallel, also over the backend of torch_xla."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...config.training import DistributedDataParallelKwargs
 from ...core.enums import DDPCommunicationHookType
+from ...core.errors import PrepareError
 from ...precision.base import Precision
 from ..base import Strategy
 from ..prepared import CommunicationVolume, PreparedModel
@@ -30,6 +31,7 @@ class ReplicatedModel(PreparedModel):
     def __init__(self, module: torch.nn.Module, precision: Precision, element_size: int | None = None) -> None:
         super().__init__(module, precision)
         self.element_size = element_size
+        self.forwards: Forwards | None = None
 
     @property
     def inner(self) -> torch.nn.Module:
@@ -72,6 +74,18 @@ class ReplicatedModel(PreparedModel):
         return found
 
 
+class Forwards:
+    """A forward hook of a DDP wrapper: whether a forward has made it ready to reduce the gradients of a backward."""
+
+    ready = False
+    has_run = False  # whether there was a backward
+
+    def __call__(self, replica: DistributedDataParallel, *_: object) -> None:
+        """Called after a forward."""
+        if replica.require_backward_grad_sync and torch.is_grad_enabled():
+            self.ready = True
+
+
 class DataParallel(Strategy):
     """Each process has a replica of the model and reads its shard of the data; the backward averages gradients."""
 
@@ -108,6 +122,38 @@ class DataParallel(Strategy):
         """A prepared model with the element size of the communication hook."""
         return ReplicatedModel(module, self.precision, _sent_as(self.options.comm_hook))
 
+    def lay_out(self, model: torch.nn.Module) -> PreparedModel:
+        """Wrap one model, and watch its forwards."""
+        prepared = super().lay_out(model)
+        replica = replica_of(prepared.module)
+        if replica is not None and isinstance(prepared, ReplicatedModel):
+            prepared.forwards = Forwards()
+            replica.register_forward_hook(prepared.forwards)
+        return prepared
+
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
+        """The backward. DDP reduces one backward for each forward; it is made ready for the second one, too."""
+        synced = []
+        for prepared in self.prepared:
+            forwards = prepared.forwards if isinstance(prepared, ReplicatedModel) else None
+            replica = None if forwards is None else replica_of(prepared.module)
+            if replica is None or forwards is None:
+                continue
+            if replica.static_graph and not forwards.has_run and replica._static_graph_delay_allreduce_enqueued:
+                raise PrepareError(
+                    "static_graph=True: DDP's first backward of this model was one of torch.autograd.grad, and DDP "
+                    "does not reduce the gradients of this one. Leave static_graph out"
+                )
+            forwards.has_run = True
+            if not replica.require_backward_grad_sync:
+                continue
+            synced.append(forwards)
+            if not forwards.ready:
+                _expect_backward(replica, loss)
+        super().backward(loss, **kwargs)
+        for forwards in synced:
+            forwards.ready = False
+
     def arguments(self) -> dict[str, Any]:
         """The arguments of DDP besides the model."""
         arguments: dict[str, Any] = self.options.to_kwargs()
@@ -139,6 +185,18 @@ def _sent_as(hook: DDPCommunicationHookType) -> int | None:
     return 2 if hook in halves else None
 
 
+def _expect_backward(replica: DistributedDataParallel, loss: torch.Tensor) -> None:
+    """Make DDP reduce the gradients of a backward that has no forward of its own."""
+    if replica._join_config.enable:
+        raise PrepareError(
+            "join_uneven_inputs: a second backward of one forward. DDP reduces one backward for each forward there: "
+            "add the losses, and call backward once"
+        )
+    # As a forward does, after the first backward.
+    replica.reducer._rebuild_buckets()
+    replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
+
+
 @contextlib.contextmanager
 def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
     """A block whose backward synchronizes gradients although the forward of the prepared model ran under `no_sync`."""
@@ -168,3 +226,31 @@ def _map_style_samplers(loaders: list[Any]) -> list[Any]:
                 "Overriding even_batches is only supported for map-style datasets; other loaders are left as they are."
             )
     return found
+
+
+class XlaDataParallel(DataParallel):
+    """Operations on these devices are traced lazily; after each optimizer step the trace is executed."""
+
+    name = "DistributedDataParallel on XLA"
+
+    def __init__(
+        self, device: torch.device, precision: Precision, options: DistributedDataParallelKwargs | None = None
+    ) -> None:
+        super().__init__(device, precision, options)
+        import torch_xla
+
+        self.after_step: tuple[Callable[[], None], ...] = (torch_xla.sync,)
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """One shard for each process; all data without a process group."""
+        return super().data_shard if torch.distributed.is_initialized() else (0, 1)
+
+    def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model inside of DDP if there is a process group."""
+        return super().wrap_model(model) if torch.distributed.is_initialized() else model
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of DDP besides the model."""
+        # No device ids, and the xla backend reduces in the buckets' own memory only.
+        return {**self.options.to_kwargs(), "gradient_as_bucket_view": True}

@@ -26,8 +26,14 @@ from ..optimizer_scope import refuse_flat_shards
 from ..placeholders import DummyOptim, DummyScheduler
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..report.communication import dtype_name
-from .engine import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, start_engine
-from .report import engine_bytes, engine_master_weights, engine_volume
+from .engine import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    engine_bytes,
+    engine_master_weights,
+    engine_volume,
+    start_engine,
+)
 from .state import EngineState, computing_weights
 
 

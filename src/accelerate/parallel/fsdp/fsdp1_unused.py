@@ -8,7 +8,7 @@ a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -137,6 +137,7 @@ class ParameterUsage(GradientReducer):
                 continue
             unit = _Unit(handle, prefix)
             self.units.append(unit)
+            _refuse_unsupported(handle)
             _watch_views(handle, unit, compiled)
 
     def communication_volume(self) -> list[CommunicationVolume]:
@@ -207,3 +208,37 @@ def _watch_views(handle: Any, unit: _Unit, compiled: bool) -> None:
             unit.watch()
 
     handle._use_unsharded_views = torch.compiler.disable(shown) if compiled else shown
+
+
+def _refuse_unsupported(handle: Any) -> None:
+    """Make a unit raise PrepareError where FSDP1 would reduce no gradients, or have no parameters."""
+    prepare = handle.prepare_gradient_for_backward
+
+    def outside_transforms(call: Callable[[], Any]) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            raise PrepareError(
+                "FSDP1: the model was called inside of a transform of torch.func (vmap, grad, jvp, ...), which cannot "
+                "read flattened parameters. Set fsdp_version=2 (FSDP_VERSION=2), or use DDP"
+            )
+        return call()
+
+    def checked() -> None:
+        # Only a backward with `create_graph=True` runs with gradients enabled.
+        if torch.is_grad_enabled():
+            raise PrepareError(
+                "FSDP1: a backward with create_graph=True (a gradient penalty, a second derivative). FSDP1 frees the "
+                "parameters that the graph refers to: set fsdp_version=2 (FSDP_VERSION=2), or use DDP"
+            )
+        registered = ("_post_backward_hook_state", "_post_backward_hook_handle")
+        if handle.flat_param.requires_grad and not any(hasattr(handle.flat_param, name) for name in registered):
+            raise PrepareError(
+                "FSDP1: a second backward without a forward in between (retain_graph=True, or two forwards and then "
+                "two backwards). FSDP1 has parameters and reduces gradients for one backward: add the losses and call "
+                "backward once, or set fsdp_version=2 (FSDP_VERSION=2)"
+            )
+        prepare()
+
+    handle.prepare_gradient_for_backward = checked
+    # The first calls in a forward that look at memory; the former in a model's first forward only.
+    for name in ("init_flat_param_attributes", "pre_unshard"):
+        setattr(handle, name, functools.partial(outside_transforms, getattr(handle, name)))

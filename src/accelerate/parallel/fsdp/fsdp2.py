@@ -31,6 +31,7 @@ from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
 from .common import UnreducedGradients, fill_policy, refuse_unshardable
+from .double_backward import KeptUnsharded
 from .units import find_modules, select_units, units_of_rare_dtypes
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Fsdp2Model(ShardedModel):
     """A model whose units FSDP2 shards."""
 
     _syncs = True  # whether a backward reduces gradients
+    kept: KeptUnsharded | None = None  # for gradients of gradients
 
     @functools.cached_property
     def outer_units(self) -> list[FSDPModule]:
@@ -62,6 +64,14 @@ class Fsdp2Model(ShardedModel):
             self._syncs = before
             for unit in self.outer_units:
                 unit.set_requires_gradient_sync(before)
+
+    def reshard(self) -> None:
+        """Reshard all FSDP2 units; the next backward needs them unsharded if it is one of a gradient."""
+        if self.kept is not None and self.kept.active:
+            self.kept.end()
+            self.kept.start()
+        else:
+            super().reshard()
 
     def window_gradients(self) -> int:
         """Those of FSDP2's units, unsharded, and of all others."""
@@ -100,6 +110,7 @@ class FullyShardedDataParallel(ShardedStrategy):
             _, averages = find_layout([model])
             self.cast_parameters(model)
             prepared.reducers = reducers_of(model, averages, self.gradient_group)
+            prepared.kept = KeptUnsharded(model)
             return prepared
         refuse_unshardable(model, self.name, self.plugin.ignored_modules)
         self._refuse_shared(model)
@@ -110,7 +121,18 @@ class FullyShardedDataParallel(ShardedStrategy):
         self.cast_parameters(model)
         rest = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
         prepared.reducers.append(UnreducedGradients(self.gradient_group, rest))
+        prepared.kept = KeptUnsharded(model)
         return prepared
+
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
+        """As the base class; after a backward that created a graph, all units are unsharded."""
+        found = (prepared.kept for prepared in self.prepared if isinstance(prepared, Fsdp2Model))
+        active = [kept for kept in found if kept is not None and kept.active]
+        for kept in active:
+            kept.gather()
+        super().backward(loss, **kwargs)
+        for kept in active:
+            kept.reduce()
 
     def _refuse_shared(self, model: nn.Module) -> None:
         """Raise PrepareError for a parameter that another model has, which is sharded already."""

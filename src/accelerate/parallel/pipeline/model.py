@@ -1,31 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prepared pipelined model: its step, its state, and what `explain()` reports of it."""
+"""A prepared pipelined model: its gradients, random streams and state, and what `explain()` reports of it."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...core.errors import CheckpointError, PrepareError
+from ...core.errors import CheckpointError
 from ..accumulated import AccumulatedGradients
+from ..fsdp import units
 from ..gradients import GradientReducer, all_reduce, buckets, deferred, gradients_of, local
 from ..prepared import CommunicationVolume, GroupShapes
 from ..report import memory
 from ..report.communication import shard_gradients, shard_volume, tensor_parallel_volume
 from ..sharded import ShardedModel
 from . import state
-from .batch import BatchShapes, Stage
-from .gradients import TiedParameters, reduce_shards
+from .microbatch import BatchShapes, Stage
 from .p2p import P2PChannel, TensorSpec, specs_in
-from .random import StageRandom
 from .runner import Runner
 from .schedules import ScheduleRunner
 
@@ -91,41 +91,24 @@ class Stages(GradientReducer):
 
 
 class PipelinedModel(ShardedModel):
-    """A model of which this rank has some blocks. `stages` raises where it was not prepared for training."""
+    """A model of which this rank has some blocks, the `stages`."""
 
-    def __init__(self, *arguments: Any, stages: Stages | None, saves_shards: bool) -> None:
+    def __init__(self, *arguments: Any, stages: Stages) -> None:
         super().__init__(*arguments)
-        self.saves_shards = saves_shards
-        self._stages = stages
+        self.stages = stages
 
     @property
-    def stages(self) -> Stages:
-        """The stages of this rank.
-
-        Raises:
-            PrepareError: the model was not prepared for training.
-        """
-        if self._stages is None:
-            raise PrepareError(f"{type(self.inner).__name__} was not prepared for training: it has no stages")
-        return self._stages
-
-    @property
-    def is_pipelined(self) -> bool:
-        """Whether it was prepared for training."""
-        return self._stages is not None
-
-    @property
-    def template(self) -> nn.Module | None:
-        """A module without storage with the full model's names and shapes; None for evaluation."""
-        return None if self._stages is None else self._stages.template
+    def template(self) -> nn.Module:
+        """A module without storage with the full model's names and shapes."""
+        return self.stages.template
 
     def units(self) -> Iterable[nn.Module]:
         """Return the modules of this rank's stages."""
-        return [self.inner] if self._stages is None else self._stages.modules.values()
+        return self.stages.modules.values()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communicating them between replicas."""
-        return deferred([] if self._stages is None else [self._stages])
+        return deferred([self.stages])
 
     # -- state
 
@@ -139,7 +122,7 @@ class PipelinedModel(ShardedModel):
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """Also where this rank's stages have none of the optimizer's parameters."""
-        return (self._stages is not None and optimizer in self._stages.groups) or super().trains_with(optimizer)
+        return optimizer in self.stages.groups or super().trains_with(optimizer)
 
     def _names_of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The names in each group of an optimizer, of all stages."""
@@ -164,15 +147,13 @@ class PipelinedModel(ShardedModel):
         shapes = self.stages.shapes
         return [{name: shapes[name] for name in group} for group in self._names_of(optimizer)]
 
-    def accumulated_gradients(self) -> AccumulatedGradients | None:
+    def accumulated_gradients(self) -> AccumulatedGradients:
         """Return the gradients of an unfinished accumulation window."""
-        return AccumulatedGradients(self.inner) if self._stages is None else self._stages.schedules.accumulated
+        return self.stages.schedules.accumulated
 
-    def rank_state(self) -> dict[str, Any] | None:
+    def rank_state(self) -> dict[str, Any]:
         """The place in the model's random stream, and the rules of its loss."""
-        if self._stages is None:
-            return None
-        return {"calls": self._stages.random.calls, "rules": self._stages.schedules.rules}
+        return {"calls": self.stages.random.calls, "rules": self.stages.schedules.rules}
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `rank_state` returned."""
@@ -199,9 +180,9 @@ class PipelinedModel(ShardedModel):
 
     def window_gradients(self) -> int | None:
         """Those of this rank's stages, unsharded, and of all other parameters; None where FSDP2 shards none."""
-        if self._stages is None or not self._stages.is_sharded:
+        if not self.stages.is_sharded:
             return None
-        modules = list(self._stages.modules.values())
+        modules = list(self.stages.modules.values())
         inside = {id(parameter) for stage in modules for parameter in stage.parameters()}
         rest = (p for p in self.inner.parameters() if p.requires_grad and id(p) not in inside)
         return sum(shard_gradients(stage) for stage in modules) + memory.local_bytes(rest)
@@ -240,3 +221,143 @@ def _sent_specs(shapes: BatchShapes, runner: Runner, forward: bool) -> list[Tens
 
 def _bytes(specs: Iterable[TensorSpec]) -> int:
     return sum(spec.nbytes for spec in specs)
+
+
+@dataclass(frozen=True)
+class _TiedParameter:
+    """A parameter at `owner.name` on several ranks. `maybe_unused`: then it gets no gradient, as in a plain model."""
+
+    owner: nn.Module
+    name: str
+    ranks: tuple[int, ...]
+    maybe_unused: bool
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        found = self.owner._parameters[self.name]
+        assert found is not None
+        return found
+
+
+class TiedParameters:
+    """Parameters on stages of several ranks, each gradient the sum over them. The first rank counts it in norms."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank: int = dist.get_rank(group)
+        self._tied: list[_TiedParameter] = []
+        self._summed: list[torch.Tensor | None] = []
+
+    def add(self, owner: nn.Module, name: str, ranks: Iterable[int], maybe_unused: bool = False) -> None:
+        """The parameter at `owner.name`, now or later, is on these ranks of the group."""
+        self._tied.append(_TiedParameter(owner, name, tuple(sorted(ranks)), maybe_unused))
+        self._summed.append(None)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the tied parameters of this rank."""
+        return [tied.parameter for tied in self._tied]
+
+    def counted_elsewhere(self) -> set[int]:
+        """Return the ids of the parameters that another rank counts."""
+        return {id(tied.parameter) for tied in self._tied if tied.ranks[0] != self.rank}
+
+    def before_backward(self) -> None:
+        """Only the first rank keeps a sum to accumulate on; the others start from zero."""
+        for number, tied in enumerate(self._tied):
+            gradient = tied.parameter.grad
+            if gradient is not None and gradient is self._summed[number] and tied.ranks[0] != self.rank:
+                local(gradient).zero_()
+            self._summed[number] = None
+
+    def sum(self) -> None:
+        """Sum the gradients of each tied parameter over its ranks."""
+        for number, tied in enumerate(self._tied):
+            parameter = tied.parameter
+            if not parameter.requires_grad or (tied.maybe_unused and not self._any_used(parameter, tied.ranks)):
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._sum(local(parameter.grad), tied.ranks)
+            self._summed[number] = parameter.grad
+
+    def _any_used(self, parameter: nn.Parameter, ranks: tuple[int, ...]) -> bool:
+        """Whether the parameter has a gradient on one of the ranks."""
+        flag = torch.tensor([parameter.grad is not None], dtype=torch.uint8, device=local(parameter).device)
+        self._sum(flag, ranks)
+        return bool(flag.item())
+
+    def _sum(self, gradient: torch.Tensor, ranks: tuple[int, ...]) -> None:
+        first = ranks[0]
+        if self.rank != first:
+            dist.send(gradient.contiguous(), group=self.group, group_dst=first)
+            arrived = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+            dist.recv(arrived, group=self.group, group_src=first)
+            gradient.copy_(arrived)
+            return
+        arrived = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        for other in ranks[1:]:
+            dist.recv(arrived, group=self.group, group_src=other)
+            gradient.add_(arrived)
+        total = gradient.contiguous()
+        for other in ranks[1:]:
+            dist.send(total, group=self.group, group_dst=other)
+
+
+def defer_reduction(stages: Iterable[nn.Module]) -> None:
+    """Have FSDP2 keep parameters and gradients of the stages unsharded from one micro-batch to the next."""
+    for stage in stages:
+        if isinstance(stage, FSDPModule):
+            stage.set_is_last_backward(False)
+            stage.set_reshard_after_backward(False)
+            stage.set_requires_gradient_sync(False)
+
+
+def reduce_shards(stages: Iterable[nn.Module]) -> None:
+    """Reduce-scatter the accumulated gradients of stages that FSDP2 shards, and reshard their parameters.
+
+    As torch's pipeline schedules do at the end of a step (torch 2.13, `perform_reduce_grad`).
+    """
+    for stage in stages:
+        if not isinstance(stage, FSDPModule):
+            continue
+        stage.set_is_last_backward(True)
+        stage.set_reshard_after_backward(True)
+        stage.set_requires_gradient_sync(True)
+        root = stage._get_fsdp_state()
+        for unit in root._state_ctx.all_states:
+            for group in units.groups(unit):
+                group.post_backward()
+        # From torch 2.15 on this is None where the backward reached no unit: a frozen stage has nothing to finish.
+        if getattr(root._state_ctx, "manual_backward_finalization_active", False) is not None:
+            root._root_post_backward_final_callback()
+
+
+_MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
+
+
+class StageRandom:
+    """The stream of one stage: a seed for each call from the run's seed, the model, the stage and the data shard.
+
+    All ranks of a pipeline read the same samples: the generators that samplers draw from must stay equal although one
+    stage draws more than another.
+
+    `calls` is how often the model was called for training. The caller counts.
+    """
+
+    def __init__(self, device: torch.device, model: int, stage: int, shard: int) -> None:
+        self.device = device
+        self.offset: int = model * _MIX[3] + stage * _MIX[1] + shard * _MIX[2]
+        self.calls = 0
+
+    @contextlib.contextmanager
+    def seeded(self) -> Iterator[None]:
+        """A block that draws from the stream of this call."""
+        generator, kind = torch.default_generator, self.device.type
+        seed = (generator.initial_seed() + self.offset + self.calls * _MIX[0]) % (1 << 63)
+        # Without a list of devices those of all kinds would be initialised.
+        devices = [] if kind == "cpu" else [self.device]
+        with torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind):
+            generator.manual_seed(seed)
+            if devices:
+                torch.get_device_module(self.device).manual_seed(seed)
+            yield

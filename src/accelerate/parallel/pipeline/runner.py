@@ -24,8 +24,18 @@ from torch import nn
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from . import microbatch
-from .batch import Batch, BatchKey, BatchShapes, Boundary, OutputGradients, SavedGraph, Stage, StageFailure
-from .microbatch import BatchSplitter, structure_key
+from .microbatch import (
+    Batch,
+    BatchKey,
+    BatchShapes,
+    BatchSplitter,
+    Boundary,
+    OutputGradients,
+    SavedGraph,
+    Stage,
+    StageFailure,
+    structure_key,
+)
 from .p2p import P2PChannel, PendingReceive, TensorSpec, describe, fill, is_spec, specs_in
 from .split import StageSplit
 from .stage import Segment, StagedModel

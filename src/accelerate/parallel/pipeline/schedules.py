@@ -21,12 +21,11 @@ from ...config.parallel import PipelineParallelConfig
 from ...core import trees
 from ...core.errors import AccelerateError, PrepareError
 from ...core.imports import is_torch_version
+from ...core.trees import first_leaf
 from ...precision.base import Precision
 from ..accumulated import AccumulatedGradients, Gradients
 from ..gradients import multiply
-from . import losses
-from .batch import Batch, BatchKey, BatchShapes, OutputGradients
-from .microbatch import is_batched, loss_of
+from .microbatch import Batch, BatchKey, BatchShapes, MicroBatches, OutputGradients, is_batched, loss_of
 from .p2p import TensorSpec, fill, specs_in
 from .runner import Runner
 from .stage import Segment
@@ -70,7 +69,7 @@ class ScheduleRunner:
         self.options = options
         self.precision = precision
         self.accumulated = accumulated
-        self.rules: tuple[str, ...] = losses.RULES
+        self.rules: tuple[str, ...] = RULES
         self._started = self._has_warned = False
         self._running: ScheduledBatch | None = None
         self._built: dict[BatchKey, tuple[Any, list[PipelineStage]]] = {}
@@ -113,8 +112,8 @@ class ScheduleRunner:
         self._started = True
         if batch.is_new or batch.shapes.loss_rules is None:
             return False
-        weights = losses.weights_by_rule(batch.inputs, self.rules)
-        if losses.are_equal(weights):
+        weights = weights_by_rule(batch.inputs, self.rules)
+        if are_equal(weights):
             batch.loss_weights = next(iter(weights.values()))
             # The mean of a micro-batch without labels is not defined.
             return all(batch.loss_weights)
@@ -145,7 +144,7 @@ class ScheduleRunner:
         self.rules = tuple(rule for rule in self.rules if rule in batch.loss_rules)
         if not self.rules:
             raise PrepareError(
-                f"the model's loss over a batch does not follow from those of its micro-batches ({losses.RULES} were "
+                f"the model's loss over a batch does not follow from those of its micro-batches ({RULES} were "
                 "tried): use schedule='gpipe', which takes any loss"
             )
 
@@ -157,7 +156,7 @@ class ScheduleRunner:
         of_microbatches = [loss for output in outputs if (loss := loss_of(output)) is not None]
         if self.runner.gather:
             self._check_rest(batch, outputs)
-        return losses.matching_rules(full, of_microbatches, batch.inputs, self.precision.native_amp)
+        return matching_rules(full, of_microbatches, batch.inputs, self.precision.native_amp)
 
     def _check_rest(self, batch: Batch, outputs: list[Any]) -> None:
         rest = [[tensor for tensor in trees.leaves(output) if tensor is not loss_of(output)] for output in outputs]
@@ -331,3 +330,71 @@ def _on_meta(specs: Sequence[TensorSpec]) -> tuple[torch.Tensor, ...]:
     return tuple(
         torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad) for spec in specs
     )
+
+
+# Names of inputs with the labels of samples or tokens, and the label that does not count.
+_LABELS = ("labels", "label", "targets", "target")
+_IGNORED = -100
+RULES = ("samples", "sum", "labels", "next labels")
+
+# Relative differences of the loss that micro-batches may cause by computing in another order.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+
+
+def weights_by_rule(inputs: MicroBatches, rules: Sequence[str]) -> dict[str, list[float]]:
+    """Rule -> the weight of each micro-batch, for the rules that the inputs allow.
+
+    A loss may be a mean over samples, over labels that count, over labels shifted by one, or a sum. Those rules hold
+    whose weighted sum is the loss of the batch.
+    """
+    found: dict[str, list[float]] = {}
+    for rule in rules:
+        if rule == "samples":
+            found[rule] = [size / inputs.batch_size for size in inputs.sizes]
+        elif rule == "sum":
+            found[rule] = [1.0] * len(inputs.sizes)
+        elif (labels := _labels(inputs)) is not None:
+            counts = _counts(labels[:, 1:] if rule == "next labels" and labels.dim() > 1 else labels, inputs)
+            total = sum(counts)
+            found[rule] = [count / total if total else 0.0 for count in counts]
+    return found
+
+
+def _labels(inputs: MicroBatches) -> torch.Tensor | None:
+    given = {**dict(zip(inputs.names, inputs.args, strict=False)), **inputs.kwargs}
+    named = next((given[name] for name in _LABELS if given.get(name) is not None), None)
+    labels: torch.Tensor | None = first_leaf(named)
+    if labels is None or labels.dtype.is_floating_point or not labels.dim() or labels.shape[0] != inputs.batch_size:
+        return None
+    return labels
+
+
+def _counts(labels: torch.Tensor, inputs: MicroBatches) -> list[int]:
+    # One synchronization with the device for all of them.
+    each = (labels != _IGNORED).reshape(inputs.batch_size, -1).sum(dim=1).tolist()
+    return [sum(each[start : start + size]) for start, size in zip(inputs.offsets, inputs.sizes, strict=True)]
+
+
+def are_equal(weights: dict[str, list[float]]) -> bool:
+    """Whether all rules give the same weights."""
+    rows = list(weights.values())
+    return all(abs(a - b) <= 1e-12 for row in rows[1:] for a, b in zip(rows[0], row, strict=True))
+
+
+def matching_rules(
+    batch_loss: torch.Tensor, microbatch_losses: Sequence[torch.Tensor], inputs: MicroBatches, low_precision: bool
+) -> list[str]:
+    """The rules by which the losses of micro-batches make that of the batch; empty where none does."""
+    weights = weights_by_rule(inputs, RULES)
+    loss = float(batch_loss.detach())
+    values = [float(part.detach()) for part in microbatch_losses]
+    residuals = {
+        rule: abs(sum(weight * value for weight, value in zip(row, values, strict=True) if weight) - loss)
+        for rule, row in weights.items()
+    }
+    least = min(residuals.values())
+    tolerance = 2e-2 if low_precision else _TOLERANCE.get(batch_loss.dtype, 2e-2)
+    if not least <= tolerance * max(abs(loss), 1e-3):
+        return []
+    floor = 64 * torch.finfo(batch_loss.dtype).eps * max(abs(loss), 1e-3)
+    return [rule for rule, residual in residuals.items() if residual <= max(8 * least, floor)]

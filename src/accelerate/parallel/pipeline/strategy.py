@@ -35,16 +35,13 @@ from ..prepared import PreparedModel
 from ..pretrained import require_state_dict
 from ..remap import ParameterPlaces, trains_nothing
 from ..report.communication import shard_groups
-from ..sharded import ShardedStrategy, lay_out_step, reshard
+from ..sharded import ShardedModel, ShardedStrategy, lay_out_step, reshard
 from ..skeleton import skeleton, without_storage
 from ..tensor import strategy as tensor
-from . import weights
-from .batch import Batch, Stage
-from .gradients import TiedParameters, defer_reduction
-from .microbatch import BatchSplitter, restrict_outputs
-from .model import PipelinedModel, Stages
+from . import state
+from .microbatch import Batch, BatchSplitter, Stage, restrict_outputs
+from .model import PipelinedModel, StageRandom, Stages, TiedParameters, defer_reduction
 from .p2p import P2PChannel
-from .random import StageRandom
 from .remote_tensor import Origin, StageContext
 from .runner import Runner
 from .schedules import ScheduleRunner
@@ -83,14 +80,15 @@ class PipelineParallel(ShardedStrategy):
 
     # -- prepare
 
-    def as_prepared(self, module: nn.Module, stages: Stages | None = None) -> PipelinedModel:
-        """Return the prepared model of a module and its stages."""
-        # Without an fsdp_plugin, too, no process has the entire state.
+    @property
+    def saves_shards(self) -> bool:
+        """Whether a checkpoint stores shards; without an fsdp_plugin, too, no process has the entire state."""
         plugin = self.plugin
-        saves_shards = plugin is None or plugin.state_dict_type.name == "SHARDED_STATE_DICT"  # type: ignore[union-attr]
-        return PipelinedModel(
-            module, self.precision, self.device, self.sequence, stages=stages, saves_shards=saves_shards
-        )
+        return plugin is None or plugin.state_dict_type.name == "SHARDED_STATE_DICT"  # type: ignore[union-attr]
+
+    def as_prepared(self, module: nn.Module) -> ShardedModel:
+        """A prepared model of a module without stages, which does not train."""
+        return ShardedModel(module, self.precision, self.device, self.sequence, self.saves_shards)
 
     def _prepare_training(self, bundle: Bundle) -> list[PreparedModel]:
         found: list[PreparedModel] = []
@@ -134,7 +132,7 @@ class PipelineParallel(ShardedStrategy):
 
     def _repoint(self, optimizer: torch.optim.Optimizer) -> None:
         """Have an optimizer step this rank's parameters; other ranks step the rest."""
-        trained = [one.stages for one in self.prepared if isinstance(one, PipelinedModel) and one.is_pipelined]
+        trained = [one.stages for one in self.prepared if isinstance(one, PipelinedModel)]
         everyone: list[Any] = [None] * self.channel.size
         dist.all_gather_object(everyone, [one.names_in(optimizer) for one in trained], group=self.channel.group)
         named = [
@@ -207,7 +205,7 @@ class PipelineParallel(ShardedStrategy):
         staged.entry = self._entry(piped)
         runner.before_backward += [tied.before_backward, functools.partial(defer_reduction, stages.values())]
         runner.after_backward.append(functools.partial(finish, [piped]))
-        return self.as_prepared(model, piped)
+        return PipelinedModel(model, self.precision, self.device, self.sequence, self.saves_shards, stages=piped)
 
     def _tied_parameters(
         self, model: nn.Module, plan: StagePlan, locations: dict[int, set[int]], own: set[int]
@@ -261,9 +259,9 @@ class PipelineParallel(ShardedStrategy):
         }
         own_stages = plan.stages_of(own)
         mine = {unit for units in locations.values() for unit in units if cut.stage_of(unit) in own_stages}
-        names = weights.own_names(model, locations, mine)
+        names = state.own_names(model, locations, mine)
         foreign = [model.get_submodule(name) for number, name in enumerate(cut.units) if number not in own]
-        has_weights = weights.distribute(model, names, foreign, device)
+        has_weights = state.distribute(model, names, foreign, device)
         if self.layout.tp_enabled and self.mesh is not None:
             # The plan is that of the complete model: modules of other stages are split too, without memory.
             tensor.split_model(model, self.mesh["tp"], self.layout.tp_handler)
@@ -281,10 +279,10 @@ class PipelineParallel(ShardedStrategy):
             stages = homes.get(plain, [cut.stage_of(owner)])
             return Origin(plain, f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}", context)
 
-        weights.drop_foreign(model, kept, foreign, device, origin)
+        state.drop_foreign(model, kept, foreign, device, origin)
         present = {id(parameter) for parameter in model.parameters()}
         gone = {id(p): name for name, p in former if materialize.canonical_name(name) not in names}
-        weights.drop_aliases(model, {key: name for key, name in gone.items() if key not in present}, origin, device)
+        state.drop_aliases(model, {key: name for key, name in gone.items() if key not in present}, origin, device)
         return has_weights
 
     def _same_stages_group(self) -> dist.ProcessGroup:
@@ -305,7 +303,7 @@ class PipelineParallel(ShardedStrategy):
             ranks = self.gradient_group if has_weights else self._same_stages_group()
             self._shard(model, stages, self.plugin, ranks, unsharded)
         elif not has_weights:
-            weights.initialise(stages.values(), self.device, self._same_stages_group())
+            state.initialise(stages.values(), self.device, self._same_stages_group())
         for owners in places:
             # A tied parameter was replaced where a stage uses it: its other places follow.
             present = {id(module._parameters[name]): module._parameters[name] for module, name in owners}
@@ -375,7 +373,7 @@ class PipelineParallel(ShardedStrategy):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor:
         """Clip the gradients by their norm over all stages. Tied parameters are counted once."""
-        trained = [one.stages for one in self.prepared if isinstance(one, PipelinedModel) and one.is_pipelined]
+        trained = [one.stages for one in self.prepared if isinstance(one, PipelinedModel)]
         elsewhere = {key for stages in trained for key in stages.tied.counted_elsewhere()}
         return norms.clip_grad_norm(parameters, max_norm, norm_type, (self.channel.group,), self.device, elsewhere)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the storages, floating point operations, moved bytes and messages of the operations in a block."""
+"""Counts the storages, operations, moved bytes and messages of a block, real or of a model on fake tensors."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import weakref
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -290,3 +292,26 @@ def _group_size(args: Any) -> int:
             except RuntimeError:
                 continue
     return dist.get_world_size()
+
+
+def fake_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model with fake tensors on the CPU; ties stay. Call it in a fake mode."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) in memo:
+            continue
+        value: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = value
+    return copy.deepcopy(model, memo)
+
+
+def loss_of(outputs: Any) -> torch.Tensor:
+    """The loss among a model's outputs; the mean of its first output if there is none."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss
+    while not isinstance(outputs, torch.Tensor):
+        outputs = next(iter(outputs.values() if isinstance(outputs, dict) else outputs))
+    return outputs if outputs.dim() == 0 else outputs.float().mean()

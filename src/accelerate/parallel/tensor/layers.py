@@ -39,14 +39,16 @@ class SumForward(torch.autograd.Function):
     """All-reduce in the forward; the gradient, equal on all ranks, is passed on."""
 
     @staticmethod
-    def forward(ctx: object, partial: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    def forward(ctx: Any, partial: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return the sum of `partial` over the ranks."""
+        ctx.mesh = mesh
         return _all_reduce(partial, mesh, in_place=False)
 
     @staticmethod
-    def backward(ctx: object, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Return the gradient unchanged."""
-        return gradients[0], None
+        # The gradient of this gradient is a sum again.
+        return SumBackward.apply(gradients[0], ctx.mesh) if torch.is_grad_enabled() else gradients[0], None
 
 
 class SumBackward(torch.autograd.Function):
@@ -61,6 +63,8 @@ class SumBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Return the sum of the gradient over the ranks."""
+        if torch.is_grad_enabled():
+            return SumForward.apply(gradients[0], ctx.mesh), None
         # The linear layers that read the tensor have made this gradient.
         return _all_reduce(gradients[0], ctx.mesh, in_place=True), None
 
@@ -82,7 +86,24 @@ class GatherFeatures(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Return this rank's slice of the gradient."""
+        if torch.is_grad_enabled():
+            return SplitFeatures.apply(gradients[0], ctx.mesh), None
         return gradients[0].chunk(ctx.mesh.size(), -1)[ctx.mesh.get_local_rank()], None
+
+
+class SplitFeatures(torch.autograd.Function):
+    """This rank's features of a tensor that all ranks have; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """Return this rank's slice."""
+        ctx.mesh = mesh
+        return gathered.chunk(mesh.size(), -1)[mesh.get_local_rank()].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradients of all ranks, concatenated."""
+        return GatherFeatures.apply(gradients[0], ctx.mesh), None
 
 
 class SharedInput:

@@ -27,7 +27,6 @@ from ..sharded import ShardedModel, ShardedStrategy
 from . import loss as tensor_loss
 from . import plan as tensor_plan
 from . import random as tensor_random
-from . import sequence as tensor_sequence
 from . import styles as tensor_styles
 
 
@@ -163,7 +162,7 @@ def _styles(model: nn.Module, options: TorchTensorParallelConfig, size: int) -> 
     if options.loss_parallel:
         tensor_plan.split_losses(model, styles)
     if options.sequence_parallel:
-        styles = tensor_sequence.along_sequence(model, styles)
+        styles = tensor_plan.along_sequence(model, styles)
     return styles
 
 

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of gradients, and several backwards of one forward, against the plain loop in float64."""
+
+import pytest
+import torch
+from rank_pool import on_ranks
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.parallel import TorchTensorParallelConfig
+from accelerate.config.training import DistributedDataParallelKwargs
+from accelerate.core.errors import PrepareError
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+pytestmark = pytest.mark.usefixtures("float64")
+STEPS = 3
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def input_gradient(model, x, out=None):
+    (found,) = torch.autograd.grad((model(x) if out is None else out).sum(), x, create_graph=True)
+    return found
+
+
+def penalty(model, x, backward):
+    x = x.clone().requires_grad_(True)
+    out = model(x)
+    backward(out.square().mean() + (input_gradient(model, x, out).norm(dim=1) - 1).square().mean())
+
+
+def penalty_of_a_second_forward(model, x, backward):
+    loss = model(x).mean() - model(-x).square().mean()
+    other = (x * 0.3).requires_grad_(True)
+    backward(loss + (input_gradient(model, other).norm(dim=1) - 1).square().mean())
+
+
+def penalties_one_by_one(model, x, backward):
+    """The output's own graph is not in the second loss: FSDP2's hooks on outputs are not called."""
+    x = x.clone().requires_grad_(True)
+    out = model(x)
+    gradient = input_gradient(model, x, out)
+    with torch.no_grad():
+        model(x)
+    backward(out.square().mean(), retain_graph=True)
+    backward((gradient.norm(dim=1) - 1).square().mean())
+
+
+def second_derivative(model, x, backward):
+    x = x.clone().requires_grad_(True)
+    out = model(x)
+    (second,) = torch.autograd.grad(input_gradient(model, x, out).sum(), x, create_graph=True)
+    backward((second.sum(1) + out[:, 0]).square().mean())
+
+
+def two_backwards(model, x, backward):
+    out = model(x)
+    backward(out.square().mean(), retain_graph=True)
+    backward(out.abs().mean())
+
+
+def two_forwards_then_backwards(model, x, backward):
+    first, second = model(x), model(-2 * x)
+    backward(first.square().mean())
+    backward(second.abs().mean())
+
+
+CASES = [
+    penalty,
+    penalty_of_a_second_forward,
+    penalties_one_by_one,
+    second_derivative,
+    two_backwards,
+    two_forwards_then_backwards,
+]
+
+
+def sharded(version, **options):
+    return {
+        "fsdp_plugin": FullyShardedDataParallelPlugin(
+            fsdp_version=version,
+            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+            transformer_cls_names_to_wrap=["Sequential"],
+            **options,
+        )
+    }
+
+
+def layout(name):
+    return {
+        "ddp": dict,
+        "ddp, views": lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]},
+        "ddp, unused": lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]},
+        "ddp, static": lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(static_graph=True)]},
+        "fsdp2": lambda: sharded(2),
+        "fsdp2, kept after forward": lambda: sharded(2, reshard_after_forward=False),
+        "fsdp2, checkpointed": lambda: sharded(2, activation_checkpointing=True),
+        "hsdp": lambda: sharded(2) | {"parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
+        "fsdp1": lambda: sharded(1),
+        "fsdp1, not sharded": lambda: sharded(1, sharding_strategy="NO_SHARD"),
+        "tp": lambda: {
+            "parallelism_config": ParallelismConfig(
+                tp_size=2,
+                tp_handler=TorchTensorParallelConfig(plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}),
+            )
+        },
+    }[name]()
+
+
+def make():
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def batches(shards):
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(4, 4, generator=generator) for _ in range(shards)] for _ in range(STEPS)]
+
+
+def plain(case, shards):
+    model, optimizer = make()
+    for parts in batches(shards):
+        optimizer.zero_grad()
+        for x in parts:
+            case(model, x, lambda loss, **options: (loss / shards).backward(**options))
+        optimizer.step()
+    return model.state_dict()
+
+
+def prepared(name):
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    run = Accelerator(cpu=True, **layout(name))
+    return run, *run.prepare(*make())
+
+
+def check(name):
+    for case in CASES:
+        run, model, optimizer = prepared(name)
+        index, shards = run.strategy.data_shard
+        for parts in batches(shards):
+            optimizer.zero_grad()
+            case(model, parts[index], run.backward)
+            optimizer.step()
+        state = run.get_state_dict(model)
+        if run.is_main_process:
+            for key, value in plain(case, shards).items():
+                assert torch.allclose(state[key], value, rtol=0, atol=1e-8), (case.__name__, key)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "name",
+    ["ddp", "ddp, views", "fsdp2", "fsdp2, checkpointed", "tp"],
+)
+def test_matches_the_plain_loop(name):
+    if name.startswith("ddp"):
+        # Here the head's bias is not in the second loss.
+        CASES.remove(penalties_one_by_one)
+        CASES.remove(second_derivative)
+    check(name)
+
+
+@on_ranks(2)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["fsdp2, kept after forward"])
+def test_matches_without_resharding_after_the_forward(name):
+    check(name)
+
+
+@on_ranks(4)
+def test_matches_with_copies_of_shards():
+    check("hsdp")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp1, not sharded"])
+def test_fsdp1_names_the_cause(name):
+    for case in CASES:
+        run, model, _ = prepared(name)
+        cause = "create_graph" if case.__name__.startswith(("pen", "second")) else "second backward"
+        with pytest.raises(PrepareError, match=cause):
+            case(model, batches(1)[0][0], run.backward)
+    run, model, _ = prepared(name)
+    with pytest.raises(PrepareError, match=r"torch\.func"):
+        torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(batches(1)[0][0])
+
+
+@on_ranks(2)
+def test_static_graph_names_the_cause():
+    run, model, _ = prepared("ddp, static")
+    with pytest.raises(PrepareError, match="static_graph"):
+        penalty(model, batches(1)[0][0], run.backward)
+
+
+@on_ranks(2)
+def test_units_are_sharded_again_at_the_step():
+    run, model, optimizer = prepared("fsdp2")
+    groups = [module._get_fsdp_state()._fsdp_param_groups[0] for module in (model, *model.blocks)]
+    penalty(model, batches(1)[0][0], run.backward)
+    assert all(group.is_unsharded for group in groups)
+    # Saving reshards; the graph can still be used.
+    x = batches(1)[0][0].requires_grad_(True)
+    gradient = input_gradient(model, x)
+    run.get_state_dict(model)
+    run.backward(gradient.square().mean())
+    optimizer.step()
+    assert all(group.is_sharded for group in groups)
