@@ -11,6 +11,7 @@ DEEPSPEED ?= deepspeed==0.19.8
 VENV ?= .venv
 CLIENTS_VENV ?= .venv-clients
 CLIENTS_4_VENV ?= .venv-clients-4
+FRAMEWORKS_VENV ?= .venv-frameworks
 PEER_VENV ?= .venv-peer
 PEER ?= accelerate==1.15.0
 TRACKERS_VENV ?= .venv-trackers
@@ -33,6 +34,7 @@ ENGINE_PROGRAMS := mpirun.openmpi mpirun.mpich munged slurmctld slurmd sbatch ip
 ENGINE_PACKAGES := openmpi-bin mpich munge slurmctld slurmd slurm-client iproute2 pdsh
 CLIENTS_STAMP := $(CLIENTS_VENV)/.installed
 CLIENTS_4_STAMP := $(CLIENTS_4_VENV)/.installed
+FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 PEER_STAMP := $(PEER_VENV)/.installed
 TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
 INSTALL_STAMP := $(INSTALL_VENV)/.installed
@@ -40,7 +42,8 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 # The peer without its dependencies, to run the clients with it in their own environment.
 PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
-.PHONY: help install install-engines engine-programs demo test test-all test-engines test-faults test-clients test-trackers screenshots test-install check \
+.PHONY: help install install-engines engine-programs demo test test-all test-engines test-faults test-clients test-frameworks test-trackers \
+	screenshots test-install check \
 	check-style check-types check-names format bench bench-plan bench-clients gpu-check docs docs-serve clean
 
 help:  ## show this list
@@ -59,8 +62,9 @@ test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is 
 test-all: $(STAMP)  ## run all tests: also those that repeat others with more settings, and those of installed engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
+# Most of these tests wait; all that use a cluster run in one worker.
 test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others; install missing ones (Debian, root)
-	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/engines $(PYTEST_ARGS)
+	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/engines $(PYTEST_ARGS)
 
 test-faults: $(STAMP)  ## kill runs at a hundred random moments, and test all other checkpoint failures
 	KILLS=100 EXITS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --timeout 3600 tests/faults tests/checkpointing \
@@ -72,6 +76,9 @@ test-clients: $(CLIENTS_STAMP) $(CLIENTS_4_STAMP)  ## run transformers, peft, tr
 	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -p no:xdist tests/clients $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(CLIENTS_4_VENV)/bin/python -m pytest -p no:xdist tests/clients/test_trainer.py \
 		tests/clients/test_trainer_layouts.py tests/clients/test_pretrained.py $(PYTEST_ARGS)
+
+test-frameworks: $(FRAMEWORKS_STAMP)  ## run Keras, JAX and tf.data on this package (1.7 GB of packages)
+	OMP_NUM_THREADS=1 $(FRAMEWORKS_VENV)/bin/python -m pytest -p no:xdist tests/clients/test_frameworks.py $(PYTEST_ARGS)
 
 test-trackers: $(TRACKERS_STAMP)  ## log through every tracker's real package, offline, and read it back; launch from a Jupyter kernel
 	TRACKERS_REQUIRED=1 OMP_NUM_THREADS=1 $(TRACKERS_VENV)/bin/python -m pytest -p no:xdist tests/tracking \
@@ -123,7 +130,7 @@ docs-serve: docs  ## serve the site at localhost (DOCS_PORT, 8000)
 	$(DOCS_VENV)/bin/python -m http.server --bind 127.0.0.1 --directory build/site $(DOCS_PORT)
 
 clean:  ## remove the environments and all generated files
-	rm -rf $(VENV) $(PEER_VENV) $(CLIENTS_VENV) $(CLIENTS_4_VENV) $(TRACKERS_VENV) $(INSTALL_VENV) $(DOCS_VENV)
+	rm -rf $(VENV) $(PEER_VENV) $(CLIENTS_VENV) $(CLIENTS_4_VENV) $(FRAMEWORKS_VENV) $(TRACKERS_VENV) $(INSTALL_VENV) $(DOCS_VENV)
 	rm -rf build dist src/*.egg-info runs outputs docs/reference/api
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -169,6 +176,9 @@ $(CLIENTS_STAMP): $(STAMP) tests/clients/requirements.txt
 
 $(CLIENTS_4_STAMP): $(STAMP) tests/clients/requirements-4.txt
 	$(call install_clients,$(CLIENTS_4_VENV),tests/clients/requirements-4.txt)
+
+$(FRAMEWORKS_STAMP): $(STAMP) tests/clients/requirements-frameworks.txt
+	$(call install_clients,$(FRAMEWORKS_VENV),tests/clients/requirements-frameworks.txt)
 
 # The peer has a separate environment, with the same torch.
 $(PEER_STAMP): $(STAMP)

@@ -23,6 +23,7 @@ from .hooks import (
     add_hook_to_module,
     attach_align_device_hook,
 )
+from .placement.align import offloading_hook, restore_offloaded
 from .placement.device_map import check_device_map, check_disk_allowed, check_plan_name, infer_auto_device_map
 from .placement.dispatch import check_complete, dispatch
 from .placement.load import load_checkpoint_in_model
@@ -106,8 +107,7 @@ def cpu_offload(
 
     The default device is that of the first parameter. `state_dict` holds the weights where the model does not.
     """
-    if execution_device is None:
-        execution_device = next(model.parameters()).device
+    execution_device = _take_back(model, execution_device)
     if state_dict is None:
         state_dict = {name: value if value.is_meta else value.to("cpu") for name, value in model.state_dict().items()}
     return _offload_all(model, execution_device, state_dict, offload_buffers, preload_module_classes)
@@ -124,13 +124,26 @@ def disk_offload(
 
     What the folder holds already is used as it is. The default device is that of the first parameter.
     """
-    if execution_device is None:
-        execution_device = next(model.parameters()).device
+    execution_device = _take_back(model, execution_device)
     check_devices({"": execution_device})
     if not os.path.isfile(os.path.join(offload_dir, INDEX_NAME)):
         offload_state_dict(offload_dir, model.state_dict())
-    weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    # Without weights there is no index.
+    index: dict[str, Any] | None = None if os.path.isfile(os.path.join(offload_dir, INDEX_NAME)) else {}
+    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
     return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
+
+
+def _take_back(model: nn.Module, device: Place | None) -> Place:
+    """Restore a model that is offloaded already; returns `device`, by default the one on which it runs."""
+    hooks = [hook for hook in map(offloading_hook, model.modules()) if hook is not None]
+    if hooks:
+        restore_offloaded(model)
+        device = hooks[0].execution_device if device is None else device
+    if device is not None:
+        return device
+    first = next(model.parameters(), next(model.buffers(), None))
+    return "cpu" if first is None else first.device
 
 
 def _offload_all(

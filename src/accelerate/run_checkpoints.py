@@ -27,7 +27,7 @@ from .checkpointing.run_state import RunState, check_custom
 from .checkpointing.saving import save_run
 from .checkpointing.writer import Writer
 from .config.training import ProjectConfiguration
-from .core.errors import CheckpointError, ConfigurationError
+from .core.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from .core.files import user_path
 from .logging import MultiProcessAdapter, get_logger, print_or_log
 from .parallel.base import Strategy
@@ -151,7 +151,7 @@ class RunCheckpoints:
                 if folder.is_file():
                     raise CheckpointError(f"load_state: {folder} is a file: give the folder of a checkpoint")
                 if not folder.is_dir() and not can_restore(folder):
-                    raise CheckpointError(f"load_state: there is no folder {folder}")
+                    raise MissingCheckpointError(f"load_state: there is no folder {folder}")
                 report = load_run(run, folder, process=PartialState(), **options)
         self._apply(report, "loaded", begin)
         if input_dir is None:

@@ -10,7 +10,7 @@ import torch
 
 from . import collectives
 from .config import checks
-from .config.training import DataLoaderConfiguration, DistributedDataParallelKwargs
+from .config.training import DataLoaderConfiguration, DistributedDataParallelKwargs, ProjectConfiguration
 from .core.enums import DistributedType, FP8BackendType
 from .core.objects import forwarded
 from .data_loader.metrics import gather_for_metrics
@@ -34,6 +34,7 @@ class RunInterface(ProcessView):
     precision: Precision
     strategy: Strategy
     dataloader_config: DataLoaderConfiguration
+    project_configuration: ProjectConfiguration
     flag_tensor: torch.Tensor | None
     _objects: RunObjects
 
@@ -294,8 +295,9 @@ class RunInterface(ProcessView):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether `save_model` saves on this run; always True."""
-        return True
+        """Whether this process writes the files of `save_model`, which all processes call."""
+        each_node = self.project_configuration.save_on_each_node
+        return self.state.is_local_main_process if each_node else self.state.is_main_process
 
     @property
     def data_parallel_rank(self) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from rank_pool import on_ranks
@@ -189,3 +190,24 @@ def test_parser_of_launch_options(tmp_path):
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 3\nuse_cpu: true\n"
     )
     assert load_config_from_file(str(file)).num_processes == 3
+
+
+@on_ranks(1, 2, env=on_cpu())
+def test_loops_as_scripts_write_them(tmp_path):
+    """What a run beside accelerate 1.15 has shown to differ."""
+    accelerator = Accelerator(cpu=True)
+    size = accelerator.num_processes
+    # A loss for each process, gathered together with rows of a last batch that is not full.
+    losses = [
+        accelerator.gather_for_metrics((batch[0].mean(), batch[0]))[0] for batch in accelerator.prepare(loader(rows=9))
+    ]
+    assert losses[-1].numel() == 1
+    # A script that may resume catches this.
+    with pytest.raises(ValueError, match="there is no folder"):
+        accelerator.load_state(tmp_path / "none")
+    assert accelerator.should_save_model == accelerator.is_main_process
+    with accelerator.split_between_processes("a prompt") as prompt:
+        assert prompt == "a prompt"
+    for rows in (np.arange(3), range(3), [0, 1, 2], (0, 1, 2)):
+        with accelerator.split_between_processes(rows, apply_padding=True) as part:
+            assert list(part) == ([0, 1, 2] if size == 1 else [[0, 1], [2, 2]][accelerator.process_index])

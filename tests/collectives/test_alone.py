@@ -29,7 +29,10 @@ def test_reduce():
     data = {"a": torch.tensor([1, 2]), "b": [torch.tensor([1.5])]}
     for reduction in ("mean", "sum", "none"):
         found = collectives.reduce(data, reduction)
-        assert found["a"] is data["a"] and found["b"][0] is data["b"][0]
+        assert torch.equal(found["a"], data["a"]) and torch.equal(found["b"][0], data["b"][0])
+        # As from several processes: a change of the result does not reach the argument.
+        found["b"][0].zero_()
+        assert data["b"][0].tolist() == [1.5]
     assert collectives.reduce(torch.tensor([1.5]), scale=2.0).tolist() == [3.0]
     with pytest.raises(TypeError, match="cannot hold a scaled value"):
         collectives.reduce(torch.tensor([1]), scale=2.0)

@@ -53,10 +53,13 @@ def test_every_process_knows_its_place(start, tmp_path):
     assert (folder / "rank_3" / "stdout.log").read_text().startswith("3 4 1 2 1 2")
 
 
-def test_a_failure_is_told_once_and_a_restart_goes_on(start):
+def test_a_failure_is_told_once_and_a_restart_goes_on(start, tmp_path):
+    # No rank fails before both have printed.
+    os.mkfifo(tmp_path / "printed")
     source = """
     import os, time
-    print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
+    print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+    open("printed", "w" if os.environ["RANK"] == "0" else "r").close()
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
         raise SystemExit(7 * int(os.environ["RANK"]))
     if os.environ["RANK"] == "1":

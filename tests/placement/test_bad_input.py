@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes in checkpoints, device maps and folders: an error that names the place, and a model that is as before."""
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from accelerate import (
     cpu_offload,
     disk_offload,
     dispatch_model,
+    init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
+from accelerate.core.errors import CheckpointError
 
 PLACES = {"0": "cpu", "1": "disk", "2": "disk"}
 
@@ -172,3 +176,38 @@ def test_a_new_head_that_is_to_be_on_the_disk(tmp_path):
     expected.load_state_dict(body, strict=False)
     load_checkpoint_and_dispatch(model, tmp_path / "body.safetensors", PLACES, offload_folder=tmp_path / "offload")
     torch.testing.assert_close(model(torch.ones(2, 8)), expected(torch.ones(2, 8)))
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+        self.parts = nn.ModuleDict({"a": nn.ModuleDict({"b": nn.Linear(8, 8)}), "c": nn.ModuleList([nn.Linear(8, 8)])})
+
+    def forward(self, x):
+        twice = self.parts["a"]["b"](self.parts["a"]["b"](x * self.scale))
+        return self.parts["c"][0](twice)
+
+
+@pytest.mark.parametrize("preload", [None, ["ModuleDict"]])
+def test_containers_that_cannot_be_called_are_copied_and_offloaded_again(preload, tmp_path):
+    model, x = Nested(), torch.randn(3, 8)
+    expected = model(x)
+    places = {"scale": "disk", "parts.a": "disk", "parts.c": "cpu"}
+    spread = dispatch_model(copy.deepcopy(model), places, offload_dir=tmp_path / "a", preload_module_classes=preload)
+    for other in (spread, copy.deepcopy(spread), pickle.loads(pickle.dumps(spread))):
+        assert torch.equal(other(x), expected)
+    for again in (cpu_offload, lambda one: disk_offload(one, tmp_path / "b"), cpu_offload):
+        assert torch.equal(again(spread)(x), expected)
+
+
+def test_models_that_cannot_be_placed_are_refused_by_name(tmp_path):
+    with init_empty_weights():
+        empty = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"weight, bias of Linear are on the meta device .*load_checkpoint"):
+        dispatch_model(empty, {"": "cpu"})
+    for wrong in (None, "auto"):
+        with pytest.raises(TypeError, match="not a mapping of names to devices"):
+            dispatch_model(nn.Linear(2, 2), wrong)
+    for offload in (cpu_offload, lambda one: disk_offload(one, tmp_path)):
+        assert torch.equal(offload(nn.ReLU())(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))

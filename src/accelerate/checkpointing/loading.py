@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, MissingCheckpointError
 from ..parallel.prepared import PreparedModel
 from ..runtime.agreement import Agreement, Process
 from .commit import restore
@@ -259,7 +259,7 @@ def load_newest(
         for path, why in report.skipped if process.process_index == 0 else ():
             logger.warning("checkpoint %s was skipped: %s", path, why)
         return report
-    raise CheckpointError(_none_left(directory, passed))
+    raise (CheckpointError if passed else MissingCheckpointError)(_none_left(directory, passed))
 
 
 def _none_left(directory: Path, passed: list[tuple[Path, str]]) -> str:

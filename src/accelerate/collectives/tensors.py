@@ -121,7 +121,7 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
     if not PartialState().use_distributed:
         if scale != 1.0:
             _check_divisible(flat.collect(tensor, "reduce"), "sum")
-        return trees.map_leaves(lambda leaf: leaf if scale == 1.0 else leaf * scale, tensor, strict="reduce")
+        return trees.map_leaves(lambda leaf: leaf.clone() if scale == 1.0 else leaf * scale, tensor, strict="reduce")
     return reduce_nested(tensor, reduction, scale)
 
 

@@ -38,6 +38,10 @@ class CheckpointError(AccelerateError, RuntimeError):
     """A checkpoint could not be written, found, verified or loaded."""
 
 
+class MissingCheckpointError(CheckpointError, ValueError):
+    """There is no checkpoint where one is to be loaded. Scripts that may resume catch the API's ValueError."""
+
+
 def suggestion(word: object, choices: Iterable[object], form: str = " (did you mean {}?)") -> str:
     """The end of a message about a mistyped `word`: the nearest choice in `form`, or nothing where none is near."""
     import difflib

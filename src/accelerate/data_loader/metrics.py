@@ -62,7 +62,8 @@ def _each_once(
         return gathered
     if as_objects:
         return gathered[: loader.remainder]
-    return trees.map_leaves(lambda rows: rows[: loader.remainder], gathered)
+    # One process does not gather, so a 0-d tensor is still one.
+    return trees.map_leaves(lambda rows: rows[: loader.remainder] if rows.ndim else rows, gathered)
 
 
 def _gather(data: Any, as_objects: bool, shards: int | None, group: dist.ProcessGroup | None) -> Any:

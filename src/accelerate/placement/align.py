@@ -13,7 +13,14 @@ from torch import nn
 
 from ..core import devices
 from ..core.trees import find_device, send_to_device
-from .module_hooks import ForwardThreads, ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from .module_hooks import (
+    ForwardThreads,
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    has_forward,
+    remove_hook_from_module,
+)
 from .names import Place, join, owner_of
 from .offload import OffloadedWeightsLoader, PrefixedDataset
 from .sizes import named_module_tensors
@@ -293,7 +300,8 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def _is_preloaded(module: nn.Module, classes: Sequence[str] | None) -> bool:
-    return classes is not None and type(module).__name__ in classes
+    # What cannot be called brings nothing: its submodules do so themselves.
+    return classes is not None and type(module).__name__ in classes and has_forward(module)
 
 
 def attach_execution_device_hook(

@@ -51,8 +51,14 @@ def _ancestors(name: str, start: str) -> list[str]:
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     """Check that `device_map` gives every tensor of the model's state dict a device.
 
-    Raises ValueError with the names of those without one. Keys that fit no submodule are named in a warning.
+    Raises ValueError with the names of those without one, and TypeError for what is no mapping. Keys that fit no
+    submodule are named in a warning.
     """
+    if not isinstance(device_map, Mapping):
+        raise TypeError(
+            f"device_map is {device_map!r}, not a mapping of names to devices: infer_auto_device_map makes one, and "
+            "load_checkpoint_and_dispatch takes 'auto'"
+        )
     missing = [name for name in model.state_dict() if entry_for(name, device_map) is None]
     known = {name for name, _ in model.named_modules()}
     for kind in (model.named_parameters, model.named_buffers):

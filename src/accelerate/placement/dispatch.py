@@ -64,8 +64,19 @@ def dispatch(
         )
     else:
         for place in kinds:
-            model.to(as_device(place))
+            _move(model, as_device(place))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    empty = [name for name, tensor in named_module_tensors(model, recurse=True) if tensor.is_meta]
+    if empty and device.type != "meta":
+        raise CheckpointError(
+            f"{', '.join(empty[:5])} of {type(model).__name__} "
+            f"{'is' if len(empty) == 1 else 'are'} on the meta device and cannot be moved to {device}: load a "
+            "checkpoint first (load_checkpoint_and_dispatch does both)"
+        )
+    model.to(device)
 
 
 def check_complete(model: nn.Module, weights: Mapping[str, torch.Tensor], offload_buffers: bool) -> None:

@@ -155,14 +155,23 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         earlier = present.hooks if type(present) is SequentialHook else (present,)
         hook = SequentialHook(*earlier, hook)
     former: Any = getattr(module, "_old_forward", None) or module.forward
-    module._old_forward = former
+    calls = has_forward(module)
+    if calls:
+        module._old_forward = former
     module = hook.init_hook(module)
     vars(module)["_hf_hook"] = hook
+    if not calls:
+        return module
     # A partial of a function of this file, unlike a closure, can be pickled and copied with the module. What asks for
     # the signature of the forward finds that of the former one.
     wrapped = functools.update_wrapper(functools.partial(_forward_with_hook, module), former)
     module.forward = wrapped
     return module
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called, unlike `nn.ModuleDict`; what torch has instead cannot be pickled."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _forward_with_hook(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

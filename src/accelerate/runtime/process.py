@@ -54,9 +54,10 @@ def part_of(length: int, index: int, count: int) -> tuple[int, int]:
 def split(inputs: object, index: int, count: int, pad: bool, device: torch.device) -> Iterator[Any]:
     """This process's consecutive part of a list, tuple, tensor, dataset or dict of equally long such.
 
-    With `pad` each part is as long as the longest, filled with the last element of the inputs.
+    With `pad` each part is as long as the longest, filled with the last element of the inputs. A string is one value,
+    which every process gets.
     """
-    if count == 1:
+    if count == 1 or isinstance(inputs, str):
         yield inputs
         return
     length = _length(inputs)
@@ -93,6 +94,9 @@ def _cut(inputs: Any, begin: int, end: int, missing: int, device: torch.device) 
         # A `datasets.Dataset`: a selection of rows stays a dataset.
         return inputs.select([*range(begin, end), *[len(inputs) - 1] * missing])
     part = inputs[begin:end]
-    if missing:
-        part = part + type(inputs)([inputs[-1]] * missing)
-    return part
+    if not missing:
+        return part
+    if hasattr(inputs, "__array__"):
+        return inputs[[*range(begin, end), *[len(inputs) - 1] * missing]]
+    filled = [*part, *[inputs[-1]] * missing]
+    return tuple(filled) if isinstance(inputs, tuple) else filled

@@ -166,22 +166,19 @@ class EngineState:
         from deepspeed.utils.tensor_fragment import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
         value = value.detach().to(device=self.engine.device, dtype=torch.float32)
+        set_weights, set_entry = safe_set_full_fp32_param, safe_set_full_optimizer_state
         if hasattr(parameter, "ds_id"):
             # The last rank's partition is padded, which DeepSpeed's functions for full values do not handle.
+            set_weights, set_entry = safe_set_local_fp32_param, safe_set_local_optimizer_state
             size = parameter.ds_tensor.ds_numel
-            start = size * dist.get_rank()
-            partition = value.new_zeros(size)
-            own = value.flatten()[start : start + size]
-            partition[: own.numel()] = own
-            if key is None:
-                safe_set_local_fp32_param(parameter, partition)
-            else:
-                safe_set_local_optimizer_state(parameter, partition, key)
-        elif hasattr(parameter, "_hp_mapping"):
-            if key is None:
-                safe_set_full_fp32_param(parameter, value)
-            else:
-                safe_set_full_optimizer_state(parameter, value, key)
+            own = value.flatten()[size * dist.get_rank() :][:size]
+            value = torch.nn.functional.pad(own, (0, size - own.numel()))
+        elif not hasattr(parameter, "_hp_mapping"):
+            return
+        if key is None:
+            set_weights(parameter, value)
+        else:
+            set_entry(parameter, value, key)
 
 
 def computing_weights(model: Any, plugin: DeepSpeedPlugin) -> dict[str, Any]:

@@ -261,23 +261,17 @@ def measure(model: nn.Module, units: Sequence[Unit], inputs: Mapping[str, object
     spent = [float("inf")] * len(modules)
     now = [0.0] * len(modules)
 
-    def start(place: int) -> Callable[..., None]:
+    def clock(place: int, sign: int) -> Callable[..., None]:
         def hook(*_: object) -> None:
             wait()
-            now[place] -= time.perf_counter()
-
-        return hook
-
-    def stop(place: int) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            wait()
-            now[place] += time.perf_counter()
+            now[place] += sign * time.perf_counter()
 
         return hook
 
     handles = []
     for place, module in enumerate(modules):
-        handles += [module.register_forward_pre_hook(start(place)), module.register_forward_hook(stop(place))]
+        handles.append(module.register_forward_pre_hook(clock(place, -1)))
+        handles.append(module.register_forward_hook(clock(place, 1)))
     try:
         with torch.no_grad(), torch.random.fork_rng():
             for _ in range(rounds):

@@ -144,18 +144,16 @@ def _add(region: RandomRegion, stream: RankStream, drawing: Sequence[nn.Module])
     if not drawing:
         return
 
-    def enter(*_: object) -> None:
-        for module in drawing:
-            if module.training:
-                stream.enter()
-                return
+    def in_training(call: Callable[[], None]) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            for module in drawing:
+                if module.training:
+                    call()
+                    return
 
-    def leave(*_: object) -> None:
-        for module in drawing:
-            if module.training:
-                stream.leave()
-                return
+        return hook
 
+    enter, leave = in_training(stream.enter), in_training(stream.leave)
     if not region.opened:
         region.owner.register_forward_pre_hook(enter)
     for module in region.opened:
