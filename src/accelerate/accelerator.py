@@ -313,7 +313,7 @@ class Accelerator(RunInterface):
     ) -> list[torch.nn.Module]:
         known = [self._prepared_twin(model, evaluation) for model in models]
         bundle = Bundle(
-            models=[model for model, twin in zip(models, known, strict=True) if twin is None],
+            models=[_without_replica(model) for model, twin in zip(models, known, strict=True) if twin is None],
             optimizers=[getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers],
             place=[flag for flag, model, twin in zip(place, models, known, strict=True) if twin is None],
             evaluation=evaluation,
@@ -376,9 +376,10 @@ class Accelerator(RunInterface):
             module = prepared.module
             if module is not model and extract_model_from_parallel(module, keep_torch_compile=False) is not plain:
                 continue
-            if model is plain and not evaluation and prepared.is_outgrown:
+            if not evaluation and prepared.is_outgrown:
                 self._objects.models.remove(prepared)
                 return None
+            prepared.refuse_new_parameters()
             logger.warning(
                 f"{type(plain).__name__} was given to prepare twice: the prepared model is returned, nothing is "
                 "wrapped again"
@@ -1163,6 +1164,13 @@ class Accelerator(RunInterface):
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # A copied model or trainer refers to the same run.
         return self
+
+
+def _without_replica(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside a DDP wrapper, which is wrapped again; any other as it is."""
+    inner = getattr(model, "_orig_mod", model)
+    wrapped = isinstance(inner, torch.nn.parallel.DistributedDataParallel)
+    return extract_model_from_parallel(model, keep_torch_compile=False) if wrapped else model
 
 
 def _repoint(optimizers: list[torch.optim.Optimizer], pairs: Any) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate import Accelerator
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 
 def add_layer(model):
@@ -25,15 +26,16 @@ def train_what_was_frozen(model):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("wrapper", [False, True])
 @pytest.mark.parametrize("change", [add_layer, replace_layer, train_what_was_frozen])
-def test_gradients_of_other_parameters_are_averaged(change):
+def test_gradients_of_other_parameters_are_averaged(change, wrapper):
     run = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64))
     model.requires_grad_(change is not train_what_was_frozen)
     former = run.prepare(model)
     assert run.prepare(model) is run.prepare(former) is former
     change(model)
-    prepared = run.prepare(model)
+    prepared = run.prepare(former if wrapper else model)
     assert isinstance(prepared, DistributedDataParallel) and prepared is not former
     assert run.prepare(model) is prepared and run._models == [prepared]
     inputs = torch.randn(2, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -41,3 +43,13 @@ def test_gradients_of_other_parameters_are_averaged(change):
     found = [parameter.grad for parameter in model.parameters()]
     expected = torch.autograd.grad(sum(model(rows).square().mean() for rows in inputs) / 2, list(model.parameters()))
     torch.testing.assert_close(found, list(expected), rtol=1e-12, atol=1e-12)
+
+
+@on_ranks(2)
+def test_fsdp2_refuses_what_it_would_not_shard():
+    run = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = run.prepare(nn.Sequential(nn.Linear(2, 2, dtype=torch.float64)))
+    assert run.prepare(model) is model
+    add_layer(model)
+    with pytest.raises(ValueError, match=r"adapter\.weight was added or replaced"):
+        run.prepare(model)

@@ -112,6 +112,9 @@ class PreparedModel:
         """Whether other parameters train than those that the model was prepared with, so that it must be again."""
         return False
 
+    def refuse_new_parameters(self) -> None:
+        """Raise PrepareError for parameters added since `prepare` that the layout cannot train; the base class can."""
+
     def is_of(self, module: nn.Module) -> bool:
         """Whether `module` is this model, with or without its wrappers."""
         return module is self.module or module is self.inner

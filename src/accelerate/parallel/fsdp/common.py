@@ -67,12 +67,13 @@ class UnreducedGradients(GradientReducer):
 
     def __init__(self, group: dist.ProcessGroup | None, parameters: Iterable[nn.Parameter] = ()) -> None:
         self.group = group
-        self.parameters: list[nn.Parameter] = [parameter for parameter in parameters if parameter.requires_grad]
+        self.parameters: list[nn.Parameter] = list(parameters)
 
     def communication_volume(self) -> list[CommunicationVolume]:
         """What averaging sends in an optimizer step."""
-        found = buckets(map(local, self.parameters))
-        sent = local_bytes(self.parameters)
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        found = buckets(map(local, trained))
+        sent = local_bytes(trained)
         what = "all-reduce of gradients of unsharded parameters"
         return [CommunicationVolume(what, len(found), sent)] if found else []
 

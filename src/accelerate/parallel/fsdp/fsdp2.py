@@ -73,6 +73,17 @@ class Fsdp2Model(ShardedModel):
         else:
             super().reshard()
 
+    def refuse_new_parameters(self) -> None:
+        """Raise PrepareError for trainable parameters that no unit has: nothing averages their gradients."""
+        known = {id(p) for reducer in self.reducers for p in getattr(reducer, "parameters", ())}
+        for name, parameter in self.inner.named_parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in known:
+                raise PrepareError(
+                    f"{name} was added or replaced after {type(self.inner).__name__} was prepared, and FSDP2 shards a "
+                    "model once. Add adapters and replace layers before prepare, or build the model again, load its "
+                    "state (get_state_dict) and prepare that"
+                )
+
     def window_gradients(self) -> int:
         """Those of FSDP2's units, unsharded, and of all others."""
         return shard_gradients(self.inner)
