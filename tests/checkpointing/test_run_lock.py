@@ -50,7 +50,8 @@ class Other:
 
     def __init__(self, tmp_path, folder, mode="named"):
         script = tmp_path / "other.py"
-        script.write_text(SCRIPT)
+        if not script.exists():  # another one may be reading it
+            script.write_text(SCRIPT)
         self.process = Script(script, folder, mode, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def save(self):

@@ -8,6 +8,7 @@ rank_server.py fresh END PARENT
 from __future__ import annotations
 
 import ast
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -231,8 +232,8 @@ def _main_module(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     module = ModuleType("__main__")
     module.__file__ = path
     sys.modules["__main__"] = module
-    # What the server has imported ends with the interpreter, as what the script itself imports.
-    gc.unfreeze()
+    # At its end the interpreter would collect all that the server has imported, for a second.
+    atexit.register(gc.freeze)
     return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), module.__dict__
 
 
