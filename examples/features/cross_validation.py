@@ -41,7 +41,7 @@ def main() -> None:
         with torch.no_grad():
             batches = [accelerator.gather_for_metrics(model(images).softmax(-1)).cpu() for images, _ in test_loader]
         scores += torch.cat(batches) / FOLDS
-        # The next fold prepares a model of its own.
+        # The next fold prepares its own model.
         model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
 
     print_table(accelerator, ("fold", "trained on", "held out", "loss", "accuracy", ""), *rows)

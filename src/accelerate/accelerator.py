@@ -428,7 +428,7 @@ class Accelerator(RunInterface):
         return prepared
 
     def _measure(self, optimizer: AcceleratedOptimizer) -> None:
-        """Have the steps of an optimizer measured; the first one's are those that a profile counts."""
+        """Have the steps of an optimizer measured; a profile counts the first one's."""
         if self._profile is not None and not self._objects.optimizers:
             self._profile.begin()
             optimizer._after_step.append(self._profile.after_step)

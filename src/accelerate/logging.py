@@ -106,7 +106,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
 
 def print_or_log(logger: MultiProcessAdapter, text: str) -> None:
-    """Tell the user something on the main process, unless the launch is quiet.
+    """Show the user a message on the main process, unless the launch is quiet.
 
     It is a record of level INFO if the script has configured logging, and otherwise a line on stderr.
     """

@@ -61,6 +61,20 @@ def test_explain_shows_origins(tmp_path, capsys, monkeypatch):
     assert "default_config.yaml:" in rows["num_processes"]
 
 
+@pytest.mark.parametrize("name", ["mixed_precision", "mixed-precision", "ACCELERATE_MIXED_PRECISION"])
+def test_explain_shows_only_the_named_options(name, tmp_path, capsys):
+    config.main(["explain", name, "--mixed_precision", "fp16", "num_processes"])
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line]
+    assert shown == ["mixed_precision", "num_processes", "file:"]
+
+
+def test_explain_refuses_an_unknown_name(capsys):
+    with pytest.raises(SystemExit) as end:
+        config.main(["explain", "mixed_precison"])
+    assert end.value.code == 2
+    assert "unknown option 'mixed_precison' (did you mean mixed_precision?)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments", [["defualt"], ["default", "--config_file", "/"], ["update", "--config_file", "/no/such.yaml"]]
 )

@@ -112,7 +112,7 @@ def test_what_the_hub_does_not_give_is_told(name, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("content", "arguments", "told"),
     [
-        (None, [], "holds no config.json"),
+        (None, [], "has no config.json"),
         ("{", [], "cannot be read as JSON"),
         ("[]", [], "holds no keys"),
         ("{}", [], "--library_name"),

@@ -17,7 +17,7 @@ SHELLS = {
     "zsh": "accelerate completion zsh > FOLDER/_accelerate, with a FOLDER of $fpath",
     "fish": "accelerate completion fish > ~/.config/fish/completions/accelerate.fish",
 }
-# Command -> the function of its module that makes its parser, of those that have one.
+# Command -> the function of its module that makes its parser, where there is one.
 PARSERS = {
     "checkpoint": "parser",
     "estimate-memory": "estimate_command_parser",
@@ -27,7 +27,7 @@ PARSERS = {
 
 
 def command_line() -> argparse.ArgumentParser:
-    """One parser with all commands. Only their names are known of those that make their parser as they run."""
+    """One parser with all commands. A command that makes its parser as it runs has only its name."""
     combined = argparse.ArgumentParser(prog="accelerate", add_help=False)
     combined.add_argument("-h", "--help", action="store_true", help="list the commands")
     combined.add_argument("-v", "--version", action="store_true", help="show the version")

@@ -109,7 +109,7 @@ def build(
     if path.is_dir():
         path = path / CONFIG
         if not path.is_file():
-            raise ConfigurationError(f"the folder {name} holds no {CONFIG}")
+            raise ConfigurationError(f"the folder {name} has no {CONFIG}")
     elif not path.is_file():
         if name.startswith((".", "/", "~")) or name.endswith(".json"):
             raise ConfigurationError(f"{name}: there is no such file or folder")
@@ -142,8 +142,8 @@ def _from_hub(name: str, token: str | None) -> Path:
         why = "the Hub cannot be reached and the model is not in the local cache: give a folder or a config.json"
     except errors.EntryNotFoundError:
         why = f"it has no {CONFIG} on the Hub, so that its architecture is not known"
-    except errors.HFValidationError as error:
-        why = f"it is no file or folder here and no id of the Hub: {error}"
+    except errors.HFValidationError:
+        why = "there is no such file or folder, and an id of the Hub is NAME or NAMESPACE/NAME"
     except (errors.HfHubHTTPError, OSError) as error:
         why = f"its {CONFIG} cannot be read from the Hub: {_one_line(error)}"
     raise ConfigurationError(f"model {name}: {why}")

@@ -26,7 +26,7 @@ DESCRIPTION = (
     "What is not given here is taken from variables, then from the configuration file, then from the machine."
 )
 
-# Options of torchrun that have another name here, besides those that are accepted.
+# Options of torchrun that have another name here, besides the accepted ones.
 OF_TORCHRUN = {
     "rdzv_endpoint": "use --main_process_ip and --main_process_port",
     "standalone": "leave it out, a launch on one machine needs no rendezvous",

@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         # A script's own arguments come after it; argparse would hold them against our flags' abbreviations.
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
-        self.color = False  # argparse of Python 3.14 has colours of its own
+        self.color = False  # argparse of Python 3.14 has its own colours
 
     def print_help(self, file: Any = None) -> None:
         """Print the help, with colours on a terminal."""

@@ -184,7 +184,7 @@ class Option(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Options of one subject, in their order: a topic of the help. `usual`: those that the short help shows."""
+    """Options of one subject, in their order: a topic of the help. `usual`: the ones in the short help."""
 
     title: str
     help: str

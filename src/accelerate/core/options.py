@@ -227,7 +227,7 @@ def _strategy(name: str, help: str, **more: Any) -> Option:
 
 STRATEGY = Group(
     "strategy",
-    "How the model is distributed over the processes; each switch has a topic of its own.",
+    "How the model is distributed over the processes; each switch has its own topic.",
     (
         _strategy("fsdp", "Shard with FSDP."),
         _strategy("deepspeed", "Shard with DeepSpeed ZeRO."),

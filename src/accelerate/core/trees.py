@@ -56,7 +56,7 @@ def rebuild_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return fresh
 
 
-def parts(data: Any) -> dict[Any, Any] | None:
+def children(data: Any) -> dict[Any, Any] | None:
     """The values in a container by position, key or field; None for what is no container."""
     if isinstance(data, (list, tuple)):
         return dict(enumerate(data))
@@ -67,8 +67,8 @@ def parts(data: Any) -> dict[Any, Any] | None:
     return None
 
 
-def with_parts(like: Any, values: dict[Any, Any]) -> Any:
-    """A container of the type of `like` with other values, which are in the order of `parts(like)`."""
+def with_children(like: Any, values: dict[Any, Any]) -> Any:
+    """A container of the type of `like` with other values, which are in the order of `children(like)`."""
     if isinstance(like, (list, tuple)):
         return honor_type(like, values.values())
     if isinstance(like, Mapping):
@@ -83,9 +83,9 @@ def map_leaves(func: Callable[[Any], Any], data: Any, is_leaf: Leaf = is_tensor,
     """
     if is_leaf(data):
         return func(data)
-    inner = parts(data)
+    inner = children(data)
     if inner is not None:
-        return with_parts(data, {key: map_leaves(func, value, is_leaf, strict) for key, value in inner.items()})
+        return with_children(data, {key: map_leaves(func, value, is_leaf, strict) for key, value in inner.items()})
     if strict is not None:
         raise TypeError(
             f"{strict} takes tensors, or lists, tuples, mappings and dataclasses of them; it was given a "
@@ -99,7 +99,7 @@ def leaves(data: Any, is_leaf: Leaf = is_tensor) -> Iterator[Any]:
     if is_leaf(data):
         yield data
         return
-    for value in (parts(data) or {}).values():
+    for value in (children(data) or {}).values():
         yield from leaves(value, is_leaf)
 
 
@@ -149,7 +149,7 @@ def send_to_device(
             return tensor.to(device, non_blocking=non_blocking)
         except TypeError:
             return tensor.to(device)
-    inner = parts(tensor)
+    inner = children(tensor)
     if inner is None:
         return tensor
     stay: set[Any] = set()
@@ -159,7 +159,7 @@ def send_to_device(
         key: value if key in stay else send_to_device(value, device, non_blocking, skip_keys)
         for key, value in inner.items()
     }
-    return with_parts(tensor, moved)
+    return with_children(tensor, moved)
 
 
 def find_device(data: Any) -> torch.device | None:
@@ -221,10 +221,10 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     TypeError.
     """
     first = data[0]
-    inner = parts(first)
+    inner = children(first)
     if inner is not None:
-        entries: list[Any] = [parts(entry) for entry in data]
-        return with_parts(first, {key: concatenate([entry[key] for entry in entries], dim) for key in inner})
+        entries: list[Any] = [children(entry) for entry in data]
+        return with_children(first, {key: concatenate([entry[key] for entry in entries], dim) for key in inner})
     if not isinstance(first, torch.Tensor):
         if len(data) == 1:
             return first

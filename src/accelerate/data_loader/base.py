@@ -61,7 +61,7 @@ class DataLoaderStateMixin:
         state = GradientState()
         state._remove_dataloader(self)
         if self._open_passes:
-            # A loop over this loader encloses the one that ended.
+            # A loop over this loader encloses the loop that ended.
             state._add_dataloader(self)
 
 

@@ -69,7 +69,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        # This process's samples, including those that fill the last batch.
+        # This process's samples, including the samples that fill the last batch.
         plan = self.plan()
         return len(plan) * (plan.stride // self.num_processes)
 

@@ -306,7 +306,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @property
     def _has_seeded_sampler(self) -> bool:
-        """Whether the sampler's generator is the one that `prepare` gave it, so that nothing else draws from it."""
+        """Whether the sampler's generator came from `prepare`, so that nothing else draws from it."""
         return self._seeded and getattr(self.get_sampler(), "generator", None) is self.synchronized_generator
 
     def _use_seeded_sampler(self, seeded: bool) -> None:

@@ -123,7 +123,7 @@ class Order:
         self.stateful = stateful
         self.known = known
         self.history: History = History() if history is None else history
-        # The states at the start of the order, and those that were set before later elements were drawn.
+        # The states at the start of the order, and the states that were set before later elements were drawn.
         self.states: States = self._opening()
         self.later: list[tuple[int, States]] = []
         self.unrecorded: bool = False

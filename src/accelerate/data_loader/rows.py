@@ -118,16 +118,16 @@ def _per_column(function: Callable[[list[Any]], Any], batches: list[Any], rows: 
     first = batches[0]
     if all(map(_is_column, batches, rows)):
         return function(batches)
-    inner = trees.parts(first)
+    inner = trees.children(first)
     if inner is None:
         return first
     if isinstance(first, (list, tuple)):
         lengths = [len(batch) for batch in batches]
         if len(set(lengths)) > 1:
             raise _not_joined(f"lists of lengths {', '.join(map(str, lengths))}")
-    entries: list[Any] = [trees.parts(batch) for batch in batches]
+    entries: list[Any] = [trees.children(batch) for batch in batches]
     joined = {key: _per_column(function, [entry[key] for entry in entries], rows) for key in inner}
-    return trees.with_parts(first, joined)
+    return trees.with_children(first, joined)
 
 
 def _columns(batch: Any) -> Any:

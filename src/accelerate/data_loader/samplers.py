@@ -63,7 +63,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """The number of batches, including those that are skipped."""
+        """The number of batches, including the skipped ones."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:

@@ -46,7 +46,7 @@ def map_dataset(
     """Apply a model or a function to each sample of a dataset, and write the results in order, once each.
 
     The dataset is divided into parts of consecutive samples. Each process takes the next part that no process has
-    taken, computes it in batches, and writes it to a file of its own, which appears when it is complete. After a kill,
+    taken, computes it in batches, and writes it to its own file, which appears when it is complete. After a kill,
     call the function again, on any number of processes: it computes the missing parts. Every process must call it.
 
     Args:
@@ -243,7 +243,7 @@ class _Queue:
         return self._add("part", 1) - 1
 
     def count(self, samples: int) -> int:
-        """Add samples to those that are computed; return the sum of all processes."""
+        """Add to the number of computed samples; return the sum of all processes."""
         return self._add("samples", samples)
 
 

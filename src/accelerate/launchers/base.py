@@ -30,7 +30,7 @@ class Launcher:
     """One way to start processes. Subclasses override `processes`, and `attempt` or `run` where theirs differ."""
 
     name = "base"
-    # Options that this launcher does not use, and those that belong to it, whatever the script trains with.
+    # Options that this launcher does not use, and options that belong to it, whatever the script trains with.
     unused: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
     # Whether the processes run on machines whose devices this one cannot count.

@@ -22,7 +22,7 @@ from .spec import LaunchSpec
 _REFRESH = 0.25
 _DELAY = 0.5
 _HEIGHT = 4
-# A smaller terminal has no room for it.
+# A smaller terminal shows no panel.
 _LEAST_LINES, _LEAST_COLUMNS = 12, 40
 # `read` fails at the end of the pipe, which is that of this process, and not if it gets a line.
 _GUARD = r"read -r line || printf '\0337\033[r\0338\033[J' >&2"
@@ -96,7 +96,7 @@ class Panel:
         return _terminal_size()[0]
 
     def fits(self) -> bool:
-        """Whether the terminal has room for it."""
+        """Whether the terminal is large enough for it."""
         columns, lines = _terminal_size()
         return columns >= _LEAST_COLUMNS and lines >= _LEAST_LINES
 
@@ -138,7 +138,7 @@ class Panel:
 
 
 def _start_guard() -> subprocess.Popen[bytes] | None:
-    """A process that gives the lines back when this one is killed; in a session of its own, to outlive its group."""
+    """A process that gives the lines back when this one is killed; in its own session, to outlive its group."""
     command = ["/bin/sh", "-c", _GUARD]
     try:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)

@@ -178,8 +178,8 @@ def size_of(size: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds in the largest fitting unit, as 4:05 or 2:10:00."""
-    whole = max(0, round(seconds))
-    minutes, rest = divmod(whole, 60)
+    total = max(0, round(seconds))
+    minutes, rest = divmod(total, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 

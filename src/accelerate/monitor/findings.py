@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the records of a run say in words: where the time went, which rank was slow, and what to try."""
+"""A summary of the records of a run in words: where the time went, which rank was slow, and what to try."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Series:
         self.values.append(value)
 
     def points(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Steps, times and values; of several values for one step the one that was logged last."""
+        """Steps, times and values; of several values for one step the last logged one."""
         steps, times, values = (np.array(found) for found in (self.steps, self.times, self.values))
         if not np.isnan(steps).any():
             _, last = np.unique(steps[::-1], return_index=True)

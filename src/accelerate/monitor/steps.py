@@ -251,7 +251,7 @@ class RankSteps:
         """Reduce the steps from `start` to `stop` to buckets of `width` steps.
 
         Args:
-            start: the first step. The bucket that it lies in is whole.
+            start: the first step. Its bucket is complete.
             stop: the last step, likewise.
             width: steps of a bucket, a power of 2.
         """

@@ -76,7 +76,7 @@ def refuse_flat_shards(optimizer: torch.optim.Optimizer, layout: str, remedy: st
     scope, name = find_scope(optimizer), type(optimizer).__name__
     if scope is Scope.UNKNOWN:
         warnings.warn(
-            f"{name}: a trial step could not tell whether it updates each element independently. {layout} gives it "
+            f"{name}: a trial step did not show whether it updates each element independently. {layout} gives it "
             f"flat shards of the parameters; if it uses shapes or norms of entire tensors, {remedy}"
         )
     elif scope is not Scope.ELEMENT:

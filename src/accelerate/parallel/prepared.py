@@ -109,7 +109,7 @@ class PreparedModel:
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether other parameters train than those that the model was prepared with, so that it must be again."""
+        """Whether other parameters train than when the model was prepared, so that it must be prepared again."""
         return False
 
     def refuse_new_parameters(self) -> None:

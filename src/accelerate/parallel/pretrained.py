@@ -19,7 +19,7 @@ def require_state_dict(model: torch.nn.Module) -> None:
     """Make a prepared model's `save_pretrained` (transformers, peft) refuse to run without `state_dict`, and use it.
 
     Its default is the module's own state: one pipeline stage, which looks like a complete file, or shards of tensors.
-    A model that transformers has sharded itself, over a mesh of its own, is saved by transformers.
+    A model that transformers has sharded itself, over its own mesh, is saved by transformers.
     """
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     if callable(getattr(type(inner), "save_pretrained", None)) and getattr(inner, "_device_mesh", None) is None:

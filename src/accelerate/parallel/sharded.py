@@ -41,7 +41,7 @@ _REDISTRIBUTE_LOG = "torch.distributed.tensor._redistribute"
 
 
 def _is_about_layout(record: logging.LogRecord) -> bool:
-    """Drop torch's note that a DTensor which two mesh dimensions shard alike is gathered in two messages."""
+    """Drop torch's note that a DTensor which two mesh dimensions shard in the same way is gathered in two messages."""
     return "While redistributing from" not in record.getMessage()
 
 

@@ -199,7 +199,7 @@ class AlignDevicesHook(ModelHook):
         return torch.accelerator.current_stream(device)
 
     def _join(self, module: nn.Module) -> None:
-        """Let this thread's stream use the weights that another thread has brought, perhaps on a stream of its own."""
+        """Let this thread's stream use the weights that another thread has brought, perhaps on its own stream."""
         stream = self._current_stream()
         if stream is None or stream.stream_id == self._brought_on:
             return
@@ -576,7 +576,7 @@ def get_state_dict_from_offload(
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model with all its weights on the CPU, also those that hooks keep elsewhere.
+    """The state dict of a model with all its weights on the CPU, also the ones that hooks keep elsewhere.
 
     Weights on disk are read when they are used, so that the model need not fit in memory.
     """

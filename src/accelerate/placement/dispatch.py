@@ -142,7 +142,7 @@ def check_quantized(model: nn.Module, device: torch.device, training: bool) -> b
 
 
 def _check_trainable(model: nn.Module, places: set[Any], device: torch.device) -> None:
-    # bitsandbytes trains on the CPU too, if the whole run is there.
+    # bitsandbytes trains on the CPU too, if the entire run is there.
     offloaded = places & ({"disk"} if device.type == "cpu" and is_available("bitsandbytes") else {"cpu", "disk"})
     if offloaded:
         raise PrepareError(
@@ -160,7 +160,7 @@ def _check_trainable(model: nn.Module, places: set[Any], device: torch.device) -
 def _is_elsewhere(place: Any, device: torch.device) -> bool:
     if isinstance(place, torch.device):
         return place.type != device.type
-    # A number is the index of an accelerator; on a run on the CPU it says nothing.
+    # A number is the index of an accelerator; on a run on the CPU it has no meaning.
     return isinstance(place, int) and device.type != "cpu" and place != (device.index or 0)
 
 

@@ -17,7 +17,7 @@ import torch
 # folios. madvise(MADV_WILLNEED) brings single pages: half as fast, with twice the CPU time.
 _READ = 1 << 18
 _MAPPED_AT_ONCE = 16  # pages that Linux maps around a fault, if they are in memory
-_SAMPLES = 32  # pages of a tensor that are asked for; the system drops many neighbouring ones at a time
+_SAMPLES = 32  # pages of a tensor that are queried; the system drops many neighbouring ones at a time
 # PAGEMAP_SCAN, Linux 6.7: its number, the size of its argument and the categories of pages.
 _PAGEMAP_SCAN, _SCAN_SIZE = 0xC0606610, 96
 _FILE, _PRESENT, _SWAPPED = 1 << 2, 1 << 3, 1 << 4
@@ -47,7 +47,7 @@ def map_pages(tensor: torch.Tensor) -> None:
 
 
 def are_in_memory(address: int, size: int) -> bool:
-    """Return whether pages all over so many bytes of a mapped file are in memory; False if the system cannot tell."""
+    """Return whether pages all over so many bytes of a mapped file are in memory; False if that is unknown."""
     begin, length = _span(address, size)
     mincore = getattr(_libc(), "mincore", None)
     if mincore is None:
@@ -64,7 +64,7 @@ def are_in_memory(address: int, size: int) -> bool:
 
 
 def is_unwritten(address: int, size: int) -> bool:
-    """Return whether all pages of so many bytes are still those of the mapped file; False if the system cannot tell.
+    """Return whether all pages of so many bytes are still those of the mapped file; False if that is unknown.
 
     A page of a private mapping becomes anonymous memory when it is written to.
     """
@@ -98,7 +98,7 @@ def _libc() -> Any:
     return ctypes.CDLL(None)
 
 
-_opened: tuple[int, int] | None = None  # of this process: a forked child has a map of its own
+_opened: tuple[int, int] | None = None  # of this process: a forked child has its own map
 
 
 def _page_map() -> int | None:

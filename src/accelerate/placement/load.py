@@ -74,7 +74,7 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint (a file, the index of a sharded one, or a folder with either) into `model`, in place.
 
-    With `device_map` each tensor goes where the map says: to a device, or (`"disk"`) stays on disk, and the model may
+    With `device_map` each tensor goes to its entry in it: to a device, or (`"disk"`) stays on disk, and the model may
     be on the meta device. Tensors on disk are read from the checkpoint when they are needed, if it is in safetensors
     files and `dtype` is theirs; otherwise they are copied to `offload_folder`. The folder gets the index of both.
     Without a map the model keeps its devices. No more than one tensor of the checkpoint is in memory besides the
@@ -85,7 +85,7 @@ def load_checkpoint_in_model(
     to disk like weights; `offload_8bit_bnb` quantises what is offloaded from 8-bit layers. With `strict` a key that
     the model does not know, or lacks, is a CheckpointError; without, it is named in the log.
 
-    `full_state_dict=False` says that the checkpoint has the shards of this process, for a sharded model;
+    `full_state_dict=False` means that the checkpoint has the shards of this process, for a sharded model;
     `broadcast_from_rank0` that rank 0 alone reads it and sends it to all (both without a device map).
 
     With `fill_meta` a weight of the model that is on the meta device and not in the checkpoint is a CheckpointError.

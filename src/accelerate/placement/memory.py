@@ -55,7 +55,7 @@ def get_max_memory(max_memory: MutableMapping[int | str, int | str] | None = Non
 
 
 def _is_integrated(kind: str | None, index: int) -> bool:
-    """Whether a device has no memory of its own and uses the main memory."""
+    """Whether a device has no own memory and uses the main memory."""
     return kind == "cuda" and torch.cuda.is_available() and bool(torch.cuda.get_device_properties(index).is_integrated)
 
 

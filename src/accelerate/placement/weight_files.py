@@ -175,8 +175,8 @@ def _file_or_index(checkpoint: str | os.PathLike[str]) -> str:
         path = os.path.join(path, indices[0])
     elif not os.path.isfile(path):
         raise ValueError(
-            "`checkpoint` should be the path to a file containing a whole state dict, or the index of a sharded "
-            f"checkpoint, or a folder containing a sharded checkpoint or the whole state dict, but got {path}."
+            "`checkpoint` should be the path to a file containing a full state dict, or the index of a sharded "
+            f"checkpoint, or a folder containing a sharded checkpoint or the full state dict, but got {path}."
         )
     return path
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a traced stage of a pipeline needs besides fake tensors: the objects that stages send, and values.
 
-Each stage is traced in a process of its own, with the pipeline's own code. Tensors are not sent. The descriptions of
+Each stage is traced in its own process, with the pipeline's own code. Tensors are not sent. The descriptions of
 what passes between stages are, through a file. Where a pipeline looks at values, a trace takes the common answer: all
 ranks have the same inputs, blocks and what follows them compute each sample by itself, and the loss is a mean over
 samples.

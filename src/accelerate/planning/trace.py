@@ -150,7 +150,7 @@ def _received_from_all(children: Mapping[Connection, Any], layout: PlannedLayout
     computed = [max(1, sum(step.work[-1].flops.values())) for step in steps]
     most = max(computed)
     # The busiest stage waits until the first micro-batch has reached it and the last one has left the others: for
-    # stages that compute alike, (stages - 1) / micro-batches, and less with several stages on each rank.
+    # equal stages, (stages - 1) / micro-batches, and less with several stages on each rank.
     waiting = (sum(computed) / most - 1) / (layout.microbatches * layout.stages_per_rank)
     return replace(largest, work=steps[computed.index(most)].work, waiting=waiting)
 

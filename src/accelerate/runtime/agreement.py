@@ -162,7 +162,7 @@ class Round:
             self.store.delete_key(self.key(self.rank, back=2))
 
     def fix(self, outcome: object) -> Any:
-        """Write an outcome. Returns the one that is valid: this one, or one that another rank has written before."""
+        """Write an outcome. Returns the valid one: this one, or an earlier one of another rank."""
         fixed = json.loads(self.store.compare_set(self.key("outcome"), "", json.dumps(outcome)))
         if self.number and self.rank == self.ranks[0] and self.is_complete():
             self.store.delete_key(self.key("outcome", back=1))

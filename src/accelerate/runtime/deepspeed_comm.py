@@ -11,7 +11,7 @@ from ..core.imports import is_available
 
 
 def is_requested() -> bool:
-    """Whether the run uses DeepSpeed, as the launcher's variable or transformers says, and it is installed."""
+    """Whether the run uses DeepSpeed, according to the launcher's variable or transformers, and it is installed."""
     return env.get_flag("ACCELERATE_USE_DEEPSPEED") and is_available("deepspeed")
 
 
@@ -19,7 +19,7 @@ def start(device: torch.device) -> None:
     """Start DeepSpeed's communication.
 
     An engine does this itself. `deepspeed.zero.Init`, in which transformers builds models of ZeRO-3, takes one process
-    for the whole run if it comes before that.
+    for the entire run if it comes before that.
     """
     if device.type == "cpu" and env.get("DS_ACCELERATOR") is None:
         # DeepSpeed chooses its device once, when it is imported.

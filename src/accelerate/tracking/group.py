@@ -79,7 +79,7 @@ class TrackerGroup:
             self.log_with, project_name, self.logging_dir, config, init_kwargs, self.resumed_keys
         )
         if not self.log_with and self.logging_dir is not None:
-            # Not among `trackers`, which are those that the user requested.
+            # Not among `trackers`, which the user requested.
             try:
                 self._local = start_trackers(["local"], str(project_name), self.logging_dir, config)
             except OSError as error:

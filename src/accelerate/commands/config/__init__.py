@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ HELP = """usage: accelerate config [--config_file FILE]           answer questio
        accelerate config default [--config_file FILE] [--mixed_precision no|fp16|bf16|fp8]
                                                         write one that fits this machine, without questions
        accelerate config update [--config_file FILE]    bring an older file up to date
-       accelerate config show [--all] [launch options]  show each effective value and where it comes from: flag,
+       accelerate config show [NAME ...] [--all] [launch options]
+                                                        show each effective value and where it comes from: flag,
                                                         variable, line of the file or default (also: explain);
-                                                        --all: also what nobody has set
+                                                        NAME: only these options; --all: also what nobody has set
 
 The default file is default_config.yaml in $HF_HOME/accelerate, else $XDG_CACHE_HOME/huggingface/accelerate, else
 ~/.cache/huggingface/accelerate."""
@@ -93,13 +95,19 @@ def _update(named: str | None) -> None:
     print(f"accelerate configuration updated at {found.path}")
 
 
-def explain(settings: Settings, everything: bool = False) -> str:
-    """A table of name, value and origin. Without `everything` it leaves out what nobody set and what is off."""
+def explain(settings: Settings, everything: bool = False, names: Sequence[str] = ()) -> str:
+    """A table of name, value and origin. Without `everything` it leaves out what nobody set and what is off.
+
+    Args:
+        settings: of a launch.
+        everything: show all options.
+        names: show these options only, also those that nobody set.
+    """
     rows = []
-    for option in options().values():
+    for option in [options()[name] for name in names] or options().values():
         value = settings[option.name]
         is_used = settings.applies(option) and value not in (None, False, "")
-        if everything or settings.chosen(option.name) or is_used:
+        if everything or names or settings.chosen(option.name) or is_used:
             shown = "(hidden)" if option.name in SECRET and value else str(value)
             rows.append((option.name, shown, settings.origin(option.name)))
     return table(rows)
@@ -110,6 +118,24 @@ def _explain(arguments: list[str]) -> None:
 
     everything = "--all" in arguments
     flags = [item for item in arguments if item != "--all"]
-    settings = settings_of(launch_command_parser().parse_args([*flags, "script.py"]))
-    print(explain(settings, everything))
+    words = []
+    while flags and not flags[0].startswith("-"):
+        words.append(flags.pop(0))
+    args = launch_command_parser().parse_args([*flags, "script.py"])
+    words += [args.training_script, *args.training_script_args][:-1]  # names after the flags
+    names = [_option_name(word) for word in words]
+    settings = settings_of(args)
+    print(explain(settings, everything, names))
     print(f"\nfile: {settings.file.path if settings.file else 'none'}")
+
+
+def _option_name(word: str) -> str:
+    """The name of an option that is given as its name, key in a file, flag or variable."""
+    flag = f"--{word.lstrip('-')}"
+    for option in options().values():
+        if word in (option.name, option.file_key, option.variable) or flag in option.spellings:
+            return option.name
+    raise ConfigurationError(
+        f"unknown option {word!r}{suggestion(word.lstrip('-').replace('-', '_'), options())}. "
+        "Names of options come before flags; `accelerate config show --all` lists them"
+    )

@@ -101,7 +101,7 @@ def derive(descriptions: Sequence[Description]) -> Layout:
         summed = _components(world, (ranks for one in kind for ranks in one.averaged))
         groups: list[Ranks] = []
         for column in sorted(set(columns.values())):
-            # Those that a backward has summed over already; the rest averages ranks at the same place of each.
+            # The ranks that a backward has summed over already; the rest averages ranks at the same place of each.
             pieces: dict[frozenset[int], list[int]] = {}
             for rank in column:
                 pieces.setdefault(reached[rank], []).append(rank)
@@ -114,7 +114,7 @@ def derive(descriptions: Sequence[Description]) -> Layout:
 
 
 def _columns(shards: tuple[Ranks, ...], fsdp: Sequence[frozenset[int]]) -> dict[int, Ranks]:
-    """For each rank those that read the other shards at its place."""
+    """For each rank the ones that read the other shards at its place."""
     if len({len(ranks) for ranks in shards}) > 1:
         raise PrepareError(
             f"the meshes of the model are unrelated: the ranks that would read the same samples are {list(shards)}, "
@@ -308,7 +308,7 @@ def _check_divisors(model: nn.Module) -> None:
 
 
 def _check_dimensions(models: Iterable[nn.Module]) -> None:
-    """Refuse mesh dimensions of which nothing tells whether their ranks read the same samples."""
+    """Refuse mesh dimensions of which it is unknown whether their ranks read the same samples."""
     unknown: dict[Ranks, tuple[str, DeviceMesh, Any]] = {}
     known: set[Ranks] = set()
     for model in models:

@@ -43,7 +43,7 @@ class ReplicatedModel(PreparedModel):
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether DDP reduces other parameters than those that train, or there is no DDP although some do."""
+        """Whether DDP reduces other parameters than the trainable ones, or there is no DDP although some do."""
         if not dist.is_initialized():  # XLA on one process
             return False
         replica = replica_of(self.module)
@@ -217,7 +217,7 @@ def _sent_as(hook: DDPCommunicationHookType) -> int | None:
 
 
 def _expect_backward(replica: DistributedDataParallel, loss: torch.Tensor) -> None:
-    """Make DDP reduce the gradients of a backward that has no forward of its own."""
+    """Make DDP reduce the gradients of a backward without its own forward."""
     if replica._join_config.enable:
         raise PrepareError(
             "join_uneven_inputs: a second backward of one forward. DDP reduces one backward for each forward there: "

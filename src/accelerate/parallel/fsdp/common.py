@@ -49,7 +49,7 @@ def refuse_unshardable(model: torch.nn.Module, layout: str, ignored: Any) -> Non
         if is_quantized_tensor(parameter) and not shards_itself and id(parameter) not in skipped:
             raise PrepareError(
                 f"{name} is a {type(parameter).__name__}, quantized by torchao, which {layout} does not shard. For "
-                "inference use prepare_model(model, evaluation_mode=True), which keeps the whole model on each "
+                "inference use prepare_model(model, evaluation_mode=True), which keeps the full model on each "
                 "process, or a device map; or put its module into ignored_modules"
             )
     for name, module in model.named_modules():

@@ -60,7 +60,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _keep_ties_together(model: nn.Module, units: list[nn.Module], ignored: set[int]) -> list[nn.Module]:
-    """The units, except those that would gather only one end of a tied parameter."""
+    """The units, except the ones that would gather only one end of a tied parameter."""
     while True:
         owners = owning_units(model, units)
         split = next(

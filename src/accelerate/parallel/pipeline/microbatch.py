@@ -298,7 +298,7 @@ class Boundary:
 
 
 class BatchKey(NamedTuple):
-    """Equal for batches that are computed alike: the structure of the inputs, and the modes."""
+    """Equal for batches that are computed in the same way: the structure of the inputs, and the modes."""
 
     structure: Hashable
     training: bool

@@ -77,7 +77,7 @@ class StagePlan:
 def plan_stages(model: nn.Module, options: PipelineParallelConfig, stages: int, device: torch.device) -> StagePlan:
     """Decide how a model is cut into `stages`, on all ranks together. All ranks call it.
 
-    Rank 0 runs the forward on example inputs, or on those that transformers makes for its models, to observe the
+    Rank 0 runs the forward on example inputs, or on the ones that transformers makes for its models, to observe the
     order in which units compute and what they use of each other.
 
     Raises:

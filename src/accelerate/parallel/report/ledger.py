@@ -185,7 +185,7 @@ class Ledger(TorchDispatchMode):
         self._alive[storage._cdata] = again
 
     def label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Give the storages behind tensors a kind; those that no operation has met are counted from now on."""
+        """Give the storages behind tensors a kind; storages that no operation has met are counted from now on."""
         for tensor in tensors:
             local = getattr(tensor, "_local_tensor", tensor)
             self._seen(local, kind)

@@ -136,7 +136,7 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, str]:
             what = next(iter(sorted(_FUSED & children.keys())), "in_proj_weight")
             raise PrepareError(
                 f"no tensor-parallel plan can be inferred for {name or type(parent).__name__}: {what} holds queries, "
-                "keys and values in one matrix. Give a plan, with a layer of its own for each."
+                "keys and values in one matrix. Give a plan, with a separate layer for each."
             )
         plan.update(_plan_of_block(name, children))
     if not plan:
