@@ -73,7 +73,7 @@ class Generation(OtherMachines):
     def __post_init__(self) -> None:
         if len(self.members) > 1:
             # The loss of a machine appears first as a lost connection of the ranks here.
-            self.cause_timeout = MAX_MISSED * BEAT + 3.0
+            self.cause_timeout: float = MAX_MISSED * BEAT + 3.0
         others = [member.number for member in self.members if member.number != self.messenger.member]
         self._presence = Presence(others)
 

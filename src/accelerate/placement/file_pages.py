@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 # The size of a read: a disk serves the next one while this one is copied, and the kernel reads ahead of it in large
-# folios. madvise(MADV_WILLNEED) brings single pages: half as fast, with twice the CPU time.
+# folios. madvise(MADV_WILLNEED) took 155 ms for 201 MB on one disk, such reads 117 ms.
 _READ = 1 << 18
 _MAPPED_AT_ONCE = 16  # pages that Linux maps around a fault, if they are in memory
 _SAMPLES = 32  # pages of a tensor that are queried; the system drops many neighbouring ones at a time

@@ -28,7 +28,7 @@ class KeptUnsharded:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._hook: Any = None
-        self.active = False
+        self.active: bool = False
         for _, group, _ in shard_groups(model):
             kind: Any = type(group)
             group.__class__ = _watched(kind)
