@@ -282,9 +282,8 @@ class NativeReader(CheckpointReader):
             if self._is_same_size:
                 return own
             notes.append(
-                f"saved by {self.manifest.world_size} processes, loaded by {self.processes}: each of the first ranks "
-                "takes its former random states; unfinished gradients, and places in streams of random numbers that "
-                "stages of a pipeline have for themselves, are dropped"
+                f"saved on {self.manifest.world_size} rank(s), loaded on {self.processes}: the first ranks restore "
+                "their random states; unfinished gradients and the random states of pipeline stages are dropped"
             )
         else:
             notes.append(no_generators(self.rank))

@@ -138,14 +138,16 @@ class Summary:
         found = []
         stragglers = {straggler.phase: straggler for straggler in reversed(self.stragglers)}
         for phase, one in stragglers.items():
-            same = sum(other.phase == phase for other in self.stragglers)
-            who = f"rank {one.rank}" + (f" and {same - 1} others" if same > 1 else "")
+            others = sum(other.phase == phase for other in self.stragglers) - 1
+            who = f"Rank {one.rank} loses its time"
+            if others:
+                who = f"Rank {one.rank} and {others} other{'s' if others > 1 else ''} lose their time"
             what = {
                 "data": "its data loader: the storage that it reads from, and the load of its CPU",
                 "other": "what only this rank does between steps: logging, printing, evaluation",
                 "checkpoint": "how fast its storage is",
             }.get(phase, f"the load, clock and temperature of {one.host or 'its machine'}")
-            found.append(f"{who[0].upper()}{who[1:]} loses its time in {WORDS[phase]}: look at {what}.")
+            found.append(f"{who} in {WORDS[phase]}: look at {what}.")
         for phase, share in sorted(self.shares.items(), key=lambda item: -item[1]):
             least, remedy = REMEDIES.get(phase, (2.0, ""))
             if self.stragglers and (phase == "communication" or phase in stragglers):

@@ -83,7 +83,7 @@ def _curves(shown: View, width: int) -> RenderableType:
         "learning_rate": "learning rate",
         "gradient_norm": "gradient norm",
         "throughput": f"{shown.unit}/s",
-        "seconds": "seconds of a step",
+        "seconds": "s/step",
     }
     values = [(title, shown.curves[name]) for name, title in titles.items() if name in shown.curves]
     values += [(name, Curve(logged.mean, logged.low, logged.high)) for name, logged in list(shown.logged.items())[:7]]
