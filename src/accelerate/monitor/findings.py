@@ -141,7 +141,8 @@ class Summary:
             others = sum(other.phase == phase for other in self.stragglers) - 1
             who = f"Rank {one.rank} loses its time"
             if others:
-                who = f"Rank {one.rank} and {others} other{'s' if others > 1 else ''} lose their time"
+                count = "one other rank" if others == 1 else f"{others} other ranks"
+                who = f"Rank {one.rank} and {count} lose their time"
             what = {
                 "data": "its data loader: the storage that it reads from, and the load of its CPU",
                 "other": "what only this rank does between steps: logging, printing, evaluation",
