@@ -329,13 +329,18 @@ class RunCheckpoints:
         """The gradients of an unfinished accumulation window of this process; none where they cannot be had."""
         models = self.objects.models
         gradients = [prepared.accumulated_gradients() for prepared in models]
+        is_open = not self.accumulation.gradient_state.sync_gradients
         if any(found is None and prepared.is_partial for found, prepared in zip(gradients, models, strict=True)):
+            if is_open:
+                logger.warning(
+                    f"{self.strategy.name}: the gradients of the unfinished accumulation window are not in this "
+                    "checkpoint, and a resumed run goes on without them. Save when accelerator.sync_gradients is True."
+                )
             return None
         holders = [
             found or extract_model_from_parallel(prepared.module, keep_torch_compile=False)
             for found, prepared in zip(gradients, models, strict=True)
         ]
-        is_open = not self.accumulation.gradient_state.sync_gradients
         return PendingGradients(holders, lambda: is_open)
 
     def _sharded_state(self, optimizers: list[PreparedOptimizer]) -> ShardedState | None:

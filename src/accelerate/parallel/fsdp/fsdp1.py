@@ -37,6 +37,7 @@ from . import fsdp1_communication, fsdp1_state
 from .common import UnreducedGradients, fill_policy, refuse_unshardable
 from .fsdp1_state import PlainModel
 from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused
+from .fsdp1_window import FlatGradients
 from .fsdp2 import upcast
 from .units import find_modules, owning_units, select_units
 
@@ -110,6 +111,10 @@ class Fsdp1Model(PreparedModel):
             yield
 
     # -- state
+
+    def accumulated_gradients(self) -> FlatGradients:
+        """The gradients of an unfinished window, of units and of other parameters."""
+        return FlatGradients(self.inner, self.usage)
 
     def state_dict(self) -> dict[str, Any]:
         """The full state under the user's names: on the host of rank 0, empty on the other ranks."""

@@ -30,6 +30,7 @@ class _Unit:
     """One flattened unit, and which of its parameters have received a gradient."""
 
     def __init__(self, handle: Any, prefix: str) -> None:
+        self.handle = handle
         self.flat = handle.flat_param
         self.names = [canonical_name(f"{prefix}.{name}" if prefix else name) for name in self.flat._fqns]
         self.keeps_originals: bool = handle._use_orig_params
@@ -41,6 +42,10 @@ class _Unit:
         self.trains = [True] * count
         if self.keeps_originals:
             self.trains = [parameter.requires_grad for parameter in self.flat._params]
+        # The parameters as the optimizer has them, with use_orig_params=True.
+        self.originals: list[nn.Parameter] = []
+        if self.keeps_originals:
+            self.originals = [*self.flat._params, *self.flat._shared_params]
         # The parameters that the next step must not change, with use_orig_params=False.
         self.skipped: list[int] = []
         self._untouched: set[int] = set()
