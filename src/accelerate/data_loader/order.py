@@ -334,7 +334,7 @@ class Order:
         if self.resumes:
             if self.isolates:
                 # Follow the stream again, if the process has the states of the saved run.
-                same = {kind for kind, found in self._followed.items() if checksum(own[kind]) == found}
+                same = {kind for kind, found in self._followed.items() if kind in own and checksum(own[kind]) == found}
                 self._rejoins = same or None
             self._set(self.states)
             return _global(own)
