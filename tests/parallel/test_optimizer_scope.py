@@ -112,7 +112,7 @@ def test_refusals_name_the_optimizer_and_the_remedy() -> None:
     with pytest.raises(PrepareError, match=r"ByAll combines values of all its parameters.*pp_size.*use another"):
         refuse_model_scope(ByAll(matrices()), "pp_size", "use another")
     refuse_model_scope(ByNorm(matrices()), "pp_size", "use another")
-    with pytest.warns(UserWarning, match="OfDevices: a trial step could not tell"):
+    with pytest.warns(UserWarning, match="OfDevices: a trial step did not show"):
         refuse_flat_shards(OfDevices(matrices()), "FSDP1", "set fsdp_version=2")
     informed = ByNorm(matrices())
     informed.supports_sharded_parameters = True  # type: ignore[attr-defined]
