@@ -171,14 +171,17 @@ def find_device(data: Any) -> torch.device | None:
 def find_batch_size(data: Any) -> int | None:
     """The size of dimension 0 of the first tensor in nested `data`.
 
-    Raises ValueError for an empty container and TypeError where there is no tensor in it.
+    Raises ValueError where there is none and the first container is empty, and TypeError for other data without one.
     """
-    if isinstance(data, (list, tuple, Mapping)) and len(data) == 0:
-        raise ValueError(f"Cannot find the batch size from empty {type(data)}.")
     found = first_leaf(data)
-    if found is None:
-        raise TypeError(f"Can only find the batch size of tensors but got {type(data)}.")
-    return int(found.shape[0])
+    if found is not None:
+        return int(found.shape[0])
+    first = data
+    while isinstance(first, (list, tuple, Mapping)):
+        if not first:
+            raise ValueError(f"Cannot find the batch size from empty {type(first)}.")
+        first = next(iter(first.values() if isinstance(first, Mapping) else first))
+    raise TypeError(f"Can only find the batch size of tensors but got {type(data)}.")
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
