@@ -62,9 +62,8 @@ test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is 
 test-all: $(STAMP)  ## run all tests: also those that repeat others with more settings, and those of installed engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-# Most of these tests wait; all that use a cluster run in one worker.
 test-engines: $(ENGINES_STAMP)  ## run scripts through Open MPI, MPICH, Slurm, Ray and others; install missing ones (Debian, root)
-	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup tests/engines $(PYTEST_ARGS)
+	ENGINES_REQUIRED=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/engines $(PYTEST_ARGS)
 
 test-faults: $(STAMP)  ## kill runs at a hundred random moments, and test all other checkpoint failures
 	KILLS=100 EXITS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist --timeout 3600 tests/faults tests/checkpointing \

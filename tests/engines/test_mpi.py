@@ -6,11 +6,10 @@ import subprocess
 import textwrap
 
 import pytest
-from engines import EARLY, LAUNCH, environment, mpi_programs, on_default_port, wait_until_gone
+from engines import EARLY, LAUNCH, environment, mpi_programs, wait_until_gone
 
 from accelerate.launchers.mpi import implementation as implementation_of
 
-pytestmark = on_default_port
 RANK = "rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK'])"
 
 

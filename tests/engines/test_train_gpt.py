@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from engines import LAUNCH, PYTHON, environment, mpi_programs, need_programs, on_default_port, parameters, run, train
+from engines import LAUNCH, PYTHON, environment, mpi_programs, need_programs, parameters, run, train
 
 from accelerate.core.imports import is_available
 
@@ -72,7 +72,6 @@ def test_two_network_namespaces(folder, env, reference, namespaces):
     same(parameters(folder / "namespaces"), reference)
 
 
-@on_default_port
 @pytest.mark.parametrize("implementation", ["openmpi", "mpich"])
 def test_mpirun(folder, env, reference, implementation):
     programs = folder / implementation
@@ -95,7 +94,6 @@ exec sh -c "$*"
 """
 
 
-@on_default_port
 @pytest.mark.skipif(not is_available("deepspeed"), reason="deepspeed is not installed")
 def test_deepspeeds_starter_through_pdsh(folder, env, reference):
     need_programs("pdsh", "pdsh")

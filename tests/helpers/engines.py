@@ -41,9 +41,6 @@ for step in range(4):
     dist.all_reduce(torch.ones(1))
 """
 
-# Launches that take the default port follow each other.
-on_default_port = pytest.mark.xdist_group("default port")
-
 
 def need(found: object, what: str) -> None:
     """Skip a test for want of something; fail it where every engine has to be here (ENGINES_REQUIRED=1)."""
