@@ -25,7 +25,7 @@ FSDP = {
 CHANGES = {
     "another dataset": ({"samples": 40}, r"data loader 0 .*epoch over 24 samples, and this loader has 40"),
     "another sampler": ({"batches": True}, r"data loader 0 .*counts samples of the epoch and this loader batches"),
-    "another model": ({"width": 5}, r"\[4, 4\].*\[5, 4\]"),
+    "another model": ({"width": 5}, r"model 0.*\[4, 4\].*\[5, 4\]"),
     "more groups": ({"groups": 2}, r"optimizer 0 .*1 parameter groups saved, 2 here"),
     "another scheduler": ({"scheduler": "cosine"}, r"scheduler 0 .*saved by StepLR .* this is CosineAnnealingLR"),
     "a list of schedulers": ({"scheduler": "list"}, r"scheduler 0 .*saved by StepLR .* this is SequentialLR"),

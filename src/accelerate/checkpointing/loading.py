@@ -6,9 +6,9 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.errors import CheckpointError, MissingCheckpointError
 from ..core.trees import map_leaves
@@ -84,7 +84,8 @@ class LoadReport:
         return dict(self.progress.get("trackers", {}))
 
 
-class _ObjectState(NamedTuple):
+@dataclass(frozen=True)
+class _ObjectState:
     """An object, and the state that it is to take."""
 
     kind: StateKind
@@ -302,7 +303,7 @@ def _load_objects(plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: 
                     one.check(plan.classes)
         for one in plan.states:
             if one.kind.written is Written.ONCE:
-                before.append(one._replace(state=_present_state(one.item)))
+                before.append(replace(one, state=_present_state(one.item)))
                 plan.notes.extend(one.load(folder))
     except Exception as caught:
         error = caught

@@ -44,7 +44,9 @@ class FlatGradients:
                 raise _mismatch(name, list(saved.shape), list(parameter.shape))
         for number, unit in enumerate(self._units):
             saved = state.get(f"unit {number}")
-            sizes = (unit.flat._unpadded_unsharded_size.numel(), unit.flat._local_shard.numel())
+            # Before the first forward it is the shard itself.
+            shard = getattr(unit.flat, "_local_shard", unit.flat)
+            sizes = (unit.flat._unpadded_unsharded_size.numel(), shard.numel())
             if saved is not None and saved["gradient"].numel() not in sizes:
                 raise _mismatch(", ".join(unit.names[:3]), saved["gradient"].numel(), " or ".join(map(str, sizes)))
 
