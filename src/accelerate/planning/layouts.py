@@ -14,8 +14,7 @@ from ..core.pipeline_schedules import PIPELINE_SCHEDULES
 
 # Layouts without an estimate, and why.
 NOT_ESTIMATED = {
-    "pp+fsdp": "only pipelines of plain and of replicated stages are traced, not of sharded ones (pp+tp neither); "
-    "start it with --parallelism_config_pp_size and read accelerator.explain()",
+    "pp+cp": "a run refuses it: a pipeline divides batches, and cp_size and sp_size divide sequences",
     "ep": "experts are sharded over ranks while transformers loads a model (its distributed_config), not by a launch",
 }
 # The smallest fraction of a model that SIZE_BASED_WRAP makes a unit, for models that do not name their blocks.
