@@ -208,10 +208,14 @@ def _states_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> cont
     return only_with_state(model, optimizer)
 
 
-def _without_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
-    """The names of an optimizer's parameters that the shards in a folder hold no state of."""
+def _names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """The names of an optimizer's parameters."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    names = {canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in stepped}
+    return {canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in stepped}
+
+
+def _without_state(folder: Path, names: set[str]) -> set[str]:
+    """Those of the names of parameters that the shards in a folder hold no optimizer state of."""
     if not (folder / _OPTIONS).exists() and not any(_shard_files(folder)):
         return set()  # no checkpoint: reading reports what is missing
     prefix = _prefix(folder)
@@ -228,7 +232,7 @@ def _optimizer_state(
     An optimizer that has not stepped yet gets its tensors here, so that there is memory to read to.
     """
     flat: dict[str, object] = dict(get_optimizer_state_dict(model, optimizer, options=FLAT))
-    without = _without_state(folder, model, optimizer)
+    without = _without_state(folder, _names_of(model, optimizer))
     tensors = {
         name: value
         for name, value in flat.items()
@@ -267,7 +271,8 @@ def _load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     rank has, and a rank has none of a parameter whose slice is empty.
     """
     state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-    without = _without_state(path, model, optimizer)
+    # A flattened parameter has several names, and `state` has all of them.
+    without = _without_state(path, _names_of(model, optimizer) | set(state["state"]))
     state["state"] = {name: values for name, values in state["state"].items() if name not in without}
     places = [(f"state.{name}", values) for name, values in state["state"].items()]
     places += [(f"param_groups.{group['params'][0]}", group) for group in state["param_groups"] if group["params"]]
