@@ -5,6 +5,6 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))
-import without_compiler  # noqa: E402, F401
+import without_compiler  # noqa: F401
 
 del sys.path[-1]
