@@ -37,6 +37,8 @@ LAYOUTS = ("single", "ddp", "fsdp", "fsdp+ckpt")
 # The fifth: tensor parallelism where the model has a plan for it; the others shard over 2 of 4 ranks.
 FIFTH = {"llama": "tp2", "mixture": "hsdp2x2", "bert": "hsdp2x2", "gpt": "hsdp2x2"}
 
+# Of four ranks: pipelines whose stages are replicated, sharded, or split where the model has a plan for it.
+COMPOSED = ("pp2+dp2", "pp2+fsdp2", "pp2+fsdp2+1f1b", "pp2+fsdp2+ckpt+1f1b", "pp2+tp2", "pp2+tp2+1f1b")
 PIPELINES = ("pp2", "pp2+1f1b", "pp2+looped_bfs", "pp2+interleaved", "pp2+zero_bubble", "pp2+zbv")
 
 
@@ -165,7 +167,8 @@ def main() -> None:
     for kind in given.memory:
         chosen = [(name, 1 if name == "single" else 2) for name in LAYOUTS]
         chosen.append((FIFTH[kind], 4 if FIFTH[kind].startswith("hsdp") else 2))
-        chosen += [*((name, 2) for name in PIPELINES), ("pp2+dp2", 4)]
+        chosen += [(name, 2) for name in PIPELINES]
+        chosen += [(name, 4) for name in COMPOSED if "tp" not in name or FIFTH[kind] == "tp2"]
         chosen = [(name, ranks) for name, ranks in chosen if name in (given.layouts or name)]
         compare_memory(kind, batch, chosen)
     for kind in given.order:

@@ -149,9 +149,9 @@ class ShardedState:
         for index, model in self.models:
             path = model_shards(folder, index)
             saved = model_shapes(path)
-            if is_fsdp1(model):
-                continue  # a rank does not see the shapes of what it has a slice of; `load` compares them
             template = self.templates.get(index)
+            if template is None and is_fsdp1(model):
+                continue  # a rank does not see the shapes of what it has a slice of; `load` compares them
             state = self._model_state(model) if template is None else only_tensors(template.state_dict())
             found = compare_names(saved, state)
             if found and strict:

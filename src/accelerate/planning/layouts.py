@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,7 @@ from ..core.pipeline_schedules import PIPELINE_SCHEDULES
 
 # Layouts without an estimate, and why.
 NOT_ESTIMATED = {
-    "pp+fsdp": "only pipelines of plain and of replicated stages are traced, not of sharded ones (pp+tp neither); "
-    "start it with --parallelism_config_pp_size and read accelerator.explain()",
+    "pp+cp": "a run refuses it: a pipeline divides batches, and cp_size and sp_size divide sequences",
     "ep": "experts are sharded over ranks while transformers loads a model (its distributed_config), not by a launch",
 }
 # The smallest fraction of a model that SIZE_BASED_WRAP makes a unit, for models that do not name their blocks.
@@ -149,12 +148,37 @@ def _pipelines(ranks: int) -> Iterator[PlannedLayout]:
     for size in (2, 4, 8):
         if ranks % size:
             continue
-        replicas = ranks // size
-        sizes = ((("dp_replicate", replicas),) if replicas > 1 else ()) + (("pp", size),)
-        name = f"pp{size}+dp{replicas}" if replicas > 1 else f"pp{size}"
-        for schedule in PIPELINE_SCHEDULES if replicas == 1 else ("gpipe", "1f1b"):
-            suffix = "" if schedule == "gpipe" else f"+{schedule}"
-            yield PlannedLayout(f"{name}{suffix}", ranks, sizes, schedule=schedule)
+        stages, rest = PlannedLayout(f"pp{size}", ranks, (("pp", size),)), ranks // size
+        if rest == 1:
+            yield from _scheduled(stages, PIPELINE_SCHEDULES)
+            continue
+        for stage in _stages(stages, rest):
+            yield from _scheduled(stage, ("gpipe", "1f1b"))
+            if stage.sharded:
+                checkpointed = replace(stage, name=f"{stage.name}+ckpt", checkpointing=True)
+                yield from _scheduled(checkpointed, ("1f1b",))
+
+
+def _scheduled(layout: PlannedLayout, schedules: Iterable[str]) -> Iterator[PlannedLayout]:
+    for schedule in schedules:
+        suffix = "" if schedule == "gpipe" else f"+{schedule}"
+        yield replace(layout, name=f"{layout.name}{suffix}", schedule=schedule)
+
+
+def _stages(pipeline: PlannedLayout, rest: int) -> Iterator[PlannedLayout]:
+    """The pipeline with so many ranks to each stage: replicas, shards, replicas of shards, and split layers."""
+
+    def of(name: str, sharded: bool = False, **sizes: int) -> PlannedLayout:
+        return replace(
+            pipeline, name=f"{pipeline.name}+{name}", sizes=(*sizes.items(), *pipeline.sizes), sharded=sharded
+        )
+
+    yield of(f"dp{rest}", dp_replicate=rest)
+    yield of(f"fsdp{rest}", True, dp_shard=rest)
+    if rest % 2 == 0 and rest > 2:
+        yield of(f"hsdp2x{rest // 2}", True, dp_replicate=2, dp_shard=rest // 2)
+        yield of(f"tp2+fsdp{rest // 2}", True, dp_shard=rest // 2, tp=2)
+    yield of(f"tp{rest}", tp=rest)
 
 
 def _sharded(ranks: int, machines: int) -> Iterator[PlannedLayout]:
