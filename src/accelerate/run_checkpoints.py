@@ -196,7 +196,8 @@ class RunCheckpoints:
         """Notes on optimizer steps that cover another amount of data than those of the run that saved."""
         notes = []
         here = self._step_sizes()
-        then, now = saved.get("accumulation_steps") or here["accumulation_steps"], here["accumulation_steps"]
+        now = here["accumulation_steps"]
+        then = int(saved.get("accumulation_steps") or now)
         if then != now and (done := self.accumulation.step % then):
             # The window goes on: what is left of it counts from its first batch.
             self.accumulation.step = done
@@ -213,11 +214,11 @@ class RunCheckpoints:
             )
         return notes
 
-    def _step_sizes(self) -> dict[str, int | None]:
-        """The batches that are accumulated for an optimizer step, and its samples over all processes, if known."""
+    def _step_sizes(self) -> dict[str, int]:
+        """The batches that are accumulated for an optimizer step, and its samples over all processes; 0 if not known."""
         batches = int(self.accumulation.gradient_state.num_steps)
-        samples = getattr(self.controller.main_loader, "total_batch_size", None)
-        return {"accumulation_steps": batches, "step_samples": None if samples is None else samples * batches}
+        samples = getattr(self.controller.main_loader, "total_batch_size", 0)
+        return {"accumulation_steps": batches, "step_samples": samples * batches}
 
     def _record_damaged(self, report: LoadReport) -> None:
         """Let the next automatically named save rename what the load has skipped. A load itself moves nothing."""
