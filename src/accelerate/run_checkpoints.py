@@ -215,7 +215,7 @@ class RunCheckpoints:
         return notes
 
     def _step_sizes(self) -> dict[str, int]:
-        """The batches that are accumulated for an optimizer step, and its samples over all processes; 0 if not known."""
+        """The batches of an optimizer step, and its samples over all processes; 0 if they are not known."""
         batches = int(self.accumulation.gradient_state.num_steps)
         samples = getattr(self.controller.main_loader, "total_batch_size", 0)
         return {"accumulation_steps": batches, "step_samples": samples * batches}
