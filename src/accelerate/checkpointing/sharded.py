@@ -41,6 +41,7 @@ from .dcp_legacy import PlainPlanner, PlainReader
 from .documents import damage
 from .layout import model_shards, optimizer_shards
 from .matching import CheckpointMismatch, compare_names
+from .ranks import error_text
 from .tensorfile import only_tensors, read_header
 
 _OPTIONS = "options.json"
@@ -114,8 +115,11 @@ class ShardedState:
                 torch.accelerator.synchronize()
 
         def write(folder: Path) -> None:
-            for path, tensors, rest in jobs:
-                write_shards(folder / path, tensors, rest, group, compat)
+            try:
+                for path, tensors, rest in jobs:
+                    write_shards(folder / path, tensors, rest, group, compat)
+            except PeerError:
+                return  # the rank that has failed reports it
             # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
             for path, _, rest in jobs:
                 write_options(folder / path, rest)
@@ -319,12 +323,28 @@ def write_shards(
         writer: dcp.StorageWriter = dcp.FileSystemWriter(str(folder))
     else:
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    dcp.save(
-        state,
-        storage_writer=writer,
-        process_group=group,
-        no_dist=not dist.is_initialized(),
-    )
+    save_entries(state, writer, group)
+
+
+class PeerError(CheckpointError):
+    """Other ranks could not write their shards. No rank has written all of its own."""
+
+
+def save_entries(state: dict[str, object], writer: dcp.StorageWriter, group: dist.ProcessGroup | None = None) -> None:
+    """Write entries with torch's writer. Every rank calls it.
+
+    Raises PeerError where only other ranks have failed. A rank that has failed raises its own error.
+    """
+    distributed = dist.is_initialized()
+    try:
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not distributed)
+    except CheckpointException as error:
+        # torch raises the errors of all ranks on all of them, as a BaseException whose text is their tracebacks.
+        own = error.failures.get(dist.get_rank() if distributed else 0)
+        if own is not None:
+            raise own[0] from None
+        rows = (f"rank {rank}: {error_text(failure[0])}" for rank, failure in error.failures.items())
+        raise PeerError("; ".join(rows)) from None
 
 
 def write_options(folder: Path, rest: Mapping[str, object]) -> None:
