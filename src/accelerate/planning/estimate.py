@@ -84,7 +84,7 @@ def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
             kinds[kind] = 0
     total = sum(kinds.values())
     # Kernels allocate by themselves, and there are gaps between blocks.
-    low, high = memory_interval(layout, total, machine.memory_spread)
+    low, high = memory_interval(step, total, machine.memory_spread)
     first, last = step.work
     seconds = _seconds(last, machine) + (layout.accumulation - 1) * _seconds(first, machine) + extra
     seconds *= machine.time_scale * (1 + step.waiting)
@@ -93,11 +93,9 @@ def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
     return Estimate(layout, Interval(low, high), kinds, times, sent, high <= machine.memory)
 
 
-def memory_interval(layout: PlannedLayout, total: int, spread: float) -> Interval:
-    """The interval of an estimate."""
-    if "tp" in dict(layout.sizes):
-        # How long the tensors of functional collectives live depends on when they are waited for.
-        spread *= 2
+def memory_interval(step: Step, total: int, spread: float) -> Interval:
+    """The interval of an estimate of `total` bytes."""
+    spread += step.uneven
     return Interval(total * (1 - spread), total * (1 + spread))
 
 

@@ -36,6 +36,7 @@ class PlannedLayout:
         offload: shards are in host memory between their uses.
         accumulation: batches of an optimizer step.
         schedule: of a pipeline.
+        loading: size of transformers' `DistributedConfig` -> size, of a model that is sharded while it is loaded.
     """
 
     name: str
@@ -46,6 +47,7 @@ class PlannedLayout:
     offload: bool = False
     accumulation: int = 1
     schedule: str | None = None
+    loading: tuple[tuple[str, int], ...] = ()
 
     @property
     def pipeline_ranks(self) -> int:
@@ -66,7 +68,7 @@ class PlannedLayout:
     @property
     def replicated(self) -> bool:
         """Whether DistributedDataParallel runs it."""
-        return self.ranks > 1 and not self.sizes and not self.sharded
+        return self.ranks > 1 and not self.sizes and not self.sharded and not self.loading
 
     @property
     def sequence_ranks(self) -> int:
@@ -76,7 +78,8 @@ class PlannedLayout:
     @property
     def data_ranks(self) -> int:
         """The ranks, or groups of ranks, that read different samples."""
-        return self.ranks // math.prod(size for name, size in self.sizes if name in ("tp", "cp", "sp", "pp"))
+        shared = [size for name, size in self.sizes if name in ("tp", "cp", "sp", "pp")]
+        return self.ranks // math.prod([*shared, dict(self.loading).get("tp_size", 1)])
 
     def accumulated(self, steps: int) -> PlannedLayout:
         """The same layout with smaller batches."""
@@ -142,6 +145,17 @@ def candidates(ranks: int, machines: int = 1, device: str = "cpu") -> list[Plann
         found.append(PlannedLayout("fsdp+ckpt+offload", ranks, shards, sharded=True, checkpointing=True, offload=True))
     found.append(PlannedLayout(f"tp{ranks}", ranks, (("tp", ranks),)))
     return [*found, *_pipelines(ranks)]
+
+
+def expert_candidates(ranks: int) -> Iterator[PlannedLayout]:
+    """The layouts in which transformers shards the experts of a mixture."""
+    for size in (2, 4, 8, 16, 32, 64):
+        if ranks % size == 0:
+            data = ranks // size
+            yield PlannedLayout(f"ep{size}+fsdp{ranks}", ranks, loading=(("fsdp_size", ranks), ("ep_size", size)))
+            loading = (*((("fsdp_size", data),) if data > 1 else ()), ("tp_size", size), ("ep_size", size))
+            name = f"ep{size}+tp{size}" + (f"+fsdp{data}" if data > 1 else "")
+            yield PlannedLayout(name, ranks, loading=loading)
 
 
 def _pipelines(ranks: int) -> Iterator[PlannedLayout]:
