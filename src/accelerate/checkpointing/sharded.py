@@ -42,6 +42,7 @@ from .dcp_legacy import PlainPlanner, PlainReader
 from .documents import damage
 from .layout import model_shards, optimizer_shards
 from .matching import CheckpointMismatch, compare_names
+from .ranks import error_text
 from .tensorfile import only_tensors, read_header
 
 _OPTIONS = "options.json"
@@ -116,8 +117,11 @@ class ShardedState:
                 torch.accelerator.synchronize()
 
         def write(folder: Path) -> None:
-            for path, tensors, rest in jobs:
-                write_shards(folder / path, tensors, rest, group, compat)
+            try:
+                for path, tensors, rest in jobs:
+                    write_shards(folder / path, tensors, rest, group, compat)
+            except PeerError:
+                return  # the rank that has failed reports it
             # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
             for path, _, rest in jobs:
                 write_options(folder / path, rest)
@@ -149,9 +153,9 @@ class ShardedState:
         for index, model in self.models:
             path = model_shards(folder, index)
             saved = model_shapes(path)
-            if is_fsdp1(model):
-                continue  # a rank does not see the shapes of what it has a slice of; `load` compares them
             template = self.templates.get(index)
+            if template is None and is_fsdp1(model):
+                continue  # a rank does not see the shapes of what it has a slice of; `load` compares them
             state = self._model_state(model) if template is None else only_tensors(template.state_dict())
             found = compare_names(saved, state)
             if found and strict:
@@ -208,10 +212,14 @@ def _states_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> cont
     return only_with_state(model, optimizer)
 
 
-def _without_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
-    """The names of an optimizer's parameters that the shards in a folder hold no state of."""
+def _names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """The names of an optimizer's parameters."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    names = {canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in stepped}
+    return {canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in stepped}
+
+
+def _without_state(folder: Path, names: set[str]) -> set[str]:
+    """Those of the names of parameters that the shards in a folder hold no optimizer state of."""
     if not (folder / _OPTIONS).exists() and not any(_shard_files(folder)):
         return set()  # no checkpoint: reading reports what is missing
     prefix = _prefix(folder)
@@ -228,7 +236,7 @@ def _optimizer_state(
     An optimizer that has not stepped yet gets its tensors here, so that there is memory to read to.
     """
     flat: dict[str, object] = dict(get_optimizer_state_dict(model, optimizer, options=FLAT))
-    without = _without_state(folder, model, optimizer)
+    without = _without_state(folder, _names_of(model, optimizer))
     tensors = {
         name: value
         for name, value in flat.items()
@@ -267,7 +275,8 @@ def _load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     rank has, and a rank has none of a parameter whose slice is empty.
     """
     state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-    without = _without_state(path, model, optimizer)
+    # A flattened parameter has several names, and `state` has all of them.
+    without = _without_state(path, _names_of(model, optimizer) | set(state["state"]))
     state["state"] = {name: values for name, values in state["state"].items() if name not in without}
     places = [(f"state.{name}", values) for name, values in state["state"].items()]
     places += [(f"param_groups.{group['params'][0]}", group) for group in state["param_groups"] if group["params"]]
@@ -312,12 +321,28 @@ def write_shards(
         writer: dcp.StorageWriter = dcp.FileSystemWriter(str(folder))
     else:
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    dcp.save(
-        state,
-        storage_writer=writer,
-        process_group=group,
-        no_dist=not dist.is_initialized(),
-    )
+    save_entries(state, writer, group)
+
+
+class PeerError(CheckpointError):
+    """Other ranks could not write their shards. No rank has written all of its own."""
+
+
+def save_entries(state: dict[str, object], writer: dcp.StorageWriter, group: dist.ProcessGroup | None = None) -> None:
+    """Write entries with torch's writer. Every rank calls it.
+
+    Raises PeerError where only other ranks have failed. A rank that has failed raises its own error.
+    """
+    distributed = dist.is_initialized()
+    try:
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not distributed)
+    except CheckpointException as error:
+        # torch raises the errors of all ranks on all of them, as a BaseException whose text is their tracebacks.
+        own = error.failures.get(dist.get_rank() if distributed else 0)
+        if own is not None:
+            raise own[0] from None
+        rows = (f"rank {rank}: {error_text(failure[0])}" for rank, failure in error.failures.items())
+        raise PeerError("; ".join(rows)) from None
 
 
 def write_options(folder: Path, rest: Mapping[str, object]) -> None:

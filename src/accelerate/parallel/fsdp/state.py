@@ -128,7 +128,7 @@ def load_full_optimizer_state(
     dist.broadcast_object_list(with_state, src=0, device=next(model.parameters()).device)
     if not with_state[1]:
         # torch 2.13 finds the device of the state in it.
-        _load_unsharded_state(optimizer, state)
+        _load_unsharded_state(optimizer, state, groups)
         return
     set_optimizer_state_dict(model, optimizer, named, options=options)
     drop_states(model, optimizer, {name for group in groups for name in group} - with_state[0])
@@ -203,10 +203,21 @@ def check_groups(groups: Sequence[Sequence[object]], saved: Sequence[Mapping[str
         raise CheckpointError(f"the optimizer's groups have {here} parameters, those of the state {there}")
 
 
-def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
+def _load_unsharded_state(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, object], names: Sequence[Sequence[str]] | None = None
+) -> None:
     groups = [group["params"] for group in optimizer.param_groups]
     parameters = [parameter for group in groups for parameter in group]
-    rest, entries = broadcast_state(state, groups, parameters[0].device if parameters else None)
+    rest, entries = broadcast_state(state, names or groups, parameters[0].device if parameters else None)
+    if names is not None and len(parameters) != sum(map(len, names)):
+        # FSDP1 has flattened several parameters of the state to one: only the options of groups can be loaded.
+        if list(entries):
+            raise CheckpointError(f"the state of {type(optimizer).__name__} has no tensors of its parameters' shapes")
+        positions = iter(range(len(parameters)))
+        rest["param_groups"] = [
+            {**saved, "params": [next(positions) for _ in group]}
+            for saved, group in zip(rest["param_groups"], groups, strict=True)
+        ]
     laid_out = {at: lay_out_state(entry, parameters[at], parameters[at]) for at, entry in entries}
     optimizer.load_state_dict({**rest, "state": laid_out})
 
