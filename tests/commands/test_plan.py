@@ -30,6 +30,10 @@ def make(): return Net()
 def branches(): return Net(True)
 def broken(): raise RuntimeError("no such thing")
 def number(): return 3
+def mixture():
+    model = Net()
+    model.ep_plan = {"layers": "grouped_gemm"}
+    return model
 """
 
 SCRIPT = f"""
@@ -77,7 +81,7 @@ def test_a_written_plan_launches_and_calibrates(folder, capsys, monkeypatch):
     parameters = 4 * (64 * 64 + 64)
     (ddp,) = (one for one in found["layouts"] if one["layout"] == "ddp")
     assert ddp["fits"] and ddp["memory_by_kind"]["weights"] == 4 * parameters and ddp["sent_bytes"] == 4 * parameters
-    assert {one["layout"] for one in found["layouts"] if "not_estimated" in one} == {"pp+fsdp", "ep"}
+    assert {one["layout"] for one in found["layouts"] if "not_estimated" in one} == {"pp+cp"}
     assert launch_file.read("plan.yaml").values["num_processes"].value == 2
 
     (folder / "train.py").write_text(SCRIPT)
@@ -120,6 +124,9 @@ WRONG = {
     "plan_net:make --batch 8x64 --layout ddp": "--layout ddp selects what --write writes",
     "plan_net:make --batch 8x64 --write .": "--write='.' is a folder",
     "plan_net:make --batch 8x64 --machine 1x1GB --optimizer lion": "--optimizer 'lion' is unknown",
+    "plan_net:mixture --batch 8x64 --machine 2x1GB --write plan.yaml --layout ep2+fsdp2": (
+        r"no configuration file selects it.*distributed_config=DistributedConfig\(fsdp_size=2, ep_size=2\)"
+    ),
     "./none --batch 8x64 --machine 1x1GB": "there is no such file or folder",
 }
 

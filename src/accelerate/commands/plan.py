@@ -15,6 +15,7 @@ from .parser import Parser, print_error, table
 
 if TYPE_CHECKING:
     from ..planning.estimate import Estimate
+    from ..planning.layouts import PlannedLayout
 
 PRECISIONS = ("no", "bf16", "fp16")
 
@@ -75,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from ..core.errors import suggestion
     from ..core.objects import convert_bytes
-    from ..planning import estimate, layouts, machine, model, report, trace
+    from ..planning import estimate, experts, layouts, machine, model, report, trace
     from .estimate import build
 
     batch = model.parse_batch(args.batch)
@@ -101,7 +102,12 @@ def _run(args: argparse.Namespace) -> int:
         here = replace(here, memory=int(args.memory * machine.GIGA))
     if args.calibrate:
         here = report.calibrate(here, args.calibrate)
+    module = build(args.model, trust_remote_code=args.trust_remote_code)
     chosen = layouts.candidates(here.ranks, here.machines, here.device)
+    if experts.has_experts(module):
+        chosen += layouts.expert_candidates(here.ranks)
+    if args.write and args.layout:
+        _check_writable(layouts.find(args.layout, chosen))
     if args.layouts:
         unknown = [name for name in args.layouts if layouts.find(name, chosen) is None]
         if unknown:
@@ -111,7 +117,6 @@ def _run(args: argparse.Namespace) -> int:
                 + (suggestion(unknown[0], known) or f"; there are {', '.join(known)}")
             )
         chosen = [layout for layout in chosen if layout.name in args.layouts]
-    module = build(args.model, trust_remote_code=args.trust_remote_code)
     training = trace.PlannedTraining(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
     processes = max(1, min(4, (os.cpu_count() or 1) // 2))
     rows = estimate.plan(training, here, chosen, processes)
@@ -130,6 +135,12 @@ def _run(args: argparse.Namespace) -> int:
         if others := [row for row in rows if row.failure is None and not row.fits]:
             print("does not fit:\n" + table(report.table_rows(others), report.HEADERS) + "\n")
         for row in rows:
+            if row.failure is None and row.layout.loading:
+                print(
+                    f"{row.layout.name}: not by a configuration file (--write), but where the model is loaded: "
+                    f"from_pretrained(..., distributed_config={row.layout.distributed_config})"
+                )
+        for row in rows:
             if row.failure is not None:
                 print(f"not estimated: {row.layout.name}: {row.failure}")
     if not any(row.failure is None for row in rows):
@@ -141,16 +152,30 @@ def _run(args: argparse.Namespace) -> int:
             f"figures to {path}",
             file=sys.stderr,
         )
+    elif args.write and fitting:
+        print(
+            f"accelerate plan: {args.write} is not written: a configuration file selects none of the layouts that fit",
+            file=sys.stderr,
+        )
+        return 1
     elif missing := report.shortage(rows, here):
         print(f"accelerate plan: {missing}", file=sys.stderr)
     return 0 if fitting else 1
+
+
+def _check_writable(layout: PlannedLayout | None) -> None:
+    if layout is not None and layout.loading:
+        raise ConfigurationError(
+            f"--layout {layout.name}: no configuration file selects it. Start a script that loads its model with "
+            f"from_pretrained(..., distributed_config={layout.distributed_config}), without a layout of its own"
+        )
 
 
 def _written(args: argparse.Namespace, rows: list[Estimate], fitting: list[Estimate]) -> Estimate | None:
     if args.write is None:
         return None
     if args.layout is None:
-        return fitting[0] if fitting else None
+        return next((row for row in fitting if not row.layout.loading), None)
     found = next((row for row in rows if row.layout.name == args.layout and row.failure is None), None)
     if found is None:
         raise ConfigurationError(f"--layout {args.layout}: the plan has no estimate of it")

@@ -418,12 +418,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         Raises:
             CheckpointError: this loader cannot continue from the position.
         """
-        position = Position.from_dict(state_dict)
-        plan = self.plan()
-        streams = self._source.workers if is_iterable(self.base_dataloader) else None
-        position.check_fits(plan.unit, total_of(plan), streams if self._reads else None)
-        if position.in_epoch:
-            self._check_split(position.place)
+        position = self.check_state_dict(state_dict)
         self._order = None
         self._place = 0
         self._successor = None
@@ -433,6 +428,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._new_order().restore_own(position.own)
         self.set_epoch(position.epoch)
         self._opened = bool((position.own or {}).get("opened"))
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> Position:
+        """Parse a position, and raise CheckpointError where this loader cannot continue from it."""
+        position = Position.from_dict(state_dict)
+        plan = self.plan()
+        streams = self._source.workers if is_iterable(self.base_dataloader) else None
+        position.check_fits(plan.unit, total_of(plan), streams if self._reads else None)
+        if position.in_epoch:
+            self._check_split(position.place)
+        return position
 
     @property
     def _reads(self) -> bool:

@@ -162,12 +162,13 @@ class Position:
         if self.unit != unit:
             raise CheckpointError(
                 f"the state counts {self.unit} of the epoch and this loader {unit}: it was saved with another kind of "
-                "batch sampler. Prepare the loader as in the run that saved it."
+                "batch sampler"
             )
         if self.total is not None and total is not None and self.total != total:
             raise CheckpointError(
                 f"the state was saved in the middle of an epoch over {self.total} {unit}, and this loader has "
-                f"{total}: with another dataset or sampler the rest of that epoch is not defined"
+                f"{total}: with another dataset or sampler the rest of that epoch is not defined. Use the former "
+                "ones, or load a checkpoint that was saved between two epochs"
             )
         if workers is not None and self.place.workers is not None and len(self.place.workers) != workers:
             raise CheckpointError(
