@@ -131,6 +131,9 @@ WRONG = {
     "plan_net:make --batch 8x64 --machine 8x1GB --layouts fdsp": "did you mean fsdp",
     "plan_net:make --batch 8x64 --machine 8x1GB --calibrate none.json": "--calibrate none.json: it cannot be read",
     "plan_net:make --batch 8x64 --link 3": "give --machine too",
+    "plan_net:make --batch 8x64 --memory -1": "--memory -1.0: give a number above 0",
+    "plan_net:make --batch 8x64 --layout ddp": "--layout ddp selects what --write writes",
+    "plan_net:make --batch 8x64 --write .": "--write='.' is a folder",
     "plan_net:make --batch 8x64 --machine 1x1GB --optimizer lion": "--optimizer 'lion' is unknown",
     "plan_net:mixture --batch 8x64 --machine 2x1GB --write plan.yaml --layout ep2+fsdp2": (
         r"no configuration file selects it.*distributed_config=DistributedConfig\(fsdp_size=2, ep_size=2\)"

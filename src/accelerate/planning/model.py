@@ -80,7 +80,7 @@ def from_function(text: str) -> nn.Module:
     except Exception as error:
         raise ConfigurationError(f"{text}() fails on the meta device: {_where(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"{text}() returns a {type(model).__name__}: it must return a torch.nn.Module")
+        raise ConfigurationError(f"{text}() returns {type(model).__name__}: it must return a torch.nn.Module")
     return model
 
 
