@@ -108,7 +108,7 @@ def test_peak_is_what_the_allocator_counts(name, nproc, ranks):
     variables = trace.launch_variables(plan.configuration(layout))
     found = max(ranks(nproc).run(measured, variables, BATCH.of_rank(layout)))
     step = traced(name, nproc)
-    low, high = memory_interval(layout, step.total, CPU_MEMORY_SPREAD)
+    low, high = memory_interval(step, step.total, CPU_MEMORY_SPREAD)
     assert low <= found <= high
     assert (high - low) / (high + low) <= 0.1
 

@@ -34,8 +34,7 @@ from ..core.devices import kind_of
 from ..core.errors import CheckpointError
 from ..core.files import read_regular, require_regular
 from ..core.torch_files import READ_ERRORS
-from ..parallel.fsdp.state import drop_states, is_fsdp1, optimizer_state, unwrapped
-from ..parallel.materialize import canonical_name
+from ..parallel.fsdp.state import drop_states, is_fsdp1, named_groups, optimizer_state, parameter_names, unwrapped
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from .codec import TensorSink, decode, encode, memory_of
 from .dcp_legacy import PlainPlanner, PlainReader
@@ -99,8 +98,7 @@ class ShardedState:
         ]
         for index, model, optimizer in self.optimizers:
             _check_by_tensor(optimizer)
-            with _states_of(model, optimizer):
-                flat = optimizer_state(model, optimizer, FLAT)
+            flat = optimizer_state(model, optimizer, FLAT)
             tensors = only_tensors(flat)
             rest: dict[str, Any] = {name: value for name, value in flat.items() if name not in tensors}
             rest = _of_all_ranks(rest) if self.templates else rest
@@ -203,29 +201,17 @@ def _check_by_tensor(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _states_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
-    if not is_fsdp1(model):
-        return contextlib.nullcontext()
-    # Imported here: a future torch may not have FSDP1.
-    from ..parallel.fsdp.fsdp1_state import only_with_state
-
-    return only_with_state(model, optimizer)
-
-
-def _names_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
-    """The names of an optimizer's parameters."""
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return {canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in stepped}
-
-
-def _without_state(folder: Path, names: set[str]) -> set[str]:
-    """Those of the names of parameters that the shards in a folder hold no optimizer state of."""
+def _without_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
+    """The plain names of an optimizer's parameters that the shards in a folder hold no state of."""
+    known = parameter_names(model)
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = {name for parameter in stepped for name in known.get(id(parameter), ())}
     if not (folder / _OPTIONS).exists() and not any(_shard_files(folder)):
         return set()  # no checkpoint: reading reports what is missing
     prefix = _prefix(folder)
     saved = [name.removeprefix(prefix) for name in shard_entries(folder)]
-    found = {_owner_of(name, names) for name in saved}
-    return names - found
+    saved += [name for name in read_options(folder) if name.startswith("state.")]
+    return names - {_owner_of(name, names) for name in saved}
 
 
 def _optimizer_state(
@@ -236,7 +222,7 @@ def _optimizer_state(
     An optimizer that has not stepped yet gets its tensors here, so that there is memory to read to.
     """
     flat: dict[str, object] = dict(get_optimizer_state_dict(model, optimizer, options=FLAT))
-    without = _without_state(folder, _names_of(model, optimizer))
+    without = _without_state(folder, model, optimizer)
     tensors = {
         name: value
         for name, value in flat.items()
@@ -274,24 +260,40 @@ def _load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     torch 2.13 does not load its own flattened form there: it takes the names of the entries from the state that this
     rank has, and a rank has none of a parameter whose slice is empty.
     """
-    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-    # A flattened parameter has several names, and `state` has all of them.
-    without = _without_state(path, _names_of(model, optimizer) | set(state["state"]))
-    state["state"] = {name: values for name, values in state["state"].items() if name not in without}
-    places = [(f"state.{name}", values) for name, values in state["state"].items()]
-    places += [(f"param_groups.{group['params'][0]}", group) for group in state["param_groups"] if group["params"]]
-    tensors = {
-        f"{name}.{key}": value
-        for name, values in places
-        for key, value in values.items()
-        if isinstance(value, torch.Tensor)
-    }
-    read_shards(path, tensors, strict)
-    read = {**read_options(path), **tensors}
+    without = _without_state(path, model, optimizer)
+    groups = named_groups(model, optimizer)
+    places = [(f"param_groups.{group['params'][0]}", group) for group in groups if group["params"]]
+    entries: dict[str, Any] = {}
+    before = dict(optimizer.state)
+    optimizer.state.clear()
+    try:
+        if not without.issuperset(name for group in groups for name in group["params"]):
+            # torch makes a state of each parameter where there are no gradients; those of the checkpoint come later.
+            optimizer.zero_grad()
+            state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+            entries = {name: values for name, values in state["state"].items() if name not in without}
+            places += [(f"state.{name}", values) for name, values in entries.items()]
+        tensors = {
+            f"{name}.{key}": value
+            for name, values in places
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+        read_shards(path, tensors, strict)
+        read = {**read_options(path), **tensors}
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(before)
+        raise
     for name, values in places:
         values.update({key: read[f"{name}.{key}"] for key in values if f"{name}.{key}" in read})
-    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
-    drop_states(model, optimizer, without)
+    if entries:
+        found: dict[str, Any] = {"state": entries, "param_groups": groups}
+        set_optimizer_state_dict(model, optimizer, found, options=StateDictOptions(strict=False))
+        drop_states(model, optimizer, without)
+        return
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 def _model_of(index: int, optimizer: PreparedOptimizer) -> torch.nn.Module:

@@ -11,6 +11,7 @@ from ..config import launch_file
 from ..config.launch_settings import Settings, given, resolve_settings
 from ..core import env
 from ..core.errors import ConfigurationError, LaunchError
+from ..core.files import check_writable
 from ..core.options import GROUPS
 from ..launchers import capacity
 from ..launchers.base import Launcher
@@ -147,6 +148,13 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         warnings = [str(error)]
     for line in warnings if settings["dry_run"] or not settings["quiet"] else ():
         print(f"accelerate launch: warning: {line}", file=sys.stderr)
+    try:
+        if spec.log_dir and launcher.uses_this_machine:
+            check_writable(spec.log_dir, "log_dir", folder=True)
+        if spec.error_file and launcher.uses_this_machine:
+            check_writable(spec.error_file, "error_file")
+    except ConfigurationError as error:
+        raise ConfigurationError(settings.located(str(error))) from None
     if settings["dry_run"]:
         print(launcher.dry_run())
         return

@@ -62,7 +62,9 @@ def coloured_help(text: str) -> str:
 
 
 def print_error(command: str, message: object) -> None:
-    """Print an error on stderr."""
+    """Print an error on stderr. For an OSError of a file this is its name and the reason."""
+    if isinstance(message, OSError) and message.filename is not None:
+        message = f"{message.filename} cannot be read or written: {message.strerror}"
     error = "\x1b[31merror:\x1b[0m" if has_colour(sys.stderr) else "error:"
     print(f"{command}: {error} {message}", file=sys.stderr)
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from ..core.pipeline_schedules import PIPELINE_SCHEDULES
 
-# Layouts without an estimate, and why.
-NOT_ESTIMATED = {
-    "pp+cp": "a run refuses it: a pipeline divides batches, and cp_size and sp_size divide sequences",
-    "ep": "experts are sharded over ranks while transformers loads a model (its distributed_config), not by a launch",
+# Layouts without an estimate, and why; those of models with experts.
+NOT_ESTIMATED = {"pp+cp": "a run refuses it: a pipeline divides batches, and cp_size and sp_size divide sequences"}
+NOT_ESTIMATED_EXPERTS = {
+    "ep+pp": "a run refuses it: experts are sharded while the model is loaded, and a pipeline takes the plain model"
 }
 # The smallest fraction of a model that SIZE_BASED_WRAP makes a unit, for models that do not name their blocks.
 _UNIT = 1 / 32
@@ -36,6 +36,7 @@ class PlannedLayout:
         offload: shards are in host memory between their uses.
         accumulation: batches of an optimizer step.
         schedule: of a pipeline.
+        loading: size of transformers' `DistributedConfig` -> size, of a model that is sharded while it is loaded.
     """
 
     name: str
@@ -46,6 +47,7 @@ class PlannedLayout:
     offload: bool = False
     accumulation: int = 1
     schedule: str | None = None
+    loading: tuple[tuple[str, int], ...] = ()
 
     @property
     def pipeline_ranks(self) -> int:
@@ -66,7 +68,7 @@ class PlannedLayout:
     @property
     def replicated(self) -> bool:
         """Whether DistributedDataParallel runs it."""
-        return self.ranks > 1 and not self.sizes and not self.sharded
+        return self.ranks > 1 and not self.sizes and not self.sharded and not self.loading
 
     @property
     def sequence_ranks(self) -> int:
@@ -76,7 +78,15 @@ class PlannedLayout:
     @property
     def data_ranks(self) -> int:
         """The ranks, or groups of ranks, that read different samples."""
-        return self.ranks // math.prod(size for name, size in self.sizes if name in ("tp", "cp", "sp", "pp"))
+        shared = [size for name, size in self.sizes if name in ("tp", "cp", "sp", "pp")]
+        return self.ranks // math.prod([*shared, dict(self.loading).get("tp_size", 1)])
+
+    @property
+    def distributed_config(self) -> str | None:
+        """The argument of `from_pretrained` that selects the layout; None if a configuration file does."""
+        if not self.loading:
+            return None
+        return f"DistributedConfig({', '.join(f'{name}={size}' for name, size in self.loading)})"
 
     def accumulated(self, steps: int) -> PlannedLayout:
         """The same layout with smaller batches."""
@@ -142,6 +152,20 @@ def candidates(ranks: int, machines: int = 1, device: str = "cpu") -> list[Plann
         found.append(PlannedLayout("fsdp+ckpt+offload", ranks, shards, sharded=True, checkpointing=True, offload=True))
     found.append(PlannedLayout(f"tp{ranks}", ranks, (("tp", ranks),)))
     return [*found, *_pipelines(ranks)]
+
+
+def expert_candidates(ranks: int) -> Iterator[PlannedLayout]:
+    """The layouts in which transformers shards the experts of a mixture."""
+    for size in (2, 4, 8):
+        if ranks % size:
+            continue
+        replicas = ranks // size
+        yield PlannedLayout(f"ep{size}+fsdp{ranks}", ranks, loading=(("fsdp_size", ranks), ("ep_size", size)))
+        name, loading = f"ep{size}+tp{size}", (("tp_size", size), ("ep_size", size))
+        if replicas == 1:
+            yield PlannedLayout(name, ranks, loading=loading)
+        else:
+            yield PlannedLayout(f"{name}+fsdp{replicas}", ranks, loading=(("fsdp_size", replicas), *loading))
 
 
 def _pipelines(ranks: int) -> Iterator[PlannedLayout]:
