@@ -228,7 +228,8 @@ class PartialState:
         """Decorator: run the function on the process of this index only; a single process runs it for any index."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
-        return process.only_if(lambda: not self.use_distributed or self.process_index == (process_index or 0), function)
+        index = process_index or 0
+        return process.only_if(lambda: not self.use_distributed or self.process_index == index, function)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
