@@ -14,7 +14,6 @@ import torch
 from .config import checks
 from .config.base import KwargsHandler
 from .config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from .config.fsdp import FullyShardedDataParallelPlugin
 from .config.precision import AutocastKwargs, GradScalerKwargs, MasterWeightsKwargs
 from .config.training import (
     DistributedDataParallelKwargs,
