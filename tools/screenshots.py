@@ -17,14 +17,14 @@ from planted_runs import planted_run  # noqa: E402
 from accelerate.commands import report  # noqa: E402
 
 DESKTOP, PHONE = (1280, 1600), (390, 1200)
-# Pages of the site, with their anchors, and the size of the window.
+# Pages of the site, and the size of the window.
 PAGES = {
     "docs/index.html": DESKTOP,
     "docs/first_training.html": DESKTOP,
     "docs/comparison.html": DESKTOP,
     "docs/parallelism.html": DESKTOP,
     "docs/reference/api/accelerator.html": DESKTOP,
-    "docs/launch.html#engines": PHONE,
+    "docs/launch.html": PHONE,
 }
 
 
@@ -32,13 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the pictures. Returns 1 if a page has errors, or is wider than its window, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder for the pictures")
-    parser.add_argument(
-        "--site", type=Path, default=PROJECT / "build" / "site", help="the site that `make docs` built"
-    )
+    parser.add_argument("--site", type=Path, default=PROJECT / "build" / "site", help="the built site")
     options = parser.parse_args(arguments)
     if find() is None:
         parser.error("no Chromium is installed (Debian: apt-get install chromium)")
-    if absent := [page for page in PAGES if not (options.site / page.partition("#")[0]).is_file()]:
+    if absent := [page for page in PAGES if not (options.site / page).is_file()]:
         parser.error(f"{options.site} has no {absent[0]}: run `make docs`")
     options.folder.mkdir(parents=True, exist_ok=True)
     failed = False
@@ -47,15 +45,13 @@ def main(arguments: list[str] | None = None) -> int:
         report.main([str(run), "-o", str(page)])
         targets = [("report", page.as_uri(), DESKTOP), ("report-phone", page.as_uri(), PHONE)]
         for name, size in PAGES.items():
-            path, _, anchor = name.partition("#")
-            short = f"site-{Path(path).stem}" + "-phone" * (size == PHONE)
-            targets.append((short, (options.site.resolve() / path).as_uri() + f"#{anchor}" * bool(anchor), size))
+            short = f"site-{Path(name).stem}" + "-phone" * (size == PHONE)
+            targets.append((short, (options.site.resolve() / name).as_uri(), size))
         for name, url, size in targets:
             for scheme in ("light", "dark"):
                 browser.errors.clear()
                 browser.dark(scheme == "dark")
                 browser.size(*size, mobile=size == PHONE)
-                # A blank page between: an address that differs from the last one in nothing is not loaded again.
                 browser.open("about:blank")
                 browser.open(url)
                 browser.wait(f"location.href === {url!r} && document.readyState === 'complete'")
