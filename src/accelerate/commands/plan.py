@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from typing import TYPE_CHECKING
 
 from ..core.errors import ConfigurationError
+from ..core.files import check_writable
 from .parser import Parser, print_error, table
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ def plan_command_parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--batch", required=True, metavar="SHAPE",
-        help="BatchShape of one optimizer step on all ranks: samples x tokens, as 32x512, or 32x3x224x224:float32.",
+        help="Batch of one optimizer step on all ranks: samples x tokens, as 32x512, or 32x3x224x224:float32.",
     )  # fmt: skip
     made.add_argument("--mixed_precision", choices=PRECISIONS, default="no", help="Precision of the run.")
     made.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, momentum, adagrad or rmsprop.")
@@ -80,17 +82,23 @@ def _run(args: argparse.Namespace) -> int:
     batch = model.parse_batch(args.batch)
     if args.optimizer not in trace.OPTIMIZERS:
         raise ConfigurationError(f"--optimizer {args.optimizer!r} is unknown: one of {', '.join(trace.OPTIMIZERS)}")
-    if args.ranks is not None and (args.ranks < 1 or args.machine):
-        raise ConfigurationError(
-            f"--ranks {args.ranks}: give a positive number, and only for this machine (--machine has its own)"
-        )
+    for name in ("ranks", "tflops", "link", "between", "memory"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigurationError(f"--{name} {value}: give a number above 0")
+    if args.ranks is not None and args.machine:
+        raise ConfigurationError(f"--ranks {args.ranks} is for this machine: --machine gives its own number")
     if args.machine:
         here = machine.describe(args.machine, args.link, args.tflops, args.between)
     elif args.link or args.tflops or args.between:
         raise ConfigurationError("--link, --tflops and --between describe a machine: give --machine too")
     else:
         here = machine.found(args.ranks)
-    if args.memory:
+    if args.layout is not None and args.write is None:
+        raise ConfigurationError(f"--layout {args.layout} selects what --write writes: give --write FILE too")
+    if args.write is not None:
+        check_writable(args.write, "--write")
+    if args.memory is not None:
         here = replace(here, memory=int(args.memory * machine.GIGA))
     if args.calibrate:
         here = report.calibrate(here, args.calibrate)
@@ -105,8 +113,8 @@ def _run(args: argparse.Namespace) -> int:
         if unknown:
             known = [layout.name for layout in chosen]
             raise ConfigurationError(
-                f"--layouts {unknown[0]}: {here.ranks} ranks have no such layout"
-                + (suggestion(unknown[0], known) or f"; they have {', '.join(known)}")
+                f"--layouts {unknown[0]}: no such layout on {here.ranks} rank{'s' * (here.ranks > 1)}"
+                + (suggestion(unknown[0], known) or f"; there are {', '.join(known)}")
             )
         chosen = [layout for layout in chosen if layout.name in args.layouts]
     training = trace.PlannedTraining(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
@@ -118,9 +126,9 @@ def _run(args: argparse.Namespace) -> int:
         print(report.to_json(rows, training, here))
     else:
         print(
-            f"{type(module).__name__}, {model.count(module):,} parameters, batch {batch}, {args.mixed_precision} "
-            f"precision, {args.optimizer}\n{here.ranks} x {here.device}, {convert_bytes(here.memory)} each "
-            f"({here.origin})\n"
+            f"{type(module).__name__}, {model.count(module):,} parameters, batch {batch}, mixed precision "
+            f"{args.mixed_precision}, {args.optimizer}\n"
+            f"{here.ranks} x {here.device}, {convert_bytes(here.memory)} each ({here.origin})\n"
         )
         if fitting:
             print("fits, fastest first:\n" + table(report.table_rows(fitting), report.HEADERS) + "\n")
