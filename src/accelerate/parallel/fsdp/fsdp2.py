@@ -31,6 +31,7 @@ from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
 from .common import UnreducedGradients, fill_policy, refuse_unshardable
+from .copies import make_copyable
 from .double_backward import KeptUnsharded
 from .units import find_modules, select_units, units_of_rare_dtypes
 
@@ -66,10 +67,9 @@ class Fsdp2Model(ShardedModel):
                 unit.set_requires_gradient_sync(before)
 
     def reshard(self) -> None:
-        """Reshard all FSDP2 units; the next backward needs them unsharded if it is one of a gradient."""
-        if self.kept is not None and self.kept.active:
-            self.kept.end()
-            self.kept.start()
+        """Reshard all FSDP2 units."""
+        if self.kept is not None:
+            self.kept.reshard()
         else:
             super().reshard()
 
@@ -121,8 +121,7 @@ class FullyShardedDataParallel(ShardedStrategy):
             _, averages = find_layout([model])
             self.cast_parameters(model)
             prepared.reducers = reducers_of(model, averages, self.gradient_group)
-            prepared.kept = KeptUnsharded(model)
-            return prepared
+            return self._watched(prepared)
         refuse_unshardable(model, self.name, self.plugin.ignored_modules)
         self._refuse_shared(model)
         split = None
@@ -132,7 +131,11 @@ class FullyShardedDataParallel(ShardedStrategy):
         self.cast_parameters(model)
         rest = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
         prepared.reducers.append(UnreducedGradients(self.gradient_group, rest))
-        prepared.kept = KeptUnsharded(model)
+        return self._watched(prepared)
+
+    def _watched(self, prepared: Fsdp2Model) -> Fsdp2Model:
+        prepared.kept = KeptUnsharded(prepared.inner)
+        make_copyable(prepared.inner)
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
