@@ -22,7 +22,7 @@ from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from .. import materialize
 from ..base import Bundle
-from ..fsdp.copies import make_copyable
+from ..fsdp.copies import support_averages
 from ..fsdp.fsdp2 import Fsdp2Model
 from ..prepared import CommunicationVolume, PreparedModel
 from ..report import communication
@@ -122,7 +122,7 @@ class Adopted(ShardedStrategy):
         _sum_once(model)
         prepared = self.as_prepared(model)
         prepared.reducers = reducers_of(model, self._averages, self.data_group)
-        make_copyable(model)
+        support_averages(model)
         return prepared
 
 

@@ -20,12 +20,23 @@ from ...core.errors import PrepareError
 from . import units
 
 
-def make_copyable(model: nn.Module) -> None:
-    """Let `copy.deepcopy` copy the FSDP2 units of a model."""
+def support_averages(model: nn.Module) -> None:
+    """Let `copy.deepcopy` copy the FSDP2 units of a model, and averages replace its weights after an evaluation."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             kind: Any = type(module)
             kind.__deepcopy__ = _deepcopy
+    if isinstance(model, FSDPModule) and model._get_fsdp_state()._auto_reshard_after_forward:
+        model.register_forward_hook(_reshard_after_evaluation)  # type: ignore[attr-defined]
+
+
+def _reshard_after_evaluation(model: Any, *_: object) -> None:
+    """The forward hook of the outermost unit. torch keeps it unsharded for a backward, which may not come.
+
+    What is written to unsharded parameters then is lost, and an average cannot be combined with them.
+    """
+    if not torch.is_grad_enabled():
+        model.reshard()
 
 
 class _NoState:

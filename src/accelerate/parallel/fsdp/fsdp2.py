@@ -31,7 +31,7 @@ from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
 from .common import UnreducedGradients, fill_policy, refuse_unshardable
-from .copies import make_copyable
+from .copies import support_averages
 from .double_backward import KeptUnsharded
 from .units import find_modules, select_units, units_of_rare_dtypes
 
@@ -135,7 +135,7 @@ class FullyShardedDataParallel(ShardedStrategy):
 
     def _watched(self, prepared: Fsdp2Model) -> Fsdp2Model:
         prepared.kept = KeptUnsharded(prepared.inner)
-        make_copyable(prepared.inner)
+        support_averages(prepared.inner)
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
