@@ -17,7 +17,8 @@ from .materialize import local_shard
 
 def support_mixed_lists() -> None:
     """Let `torch._foreach_lerp_` take lists of DTensors and plain tensors."""
-    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._foreach_lerp_.Scalar] = _lerp
+    table: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    table[torch.ops.aten._foreach_lerp_.Scalar] = _lerp
 
 
 def _lerp(_: object, args: tuple[Sequence[Any], Sequence[Any], Any], kwargs: Mapping[str, object]) -> None:

@@ -27,7 +27,7 @@ def support_averages(model: nn.Module) -> None:
             kind: Any = type(module)
             kind.__deepcopy__ = _deepcopy
     if isinstance(model, FSDPModule) and model._get_fsdp_state()._auto_reshard_after_forward:
-        model.register_forward_hook(_reshard_after_evaluation)  # type: ignore[attr-defined]
+        model.register_forward_hook(_reshard_after_evaluation)
 
 
 def _reshard_after_evaluation(model: Any, *_: object) -> None:
@@ -60,8 +60,8 @@ def _deepcopy(unit: Any, memo: dict[int, Any]) -> nn.Module:
             memo[id(shard.sharded_param)] = shard.sharded_param
     copied = _copy_module(unit, memo)
     handles = {number for state in states.values() for number in _handles(state)}
-    for module in copied.modules():
-        _forget_state(module, handles)
+    for each in copied.modules():
+        _forget_state(each, handles)
     # Children first, as the model was sharded.
     meshes = [group.mesh_info.mesh for state in states.values() for group in units.groups(state)]
     for state in reversed(states.values()):

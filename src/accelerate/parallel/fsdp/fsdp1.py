@@ -249,7 +249,7 @@ class FullyShardedDataParallel1(Strategy):
 
     def _with_reducers(self, prepared: Fsdp1Model, ignored: list[nn.Module]) -> Fsdp1Model:
         for unit in FullyShardedDataParallel.fsdp_modules(prepared.inner):
-            unit.__deepcopy__ = _refuse_copy
+            vars(unit)["__deepcopy__"] = _refuse_copy
         # In an order that is the same on all ranks.
         unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
         prepared.usage = ParameterUsage(prepared.module, compiled=bool(self.transforms))
