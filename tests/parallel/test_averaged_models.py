@@ -176,6 +176,15 @@ def test_fsdp1_names_the_remedy(name):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
+def test_copies_of_models_with_split_sequences(size):
+    run = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**{size: 2}))
+    model, _ = run.prepare(*make())
+    x = batches(1)[0][0]
+    assert torch.equal(copy.deepcopy(model).eval()(x), model.eval()(x))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("layout", ["native", "compat"])
 @pytest.mark.parametrize("name", ["fsdp2", "tp"])
 def test_registered_average_is_saved_and_loaded(name, layout, tmp_path):
