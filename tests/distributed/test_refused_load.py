@@ -160,12 +160,9 @@ def test_a_hook_that_fails_on_one_rank(tmp_path):
 
     handle = run.accelerator.register_load_state_pre_hook(hook)
     before = run.state()
-    with pytest.raises(
-        CheckpointError, match=r"rank 1: the hook .*hook has failed \(ValueError: no adapter\)"
-    ) as caught:
+    with pytest.raises(CheckpointError, match=r"rank 1: the hook .* has failed \(ValueError: no adapter\)") as caught:
         run.accelerator.load_state(tmp_path / "c")
-    assert "partly loaded" in str(caught.value) and len(set(gather_object([str(caught.value)]))) == 1
-    # The objects before the hook have been loaded, models and optimizers have not.
-    assert run.registered.value == 0 and run.state()[0] == before[0]
+    assert "What load hooks have changed" in str(caught.value) and len(set(gather_object([str(caught.value)]))) == 1
+    assert run.state() == before
     handle.remove()
     run.accelerator.load_state(tmp_path / "c")
