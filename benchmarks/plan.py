@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import gc
 import json
 import multiprocessing
 import os
 import socket
+import tempfile
 import time
 from contextlib import nullcontext
 from itertools import combinations
@@ -37,6 +39,10 @@ LAYOUTS = ("single", "ddp", "fsdp", "fsdp+ckpt")
 # The fifth: tensor parallelism where the model has a plan for it; the others shard over 2 of 4 ranks.
 FIFTH = {"llama": "tp2", "mixture": "hsdp2x2", "bert": "hsdp2x2", "gpt": "hsdp2x2"}
 
+# Of four ranks: pipelines whose stages are replicated, sharded, or split where the model has a plan for it.
+COMPOSED = ("pp2+dp2", "pp2+fsdp2", "pp2+fsdp2+1f1b", "pp2+fsdp2+ckpt+1f1b", "pp2+tp2", "pp2+tp2+1f1b")
+# Of mixtures that transformers shards while it loads them.
+EXPERTS = {"ep2+fsdp2": 2, "ep2+tp2": 2, "ep2+fsdp4": 4, "ep4+fsdp4": 4, "ep2+tp2+fsdp2": 4}
 PIPELINES = ("pp2", "pp2+1f1b", "pp2+looped_bfs", "pp2+interleaved", "pp2+zero_bubble", "pp2+zbv")
 
 
@@ -79,7 +85,15 @@ def counts(profile: torch.profiler.profile) -> list[tuple[int, int]]:
     return found
 
 
-def train(kind: str, batch: BatchShape, accumulation: int, variables: dict, steps: int, results) -> None:
+def loaded(folder: str, sizes: dict[str, int]) -> nn.Module:
+    """The saved mixture, sharded while it is loaded."""
+    import transformers as tf
+
+    config = tf.distributed.DistributedConfig(**sizes)
+    return tf.MixtralForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32).train()
+
+
+def train(make, batch: BatchShape, accumulation: int, variables: dict, steps: int, results) -> None:
     """One rank of a run: its peak of memory, or its shortest step if `steps` are timed."""
     count_in_all_threads()
     env.publish(variables)
@@ -88,10 +102,12 @@ def train(kind: str, batch: BatchShape, accumulation: int, variables: dict, step
     accelerator = Accelerator(cpu=True)
     profiled = torch.profiler.profile(activities=kinds, profile_memory=True) if not steps else nullcontext()
     with profiled as profile:
-        model = build(kind)
+        model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer = accelerator.prepare(model, optimizer)
-        inputs = fake_batch(model, batch)
+        # Different tokens, so that they have different experts.
+        torch.manual_seed(accelerator.strategy.data_shard[0])
+        inputs = {name: torch.randint_like(one, 8000) for name, one in fake_batch(model, batch).items()}
         since = step(accelerator, model, optimizer, inputs, accumulation)
         gc.collect()
         for _ in range(1 if steps else 3):
@@ -126,19 +142,25 @@ def run(kind: str, training: trace.PlannedTraining, layout: layouts.PlannedLayou
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     shared = trace.launch_variables(training.configuration(layout))
+    make, folder = functools.partial(build, kind), tempfile.TemporaryDirectory()
+    if layout.loading:
+        # In bfloat16, so that weights are converted: the allocator does not count those that stay in a mapped file.
+        build(kind).bfloat16().save_pretrained(folder.name)
+        make = functools.partial(loaded, folder.name, dict(layout.loading))
     workers = []
     for rank in range(layout.ranks):
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": layout.ranks, "LOCAL_WORLD_SIZE": layout.ranks}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         variables = {**shared, **(ranks | address if layout.ranks > 1 else {})}
-        arguments = (kind, training.batch.of_rank(layout), layout.accumulation, variables, steps, results)
+        arguments = (make, training.batch.of_rank(layout), layout.accumulation, variables, steps, results)
         workers.append(context.Process(target=train, args=arguments))
         workers[-1].start()
     found = sorted(results.get(timeout=1200) for _ in workers)
     for worker in workers:
         worker.join()
-    # The stages of a pipeline differ: an estimate is that of the largest.
-    of_ranks = found if layout.pipeline_ranks > 1 else found[:1]
+    folder.cleanup()
+    # The stages of a pipeline differ, and the tokens of experts: an estimate is that of the largest.
+    of_ranks = found if layout.pipeline_ranks > 1 or layout.loading else found[:1]
     return max(peak for _, peak, _ in of_ranks), max(seconds for _, _, seconds in of_ranks)
 
 
@@ -165,7 +187,9 @@ def main() -> None:
     for kind in given.memory:
         chosen = [(name, 1 if name == "single" else 2) for name in LAYOUTS]
         chosen.append((FIFTH[kind], 4 if FIFTH[kind].startswith("hsdp") else 2))
-        chosen += [*((name, 2) for name in PIPELINES), ("pp2+dp2", 4)]
+        chosen += [(name, 2) for name in PIPELINES]
+        chosen += [(name, 4) for name in COMPOSED if "tp" not in name or FIFTH[kind] == "tp2"]
+        chosen += EXPERTS.items() if kind == "mixture" else ()
         chosen = [(name, ranks) for name, ranks in chosen if name in (given.layouts or name)]
         compare_memory(kind, batch, chosen)
     for kind in given.order:
@@ -176,13 +200,13 @@ def main() -> None:
 def compare_memory(kind: str, batch: BatchShape, chosen: list[tuple[str, int]]) -> None:
     for name, ranks in chosen:
         training = training_of(kind, batch)
-        layout = layouts.find(name, layouts.candidates(ranks))
+        layout = layouts.find(name, candidates(kind, ranks))
         ((_, planned),) = trace.trace_all(training, [layout])
         if planned.failure:
             raise SystemExit(f"{kind} {name}: {planned.failure}")
         measured, _ = run(kind, training, layout, 0)
         total = planned.total
-        low, high = estimate.memory_interval(layout, total, machine.CPU_MEMORY_SPREAD)
+        low, high = estimate.memory_interval(planned, total, machine.CPU_MEMORY_SPREAD)
         emit(
             name=f"memory {kind} {name} on {ranks}", unit="MB", planned=round((low + high) / 2e6, 1),
             low=round(low / 1e6, 1), high=round(high / 1e6, 1),
@@ -194,7 +218,7 @@ def compare_memory(kind: str, batch: BatchShape, chosen: list[tuple[str, int]]) 
 def compare_order(kind: str, batch: BatchShape, ranks: int, steps: int, names: list[str] | None) -> None:
     training = training_of(kind, batch)
     names = names or ["ddp", "fsdp", "fsdp+ckpt", "hsdp2x2", f"tp{ranks}", *PIPELINES]
-    chosen = [layout for layout in layouts.candidates(ranks) if layout.name in names]
+    chosen = [layout for layout in candidates(kind, ranks) if layout.name in names]
     chosen += [layout.accumulated(2) for layout in chosen if layout.name in ("ddp", "fsdp")]
     here = machine.measure(ranks)
     planned = [(layout, estimate.estimate(layout, one, here)) for layout, one in trace.trace_all(training, chosen)]
@@ -214,6 +238,10 @@ def compare_order(kind: str, batch: BatchShape, ranks: int, steps: int, names: l
     emit(
         name=f"tau {kind} on {ranks}", unit="", tau=round(tau, 2), ties=ties, pairs=len(found) * (len(found) - 1) // 2
     )
+
+
+def candidates(kind: str, ranks: int) -> list[layouts.PlannedLayout]:
+    return [*layouts.candidates(ranks), *(layouts.expert_candidates(ranks) if kind == "mixture" else ())]
 
 
 def training_of(kind: str, batch: BatchShape) -> trace.PlannedTraining:

@@ -192,8 +192,12 @@ def test_purging_covers_inherited_tests_and_not_their_setup(monkeypatch):
             assert os.environ["ACCELERATE_A"] == "setup"
             os.environ["ACCELERATE_B"] = "test"
 
+        @staticmethod
+        def test_static():
+            os.environ["ACCELERATE_B"] = "test"
+
     try:
-        for name in ("test_inherited", "test_own"):
+        for name in ("test_inherited", "test_own", "test_static"):
             case = Purged(name)
             case.setUp()
             getattr(case, name)()

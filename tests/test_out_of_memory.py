@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is printed when memory runs out: once, with a change that fits, and the error unchanged."""
 
+import contextlib
+import io
+
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from accelerate import Accelerator, out_of_memory
-from accelerate.utils import find_executable_batch_size
+from accelerate.core import memory as core_memory
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin, PipelineParallelConfig, find_executable_batch_size
 
 ERROR = "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
 
@@ -88,3 +93,47 @@ def test_other_errors_are_not_explained(capsys):
     with pytest.raises(RuntimeError, match="something else"):
         accelerator.backward(output.mean())
     assert capsys.readouterr().err == ""
+
+
+class Sequential(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def explain_on_ranks(schedule):
+    """What is printed on this rank where memory runs out in a loop around a model of several ranks."""
+    sizes = ParallelismConfig(pp_size=2, pp_handler=PipelineParallelConfig(schedule=schedule, num_microbatches=4))
+    options = {"parallelism_config": sizes}
+    if schedule is None:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+        options = {"fsdp_plugin": plugin}
+    accelerator = Accelerator(cpu=True, **options)
+    model = Sequential()
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = {"x": torch.ones(8, 8)}
+    try:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {len(batch)} GiB")
+    except torch.OutOfMemoryError as error:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            core_memory.report_exhausted(error)
+    return printed.getvalue()
+
+
+def test_models_of_several_ranks(ranks):
+    """What is not traced is said, with what this layout has."""
+    first, last = ranks(2).run(explain_on_ranks, "gpipe")
+    assert "this rank has stage 0 of 2, schedule gpipe with 4 micro-batches" in first
+    assert "1f1b, which keeps the activations of 2 here, where gpipe keeps those of all 4" in first
+    assert "stage 1 of 2" in last and "the activations of 1 here" in last
+    (scheduled, _), (sharded, _) = (ranks(2).run(explain_on_ranks, schedule) for schedule in ("1f1b", None))
+    assert "more and smaller micro-batches" in scheduled and "gpipe" not in scheduled
+    assert "smaller batches with more gradient_accumulation_steps" in sharded
+    for text in (first, last, scheduled, sharded):
+        assert "the model: parameters" in text and "without activations it has" in text
+        assert "activations were not traced here, and no change was tried: `accelerate plan`" in text

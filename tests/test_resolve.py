@@ -37,6 +37,9 @@ def test_argument_before_variable():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"deepspeed_plugin": 3}, "it takes a DeepSpeedPlugin, not a int"),
+        ({"deepspeed_plugins": {}}, "has no plugin"),
+        ({"megatron_lm_plugin": 3}, "it takes a MegatronLMPlugin, not a int"),
         ({"mixed_precision": "fp17"}, "mixed_precision='fp17' is unknown"),
         ({"parallelism_config": {"tp_size": 2}}, "parallelism_config={'tp_size': 2}: it takes a ParallelismConfig"),
         ({"fsdp_plugin": "fsdp2"}, "fsdp_plugin='fsdp2': it takes a FullyShardedDataParallelPlugin, not a str"),
@@ -93,3 +96,13 @@ def test_device_is_this_machines():
     accelerator = Accelerator()
     expected = torch.accelerator.current_accelerator(check_available=True)
     assert accelerator.device.type == ("cpu" if expected is None else expected.type)
+
+
+def test_state_without_deepspeed_or_other_ranks():
+    accelerator = Accelerator()
+    for choose in (accelerator.state.select_deepspeed_plugin, accelerator.state.get_deepspeed_plugin):
+        with pytest.raises(ConfigurationError, match="no DeepSpeed plugin 'a': the Accelerator was given no"):
+            choose("a")
+    # As in the API, a single process runs what a script leaves to any of several.
+    assert accelerator.on_process(lambda: "done", process_index=1)() == "done"
+    assert accelerator.on_local_process(lambda: "done", local_process_index=1)() == "done"

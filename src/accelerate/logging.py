@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import MutableMapping
@@ -113,7 +114,9 @@ def print_or_log(logger: MultiProcessAdapter, text: str) -> None:
     if logger.has_level or logger.logger.hasHandlers():
         logger.info(text, stacklevel=3)
     elif PartialState().is_main_process and not env.get_flag("ACCELERATE_QUIET"):
-        print(f"accelerate: {text}", file=sys.stderr, flush=True)
+        # A full disk must not make this rank fail, and leave the others waiting.
+        with contextlib.suppress(OSError):
+            print(f"accelerate: {text}", file=sys.stderr, flush=True)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

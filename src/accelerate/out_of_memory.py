@@ -78,12 +78,12 @@ def report(error: BaseException, objects: RunObjects, precision: Precision) -> s
     listed = ", ".join(f"{name} {explain.size_of(size)}" for name, size in usage.items() if size)
     lines = [f"out of memory: {_first_line(error)}", f"  the model: {listed}"]
     found = next(_calls(error.__traceback__, objects.models), None)
+    sharded = [one for one in objects.models if one.is_partial] if found is None else [found[0]]
+    if sharded and sharded[0].is_partial:
+        return "\n".join([*lines, *_of_sharded(sharded[0], usage, kept, limit)])
     if found is None:
         return "\n".join([*lines, "  the inputs of the model are not known here: no change was tried"])
     prepared, inputs = found
-    if prepared.is_partial:
-        lines.append("  its layers are sharded: give a smaller batch and more accumulation, or see `accelerate plan`")
-        return "\n".join(lines)
     step = _Step(prepared.inner, inputs, precision)
     needed = kept + step.activations()
     lines.append(
@@ -97,8 +97,24 @@ def report(error: BaseException, objects: RunObjects, precision: Precision) -> s
         limit = needed
     change = next(_changes(step, usage, kept, limit * _USABLE), None)
     if change is None:
-        change = f"no smaller batch fits, with or without recomputed activations: {_largest(usage)} need to be sharded"
+        change = (
+            f"no smaller batch fits, with or without recomputed activations: {_largest(usage)} need to be sharded. "
+            "`accelerate plan` traces tensor parallelism, pipelines and experts on different ranks, not tried here"
+        )
     return "\n".join([*lines, f"  smallest change that fits: {change}"])
+
+
+def _of_sharded(prepared: PreparedModel, usage: Mapping[str, int], kept: int, limit: int) -> Iterator[str]:
+    """What is known of a model of which this rank has a part: its step cannot be traced by one rank."""
+    from .parallel.report import explain
+
+    together = f"{explain.size_of(kept)} of {explain.size_of(limit)}"
+    if kept > limit * _USABLE:
+        yield f"  without activations it has {together} already: {_largest(usage)} need more ranks"
+    else:
+        yield f"  without activations it has {together}"
+    yield f"  {prepared.less_memory()}"
+    yield "  activations were not traced here, and no change was tried: `accelerate plan` traces them for each layout"
 
 
 def _largest(usage: Mapping[str, int]) -> str:

@@ -14,7 +14,6 @@ import torch
 from .config import checks
 from .config.base import KwargsHandler
 from .config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from .config.fsdp import FullyShardedDataParallelPlugin
 from .config.precision import AutocastKwargs, GradScalerKwargs, MasterWeightsKwargs
 from .config.training import (
     DistributedDataParallelKwargs,
@@ -40,6 +39,7 @@ from .precision.amp import MixedPrecision, ScaledPrecision, get_grad_scaler
 from .precision.base import Precision
 from .precision.fp8 import make_fp8
 from .precision.master import MasterPrecision
+from .runtime import group
 from .state import AcceleratorState, PartialState
 
 
@@ -140,7 +140,11 @@ def resolve(request: Request) -> Resolved:
     origins["mixed_precision"] = _origin(request.mixed_precision, "ACCELERATE_MIXED_PRECISION")
 
     init = {} if handlers.init is None else handlers.init.to_kwargs()
-    PartialState(request.cpu, **init)
+    if PartialState(request.cpu, **init).use_distributed and not group.is_running():
+        raise ConfigurationError(
+            "this process has left the group of its run, by end_training() or destroy_process_group(): make every "
+            "Accelerator of a process before that, and call end_training() once, after the last one"
+        )
     megatron = plugins.pop("megatron_lm_plugin", None)
     if megatron is not None:
         plugins["parallelism_config"] = _native_layout(megatron, plugins, PartialState().num_processes)
@@ -301,7 +305,7 @@ def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, An
         elif given is not None:
             origins[name] = "argument"
         if given is not None:
-            found[name] = _of_kind(name, given)
+            found[name] = _of_kind(name, given, public_name(__name__, kind))
     if "fsdp_plugin" in found:
         # Each Accelerator fills in what its own precision decides.
         found["fsdp_plugin"] = copy.copy(found["fsdp_plugin"])
@@ -326,11 +330,14 @@ def _known_plugins(state: AcceleratorState) -> dict[str, Any]:
     return {name: plugin for name, plugin in known.items() if plugin is not None}
 
 
-def _of_kind(name: str, given: Any) -> Any:
-    """A plugin, if it is one. Of DeepSpeed's several may be given, and each engine looks at its own."""
-    kind = {"fsdp_plugin": FullyShardedDataParallelPlugin, "parallelism_config": ParallelismConfig}.get(name)
-    if kind is not None and not isinstance(given, kind):
-        raise ConfigurationError(f"{name}={given!r}: it takes a {kind.__name__}, not a {type(given).__name__}")
+def _of_kind(name: str, given: Any, kind: type) -> Any:
+    """A plugin, if it is one. Of DeepSpeed's several may be given, in a dict."""
+    several = name == "deepspeed_plugin" and isinstance(given, dict)
+    if several and not given:
+        raise ConfigurationError(f"{name}={given!r} has no plugin")
+    for plugin in given.values() if several else (given,):
+        if not isinstance(plugin, kind):
+            raise ConfigurationError(f"{name}={given!r}: it takes a {kind.__name__}, not a {type(plugin).__name__}")
     return given
 
 

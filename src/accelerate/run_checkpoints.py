@@ -179,14 +179,46 @@ class RunCheckpoints:
         # Saved under another layout, each rank has loaded a generator state that its neighbours need not share.
         self.strategy.sync_rng_state()
         self.accumulation.step = int(report.progress.get("accumulation_step", 0))
+        self.controller.set_main_loader(report.progress.get("training_loader"))
+        for note in self._changed_steps(report.progress):
+            report.notes.append(note)
+            if PartialState().is_main_process:
+                logger.warning(f"{report.folder}: {note}")
         self._steps_before = report.step
         for optimizer in self.objects.optimizers:
             optimizer.steps_made = 0
         if self.meter is not None:
             self.meter.resumed(str(report.folder), report.step, time.perf_counter() - begin)
-        self.controller.set_main_loader(report.progress.get("training_loader"))
         if "iteration" in report.progress and self.project.automatic_checkpoint_naming:
             self.project.iteration = int(report.progress["iteration"]) + 1
+
+    def _changed_steps(self, saved: dict[str, Any]) -> list[str]:
+        """Notes on optimizer steps that cover another amount of data than those of the run that saved."""
+        notes = []
+        here = self._step_sizes()
+        now = here["accumulation_steps"]
+        then = int(saved.get("accumulation_steps") or now)
+        if then != now and (done := self.accumulation.step % then):
+            # The window goes on: what is left of it counts from its first batch.
+            self.accumulation.step = done
+            notes.append(
+                f"gradient_accumulation_steps was {then} and is {now} here: {done} batch(es) of the unfinished window "
+                f"keep their weight of 1/{then}, and the window ends when it has {-(-(done + 1) // now) * now}"
+            )
+        samples, ours = saved.get("step_samples"), here["step_samples"]
+        if samples and ours and samples != ours:
+            notes.append(
+                f"an optimizer step had {samples} samples when this was saved (over all processes and accumulated "
+                f"batches), and has {ours} here: the data continues at the same sample; learning rates, schedules and "
+                "the number of steps in an epoch are not adjusted"
+            )
+        return notes
+
+    def _step_sizes(self) -> dict[str, int]:
+        """The batches of an optimizer step, and its samples over all processes; 0 if they are not known."""
+        batches = int(self.accumulation.gradient_state.num_steps)
+        samples = getattr(self.controller.main_loader, "total_batch_size", 0)
+        return {"accumulation_steps": batches, "step_samples": samples * batches}
 
     def _record_damaged(self, report: LoadReport) -> None:
         """Let the next automatically named save rename what the load has skipped. A load itself moves nothing."""
@@ -315,6 +347,7 @@ class RunCheckpoints:
             "step": self._steps_before + steps,
             "epoch": int(getattr(self.controller.main_loader, "iteration", 0)),
             "accumulation_step": self.accumulation.step,
+            **self._step_sizes(),
             "iteration": self.project.iteration,
             "training_loader": self.controller.main_index,
             "trackers": self.trackers.run_keys(),

@@ -160,9 +160,15 @@ class PartialState:
             channel.barrier("main_process_first", self.device, self.backend, error)
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave the process group (the default one). At the end of the run this happens automatically."""
+        """Leave the process group (the default one). At the end of the run this happens automatically.
+
+        In a function of `notebook_launcher` or `debug_launcher` the default group stays until the function returns,
+        so that the function may make another `Accelerator` after `end_training`.
+        """
         from .runtime import group as groups
 
+        if group is None and self.fork_launched:
+            return
         groups.stop(group)
 
     @contextlib.contextmanager
@@ -219,18 +225,20 @@ class PartialState:
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: run the function on the process of this index only."""
+        """Decorator: run the function on the process of this index only; a single process runs it for any index."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
-        return process.only_if(lambda: self.process_index == (process_index or 0), function)
+        index = process_index or 0
+        return process.only_if(lambda: not self.use_distributed or self.process_index == index, function)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: run the function on the process of this index on each machine only."""
+        """Decorator: run the function on the process of this index on each machine; a single process always does."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        return process.only_if(lambda: self.local_process_index == (local_process_index or 0), function)
+        index = local_process_index or 0
+        return process.only_if(lambda: not self.use_distributed or self.local_process_index == index, function)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """`print` on each machine's first process only."""
@@ -446,14 +454,25 @@ class AcceleratorState(ProcessView):
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """The DeepSpeed plugin of this name, where several were given as a dict."""
-        return self.deepspeed_plugins[name]
+        return self._named_plugins(name)[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
         """Make the DeepSpeed plugin of this name the active one."""
-        for key, plugin in self.deepspeed_plugins.items():
+        plugins = self._named_plugins(name)
+        for key, plugin in plugins.items():
             if key != name:
                 plugin._unselect()
-        self.deepspeed_plugins[name].select(_from_accelerator_state=True)
+        plugins[name].select(_from_accelerator_state=True)
+
+    def _named_plugins(self, name: str | None) -> dict[str | None, Any]:
+        plugins = self.deepspeed_plugins
+        if not isinstance(plugins, dict):
+            found = "was given no DeepSpeed plugin" if plugins is None else "has one DeepSpeed plugin, without a name"
+        elif name not in plugins:
+            found = f"has the DeepSpeed plugins {', '.join(map(repr, plugins))}"
+        else:
+            return plugins
+        raise ConfigurationError(f"there is no DeepSpeed plugin {name!r}: the Accelerator {found}")
 
     @property
     def is_fsdp2(self) -> bool:

@@ -8,7 +8,9 @@ import json
 import pytest
 import safetensors.torch
 import torch
+from full_disk import full_disk
 
+from accelerate import Accelerator
 from accelerate.checkpointing import clean_state_dict_for_safetensors, load, save, save_model
 from accelerate.checkpointing.weights import size_in_bytes
 from accelerate.core.errors import CheckpointError, ConfigurationError
@@ -103,3 +105,14 @@ def test_the_utility_functions(tmp_path):
     assert load(tmp_path / "code.bin", weights_only=False)["f"] is print
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none")
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_full_disk_leaves_the_former_weights(tmp_path, safe):
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(40, 40)
+    accelerator.save_model(model, tmp_path, safe_serialization=safe)
+    former = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with full_disk(), pytest.raises(OSError, match=r"too large: the weights were not saved in: '/"):
+        accelerator.save_model(torch.nn.Linear(50, 50), tmp_path, safe_serialization=safe)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == former

@@ -75,6 +75,8 @@ CASES = [
         "--use_fsdp --use_deepspeed train.py",
         "use_fsdp (flag --use_fsdp) and use_deepspeed (flag --use_deepspeed)",
     ),
+    (CPU, "--num_processes 2 --log_dir train.py train.py", "log_dir='train.py': train.py is not a folder"),
+    (CPU, "--num_processes 2 --error_file . train.py", "error_file='.' is a folder: name the file to write"),
     (CPU, "-m --no_python train.py", "module (flag --module) and no_python (flag --no_python) contradict each other"),
 ]
 

@@ -61,5 +61,5 @@ def test_checkpoints_that_were_set_aside_are_listed(project, capsys):
 
 
 def test_nothing_there(tmp_path, capsys):
-    assert run("verify", tmp_path / "none") == 2
+    assert run("verify", tmp_path / "none") == 1
     assert "there is no checkpoint" in capsys.readouterr().err

@@ -114,7 +114,7 @@ def test_what_the_hub_does_not_give_is_told(name, monkeypatch, capsys):
     [
         (None, [], "has no config.json"),
         ("{", [], "cannot be read as JSON"),
-        ("[]", [], "holds no keys"),
+        ("[]", [], "has no keys"),
         ("{}", [], "--library_name"),
         ('{"model_type": "no such type"}', [], "no such type"),
         ('{"model_type": "bert", "hidden_size": "wide"}', [], "transformers cannot build"),

@@ -30,7 +30,14 @@ def make(): return Net()
 def branches(): return Net(True)
 def broken(): raise RuntimeError("no such thing")
 def number(): return 3
+def mixture():
+    model = Net()
+    model.ep_plan = {"layers": "grouped_gemm"}
+    return model
 """
+
+# Modules that cannot be imported.
+BROKEN = {"lacks": "import no_such_package", "wrong": "def", "ends": "raise SystemExit(3)"}
 
 SCRIPT = f"""
 import sys
@@ -53,6 +60,8 @@ accelerator.end_training()
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     (tmp_path / "plan_net.py").write_text(NET)
+    for name, line in BROKEN.items():
+        (tmp_path / f"{name}.py").write_text(line)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "plan_net", raising=False)
     return tmp_path
@@ -77,7 +86,7 @@ def test_a_written_plan_launches_and_calibrates(folder, capsys, monkeypatch):
     parameters = 4 * (64 * 64 + 64)
     (ddp,) = (one for one in found["layouts"] if one["layout"] == "ddp")
     assert ddp["fits"] and ddp["memory_by_kind"]["weights"] == 4 * parameters and ddp["sent_bytes"] == 4 * parameters
-    assert {one["layout"] for one in found["layouts"] if "not_estimated" in one} == {"pp+fsdp", "ep"}
+    assert {one["layout"] for one in found["layouts"] if "not_estimated" in one} == {"pp+cp"}
     assert launch_file.read("plan.yaml").values["num_processes"].value == 2
 
     (folder / "train.py").write_text(SCRIPT)
@@ -108,7 +117,13 @@ WRONG = {
     "plan_net:broken --batch 8x64 --machine 1x1GB": r"fails on the meta device: RuntimeError: no such thing \(.*:17\)",
     "plan_net:number --batch 8x64 --machine 1x1GB": "must return a torch.nn.Module",
     "plan_net:nothing --batch 8x64 --machine 1x1GB": "has no function 'nothing'",
-    "no_such_module:make --batch 8x64 --machine 1x1GB": "module no_such_module cannot be imported",
+    "no_such_module:make --batch 8x64 --machine 1x1GB": r"no module no_such_module in /.*set PYTHONPATH to this",
+    "no_such.module:make --batch 8x64 --machine 1x1GB": "no module no_such in /",
+    "plan_net.more:make --batch 8x64 --machine 1x1GB": "no module plan_net.more in /",
+    "lacks:make --batch 8x64 --machine 1x1GB": r"imports no_such_package, which is not found \(/.*/lacks.py:1\): ins",
+    "wrong:make --batch 8x64 --machine 1x1GB": r"module wrong cannot be imported: SyntaxError.*\(/.*/wrong.py:1\)",
+    "ends:make --batch 8x64 --machine 1x1GB": "module ends ends the program when it is imported",
+    "./plan_net.py:make --batch 8x64 --machine 1x1GB": "is a path: give the module .* plan_net:...",
     "plan_net:make --batch 0x64 --machine 1x1GB": "is not a batch",
     "plan_net:make --batch 7x64:float32 --machine 2x1GB --layouts ddp": "7 samples are not divisible by 2",
     "plan_net:make --batch 8x64 --machine lots": "--machine 'lots' is not understood",
@@ -116,7 +131,13 @@ WRONG = {
     "plan_net:make --batch 8x64 --machine 8x1GB --layouts fdsp": "did you mean fsdp",
     "plan_net:make --batch 8x64 --machine 8x1GB --calibrate none.json": "--calibrate none.json: it cannot be read",
     "plan_net:make --batch 8x64 --link 3": "give --machine too",
+    "plan_net:make --batch 8x64 --memory -1": "--memory -1.0: give a number above 0",
+    "plan_net:make --batch 8x64 --layout ddp": "--layout ddp selects what --write writes",
+    "plan_net:make --batch 8x64 --write .": "--write='.' is a folder",
     "plan_net:make --batch 8x64 --machine 1x1GB --optimizer lion": "--optimizer 'lion' is unknown",
+    "plan_net:mixture --batch 8x64 --machine 2x1GB --write plan.yaml --layout ep2+fsdp2": (
+        r"no configuration file selects it.*distributed_config=DistributedConfig\(fsdp_size=2, ep_size=2\)"
+    ),
     "./none --batch 8x64 --machine 1x1GB": "there is no such file or folder",
 }
 

@@ -40,6 +40,13 @@ def test_the_words_of_a_flag(monkeypatch, text):
     env.check_run()
 
 
+def test_the_default_of_a_flag_is_a_truth_value_too(monkeypatch):
+    monkeypatch.delenv("ANY_FLAG", raising=False)
+    assert env.parse_flag_from_env("ANY_FLAG", "yes") is True and env.parse_flag_from_env("ANY_FLAG", 0) is False
+    with pytest.raises(ValueError, match="maybe"):
+        env.parse_flag_from_env("ANY_FLAG", "maybe")
+
+
 def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(monkeypatch, recwarn):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISON", "bf16")
     monkeypatch.setenv("RANK", "1")

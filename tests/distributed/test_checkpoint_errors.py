@@ -3,17 +3,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import cases
+from full_disk import full_disk
 from rank_pool import on_ranks
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.checkpointing import RunState, save_run, verify
+from accelerate.checkpointing.blocks import BlockIO
+from accelerate.checkpointing.layout import newest_valid
 from accelerate.collectives import gather_object
 from accelerate.collectives import verify as debug
 from accelerate.core.errors import CheckpointError
@@ -104,6 +111,78 @@ def test_every_rank_raises_it_and_the_next_save_works(layout, tmp_path):
         assert names == [".checkpoints.lock", *(f"checkpoint_{number}" for number in range(saved + 1))], names
         accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+@contextlib.contextmanager
+def no_rename():
+    """The last step of a save fails, in which its folder is renamed."""
+    former, os.rename = os.rename, fail
+    try:
+        yield
+    finally:
+        os.rename = former
+
+
+@contextlib.contextmanager
+def removed_folder():
+    """The temporary folder of a save is removed before its files are written."""
+    former = BlockIO.__init__
+
+    def remove(*args, **kwargs):
+        for folder in Path.cwd().glob("checkpoints/.checkpoint*.tmp-*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        former(*args, **kwargs)
+
+    BlockIO.__init__ = remove
+    try:
+        yield
+    finally:
+        BlockIO.__init__ = former
+
+
+FAULTS = [
+    (full_disk, 0, "rank 0: OSError: .*File too large"),
+    (full_disk, 1, "rank 1: OSError: .*File too large"),
+    (no_rename, 0, "rank 0: ValueError: bad state"),
+    (removed_folder, 0, "FileNotFoundError|was removed while"),
+    (removed_folder, 1, "FileNotFoundError|was removed while"),
+]
+KINDS = [{}, {"safe_serialization": False}, {"layout": "compat"}]
+
+
+@on_ranks(2, timeout=100)
+@pytest.mark.parametrize("options", cases(KINDS, thorough=KINDS[1:]), ids=str)
+@pytest.mark.parametrize("layout", ["replicated", "sharded"])
+def test_a_disk_that_fails_on_one_rank(layout, options, tmp_path):
+    os.chdir(tmp_path)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=plugin if layout == "sharded" else None,
+        project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True),
+    )
+    model = torch.nn.Linear(40, 40)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    last = Path(accelerator.save_state(**options))
+    for blocking in (True, False):
+
+        def save(blocking=blocking):
+            folder = Path(accelerator.save_state(blocking=blocking, **options))
+            if not blocking:
+                accelerator._checkpoints._writer.wait()
+            return folder
+
+        for fault, victim, text in FAULTS:
+            with fault() if accelerator.process_index == victim else contextlib.nullcontext():
+                told = raised(accelerator, save)
+            assert re.search(text, told) and "Traceback" not in told, told
+            assert "Earlier checkpoints are unchanged" in told
+            assert newest_valid(last.parent) == last
+            accelerator.wait_for_everyone()
+        last = save()
+        verify(last)
+    accelerator.end_training()
+    assert not list(last.parent.glob(".*tmp*"))
 
 
 @on_ranks(4)

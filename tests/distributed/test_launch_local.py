@@ -283,6 +283,15 @@ def test_a_port_in_use_is_refused(launch):
     assert done.returncode == 2 and "in use" in done.stderr
 
 
+def test_one_requested_process_is_no_rank_of_an_mpirun_that_started_the_shell(launch, monkeypatch):
+    for name, value in {"RANK": 1, "SIZE": 2, "LOCAL_RANK": 1, "LOCAL_SIZE": 2}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    script = "import os; print('rank', os.environ.get('OMPI_COMM_WORLD_RANK'))"
+    assert "rank 1" in launch(script, "--cpu").stdout
+    done = launch(script, "--cpu", "--num_processes", "1")
+    assert "rank None" in done.stdout and "OMPI_COMM_WORLD_SIZE=2 is set, and one process was requested" in done.stderr
+
+
 def test_dry_run_starts_nothing(launch):
     done = launch("raise SystemExit('started')", "--cpu", "--num_processes", "2", "--dry_run")
     assert done.returncode == 0

@@ -23,7 +23,6 @@ from rank_pool import RankFailure, Ranks, on_ranks
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-EACH = pytest.mark.parametrize("fresh", [False, True], ids=["forked", "fresh"])
 FORKED = pytest.mark.parametrize(
     "fresh", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["forked", "fresh"]
 )
@@ -75,7 +74,7 @@ def fails_on(rank: int, value: int) -> None:
     state.wait_for_everyone()
 
 
-@EACH
+@FORKED
 def test_the_first_rank_to_fail_has_its_traceback_shown(ranks, fresh):
     began = time.monotonic()
     with pytest.raises(RankFailure) as caught:
@@ -108,7 +107,7 @@ def wait_here(kind: str) -> None:
     dist.recv(torch.ones(1), src=0)
 
 
-@pytest.mark.parametrize("kind", ["python", "collective"])
+@pytest.mark.parametrize("kind", [pytest.param("python", marks=pytest.mark.thorough), "collective"])
 def test_a_case_that_hangs_is_killed_with_its_stacks(ranks, kind, tmp_path):
     with pytest.raises(RankFailure, match=r"ranks 1, 2 of 3 did not return within \d+ s") as caught:
         ranks(3).run(hangs, kind, tmp_path, timeout=5)

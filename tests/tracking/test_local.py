@@ -11,6 +11,7 @@ import textwrap
 import numpy
 import pytest
 import torch
+from full_disk import full_disk
 
 from accelerate import Accelerator
 from accelerate.tracking import LocalTracker, read_values
@@ -103,3 +104,15 @@ def test_a_killed_process_loses_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], env=os.environ, capture_output=True, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert [record["values"]["loss"] for record in read_values(tmp_path / "run")] == list(range(100))
+
+
+def test_a_full_disk_delays_values(tmp_path, caplog):
+    accelerator = Accelerator(cpu=True, log_with="local", project_dir=tmp_path)
+    accelerator.init_trackers("first")
+    with full_disk():
+        for step in range(20):
+            accelerator.log({"loss": step}, step=step)
+    assert caplog.text.count("values.jsonl cannot be written: File too large") == 1
+    accelerator.log({"loss": 20}, step=20)
+    accelerator.end_training()
+    assert [row["step"] for row in read_values(tmp_path / "first")] == list(range(21))

@@ -20,6 +20,8 @@ from .layout import owned_entries, siblings
 from .manifest import MANIFEST, Manifest, is_api_file, read_manifest
 from .run_lock import in_use_elsewhere
 
+UNFINISHED = ".unfinished"  # in a temporary folder, until its commit
+
 
 def save_target(folder: Path) -> Path:
     """The folder that a save into `folder` replaces: without symbolic links, so that a link stays what it is.
@@ -67,6 +69,7 @@ def open_temporary(folder: Path) -> Path:
         shutil.rmtree(old, ignore_errors=True)
     temporary = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
     temporary.mkdir()
+    (temporary / UNFINISHED).touch()
     return temporary
 
 
@@ -81,6 +84,11 @@ def commit(temporary: Path, folder: Path, manifest: Manifest) -> None:
     Where `folder` holds an older checkpoint, the two are exchanged in one step and the older one is removed; files in
     it that no checkpoint has written stay. A folder with other content only gets the new files, the manifest last.
     """
+    try:
+        (temporary / UNFINISHED).unlink()
+    except FileNotFoundError:
+        # torch's writer of shards makes a folder that is not there.
+        raise CheckpointError(f"{temporary} was removed while the checkpoint was written") from None
     path = temporary / MANIFEST
     with open(path, "xb") as file:
         file.write(manifest.to_bytes())

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,18 @@ class RankState:
             "window": window,
             "strategy": {"models": own} if own else {},
         }
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for a state that `load_state_dict` cannot take. Every rank calls it."""
+        if state["layout"] != self.layout:
+            return
+        window = state["window"]
+        if window is not None and self.gradients is not None:
+            self.gradients.check_state_dict(window["gradients"])
+        own = [model for model in self.models if model.rank_state() is not None]
+        saved = state["strategy"].get("models", ())
+        if len(own) != len(saved):
+            raise CheckpointError(f"{len(saved)} models with a state of each rank were saved, and {len(own)} are here")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Restore the state. Returns notes on what could not be restored."""
@@ -97,13 +109,20 @@ class PendingGradients:
             for name, gradient in model.state_dict().items()
         }
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError for gradients of other shapes."""
+        for model, gradients in self._by_model(state):
+            model.check_state_dict(gradients)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the gradients back; parameters that had none lose theirs. Raises CheckpointError for other shapes."""
+        for model, gradients in self._by_model(state):
+            model.load_state_dict(gradients)
+
+    def _by_model(self, state: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         for index, model in enumerate(self.models):
             mark = f"{index}."
-            model.load_state_dict(
-                {name.removeprefix(mark): value for name, value in state.items() if name.startswith(mark)}
-            )
+            yield model, {name.removeprefix(mark): value for name, value in state.items() if name.startswith(mark)}
 
 
 class PlainGradients:
@@ -117,12 +136,8 @@ class PlainGradients:
         """Return the gradient of each parameter that has one."""
         return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore the gradients.
-
-        Raises:
-            CheckpointError: a saved gradient has another shape than its parameter.
-        """
+    def check_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Raise CheckpointError where a saved gradient has another shape than its parameter."""
         for name, parameter in self.parameters.items():
             saved = state.get(name)
             if saved is not None and saved.shape != parameter.shape:
@@ -130,4 +145,14 @@ class PlainGradients:
                     f"the saved gradient of {name} has shape {list(saved.shape)}, the parameter "
                     f"{list(parameter.shape)}"
                 )
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore the gradients.
+
+        Raises:
+            CheckpointError: a saved gradient has another shape than its parameter.
+        """
+        self.check_state_dict(state)
+        for name, parameter in self.parameters.items():
+            saved = state.get(name)
             parameter.grad = None if saved is None else saved.to(parameter.device, parameter.dtype)

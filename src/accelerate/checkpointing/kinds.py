@@ -23,10 +23,11 @@ from .generators import GlobalGenerators, check_generators
 from .gradients import is_empty as is_empty_rank_state
 from .layout import numbered
 from .manifest import LOADER_NAME, check_progress
-from .matching import check_optimizer
+from .matching import check_optimizer, check_own, check_scaler, check_scheduler, scheduler_of
 from .run_state import RunState
 
 SESSION = "session"
+CLASSES = "classes"  # in the progress: {kind: class of each object}
 
 
 class Written(enum.Enum):
@@ -54,6 +55,10 @@ class StateKind:
         check: raises an error for a state that no object of this kind can load. The run is unchanged then.
         check_fit: raises CheckpointMismatch if the state in a file is that of another object. Its arguments are the
             object's index, the object, a function that reads the state, the row in the manifest if any, the folder.
+        judge: raises CheckpointError for a state that an object cannot take, and changes nothing. Its arguments are
+            the object, the state, the class that saved it if that is known. Returns notes.
+        judged_together: `judge` may use collectives.
+        optional: whether an object may stay as it is in a load that is not strict.
         is_empty: whether nothing is lost if a state is not saved.
         resized: of a RANK kind, what is loaded on another number of processes: the "own" state of the rank of this
             number, that of the "first" rank, or nothing.
@@ -69,6 +74,9 @@ class StateKind:
     shards: bool = False
     check: Callable[[Any], object] | None = None
     check_fit: Callable[[int, Any, Callable[[], object], Mapping[str, Any] | None, Path], None] | None = None
+    judge: Callable[[Any, Any, str | None], list[str]] | None = None
+    judged_together: bool = False
+    optional: bool = False
     is_empty: Callable[[Any], bool] | None = None
     resized: Literal["own", "first"] | None = None
 
@@ -122,6 +130,19 @@ class StateKind:
         return [
             None if self.single and not path.exists() else compat.load_pickled(path, allow_pickle) for path in paths
         ]
+
+    def check_object(self, index: int, item: Any, state: object, classes: Mapping[str, Sequence[str]]) -> list[str]:
+        """Notes on what a state means for its object. Raises CheckpointError for one that the object cannot take."""
+        if self.judge is None or state is None:
+            return []
+        names = classes.get(self.name, ())
+        try:
+            notes = self.judge(item, state, names[index] if index < len(names) else None)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{type(error).__name__}: {str(error)[:500]}") from error
+        return [f"{self.title(index, item)} {note}" for note in notes]
 
     def load(self, index: int, item: Any, state: object, folder: Path) -> list[str]:
         """Load a state into its object. Returns notes on what could not be restored."""
@@ -180,7 +201,8 @@ KINDS: tuple[StateKind, ...] = (
         shards=True, check_fit=check_optimizer,
     ),
     StateKind(
-        "schedulers", "scheduler", Written.ONCE, compat=partial(numbered, SCHEDULER_NAME, ending=".bin"), always=True
+        "schedulers", "scheduler", Written.ONCE, compat=partial(numbered, SCHEDULER_NAME, ending=".bin"), always=True,
+        judge=check_scheduler, optional=True,
     ),
     _Generators(
         "rng", "state of the random number generators", Written.RANK, single=True, always=True,
@@ -188,14 +210,15 @@ KINDS: tuple[StateKind, ...] = (
     ),
     _Loaders(  # positions in the data are global
         "dataloaders", "data loader", Written.RANK, compat=partial(numbered, LOADER_NAME, ending=".bin"), always=True,
-        check=_mapping, resized="first",
+        check=_mapping, judge=check_own, optional=True, resized="first",
     ),
     StateKind(
-        "scaler", "gradient scaler", Written.ONCE, compat=lambda index: SCALER_NAME, single=True, always=True
+        "scaler", "gradient scaler", Written.ONCE, compat=lambda index: SCALER_NAME, single=True, always=True,
+        judge=check_scaler,
     ),
     StateKind(
         "rank_state", "unfinished gradients and random streams", Written.RANK, single=True, always=True,
-        check=_mapping, is_empty=is_empty_rank_state,
+        check=_mapping, judge=check_own, judged_together=True, is_empty=is_empty_rank_state,
     ),
     _Registered(
         "custom", "registered object", Written.ONCE, compat=lambda index: f"custom_checkpoint_{index}.pkl", always=True
@@ -210,7 +233,10 @@ def kinds(*written: Written) -> list[StateKind]:
 
 def collect(run: RunState, written: Written) -> dict[str, object]:
     """The content of the document of ONCE or RANK states."""
-    document: dict[str, object] = {"progress": run.progress} if written is Written.ONCE else {}
+    document: dict[str, object] = {}
+    if written is Written.ONCE:
+        names = [type(scheduler_of(item)).__qualname__ for item in run.schedulers]
+        document["progress"] = {**run.progress, CLASSES: {"schedulers": names}}
     for kind in kinds(written):
         states = kind.collect(run)
         if kind.always or states:
@@ -224,6 +250,9 @@ def check_document(document: object, written: Written, path: Path) -> dict[str, 
         found = _mapping(document)
         if written is Written.ONCE:
             check_progress(_mapping(found["progress"]))
+            for names in _mapping(found["progress"].get(CLASSES, {})).values():
+                if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                    raise ValueError(f"progress.{CLASSES} has something else than names")
         for kind in kinds(written):
             for state in kind.states(found):
                 if kind.check is not None and state is not None:
@@ -242,7 +271,7 @@ def no_generators(rank: int) -> str:
 
 
 @contextlib.contextmanager
-def loading(what: str, path: Path) -> Iterator[None]:
+def loading(what: str, path: Path, problem: str = "cannot take its saved state") -> Iterator[None]:
     """Convert an error of an object that rejects its saved state to a CheckpointError that names both."""
     try:
         yield
@@ -251,7 +280,7 @@ def loading(what: str, path: Path) -> Iterator[None]:
             raise
         kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {str(error)[:500]}"
-        raise kind(f"{path}: {what} cannot take its saved state ({text})") from error
+        raise kind(f"{path}: {what} {problem} ({text})") from error
 
 
 def compat_files(

@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError, MissingCheckpointError
+from ..core.trees import map_leaves
 from ..parallel.prepared import PreparedModel
 from ..runtime.agreement import Agreement, Process
+from ..runtime.calls import ranks_in_words
 from .commit import restore
-from .kinds import StateKind, Written, kinds, loading
+from .kinds import CLASSES, StateKind, Written, kinds, loading
 from .layout import candidates, list_checkpoints
 from .manifest import CorruptCheckpoint, Manifest, verify
 from .matching import CheckpointMismatch
+from .ranks import error_text
 from .run_state import RunState
 from .source import CheckpointReader, ModelWeights, open_checkpoint
 
@@ -26,6 +30,12 @@ ARRIVAL = 30.0  # seconds within which every rank must have called
 COMPLETION = 1800.0  # seconds within which every rank must have read and checked its files
 _ABSENT = "Every process must call it, at the same place: not under `if accelerator.is_main_process`."
 _ERRORS: dict[str, type[CheckpointError]] = {"corrupt": CorruptCheckpoint, "mismatch": CheckpointMismatch}
+_UNCHANGED = "Nothing was changed."
+_LENIENT = (
+    " Prepare the same objects as in the run that saved, or pass strict=False to load_state: then data loaders and "
+    "schedulers that do not fit stay as they are."
+)
+_HOOKS_CALLED = "What load hooks have changed stays changed; all else is as it was."
 _PARTLY_LOADED = "The run is partly loaded: load another checkpoint, or start it again."
 
 
@@ -75,6 +85,29 @@ class LoadReport:
         return dict(self.progress.get("trackers", {}))
 
 
+@dataclass(frozen=True)
+class _ObjectState:
+    """An object, and the state that it is to take."""
+
+    kind: StateKind
+    index: int
+    item: Any
+    state: object
+
+    @property
+    def title(self) -> str:
+        """What messages call the object."""
+        return self.kind.title(self.index, self.item)
+
+    def check(self, classes: dict[str, list[str]]) -> list[str]:
+        """Raise CheckpointError unless the object can take the state. Returns notes."""
+        return self.kind.check_object(self.index, self.item, self.state, classes)
+
+    def load(self, folder: Path) -> list[str]:
+        """Load the state. Returns notes."""
+        return self.kind.load(self.index, self.item, self.state, folder)
+
+
 @dataclass
 class _LoadPlan:
     """The content of a checkpoint, read and checked, except for the weights. Applying it reads only their files."""
@@ -83,7 +116,9 @@ class _LoadPlan:
     progress: dict[str, Any]
     notes: list[str]
     files: list[tuple[StateKind, int, object, Callable[[], object]]] = field(default_factory=list)
-    states: dict[str, list[object]] = field(default_factory=dict)
+    states: list[_ObjectState] = field(default_factory=list)
+    classes: dict[str, list[str]] = field(default_factory=dict)  # of the objects that were saved, by kind
+    unfit: dict[str, str] = field(default_factory=dict)  # by the title of an object that a lenient load leaves out
 
 
 def load_run(
@@ -99,10 +134,11 @@ def load_run(
 ) -> LoadReport:
     """Load a checkpoint into a run. Every rank calls it. Any number of processes may have saved it.
 
-    Before the run changes, every file is compared with its checksum, and models and optimizers with what was saved.
-    With `strict=False` models load what fits, and the report's notes list what does not. `models_only` loads nothing
-    else. Folders in the API's own format (without a manifest) have no checksums. `allow_pickle` accepts pickled
-    objects in them, which can run any code.
+    Before the run changes, every file is compared with its checksum, and each object with what was saved. Objects of
+    the user's that only their `load_state_dict` can judge are loaded first, and get back what they had if one refuses.
+    With `strict=False` models load what fits, schedulers and data loaders that do not fit stay as they are, and the
+    report's notes list what does not fit. `models_only` loads nothing else. Folders in the API's own format (without a
+    manifest) have no checksums. `allow_pickle` accepts pickled objects in them, which can run any code.
 
     Raises on every rank: CorruptCheckpoint with the bad files' names, CheckpointMismatch with the lists of missing,
     unexpected and differently shaped entries, CheckpointError for anything else.
@@ -127,8 +163,19 @@ def load_run(
             error = CorruptCheckpoint(f"{folder} has no {Path(caught.filename or '').name}")
         except Exception as caught:
             error = caught if source is None else _damage_or(caught, source)
-        _agree(agreement, error, folder, timeout)
+        mine = {} if plan is None else plan.unfit
+        everyone = _agree(agreement, "load_state: read", error, folder, timeout, mine)
         assert source is not None and plan is not None
+        unfit = {title: why for row in everyone for title, why in row.items()}
+        plan.notes.extend(f"{title} stays as it is: {why}" for title, why in unfit.items())
+        plan.states = [one for one in plan.states if one.title not in unfit]
+        before = _load_objects(plan, folder, agreement, timeout)
+        if run.load_hooks:
+            try:
+                _run_hooks(run, source, plan, strict, agreement, timeout)
+            except CheckpointError:
+                _put_back(before, folder)
+                raise
         try:
             _apply(run, source, plan, strict, models_only)
         except Exception as caught:
@@ -158,20 +205,36 @@ def _damage_or(error: Exception, source: CheckpointReader) -> Exception:
     return error
 
 
-def _agree(agreement: Agreement, error: Exception | None, folder: Path, timeout: float) -> None:
-    """Raise on every rank when one could not read its files, with the class of the first rank's error."""
-    kind = next((name for name, one in _ERRORS.items() if isinstance(error, one)), "")
-    mine = None if error is None else {"kind": kind, "text": f"{error}" or type(error).__name__}
-    reports = agreement.exchange("load_state: read", mine, timeout)
-    failed = [(rank, row) for rank, row in enumerate(reports) if row is not None]
+def _agree(
+    agreement: Agreement,
+    subject: str,
+    error: Exception | None,
+    folder: Path,
+    timeout: float,
+    value: Any = None,
+    effect: str = _UNCHANGED,
+) -> list[Any]:
+    """The values of all ranks. Where one has failed, the same error on every rank; `effect` is what is so then."""
+    mine = {"kind": next((name for name, one in _ERRORS.items() if isinstance(error, one)), ""), "value": value}
+    rows = agreement.exchange(subject, {**mine, "text": None if error is None else error_text(error)}, timeout)
+    failed: dict[str, list[int]] = {}
+    for rank, row in enumerate(rows):
+        if row["text"] is not None:
+            failed.setdefault(row["text"].removeprefix(f"{folder}: "), []).append(rank)
     if not failed:
-        return
-    if error is not None and isinstance(error, CheckpointError):
+        return [row["value"] for row in rows]
+    is_everywhere = sum(map(len, failed.values())) == len(rows) and len(failed) == 1
+    if is_everywhere and isinstance(error, CorruptCheckpoint):
         raise error
-    rank, row = failed[0]
-    raise _ERRORS.get(row["kind"], CheckpointError)(
-        f"{folder} was not loaded: rank {rank}: {row['text']}. Nothing was changed."
-    ) from error
+    text = "; ".join(text if is_everywhere else f"{ranks_in_words(at)}: {text}" for text, at in failed.items())
+    if "Nothing was" not in text:
+        text = f"{text.removesuffix('.')}. {effect}"
+    if is_everywhere and isinstance(error, CheckpointError):
+        raise type(error)(text if str(folder) in text else f"{folder}: {text}") from error
+    kinds_of_error = {row["kind"] for row in rows if row["text"] is not None}
+    # Damage first: an older checkpoint is tried then, by every rank.
+    found = next((one for name, one in _ERRORS.items() if name in kinds_of_error), CheckpointError)
+    raise found(f"{folder} was not loaded: {text}") from error
 
 
 def _read(run: RunState, source: CheckpointReader, process: Process, strict: bool, models_only: bool) -> _LoadPlan:
@@ -198,7 +261,29 @@ def _read(run: RunState, source: CheckpointReader, process: Process, strict: boo
                 kind.check_fit(index, item, read, source.about(kind, index), source.folder)
             if read is not dict:
                 plan.files.append((kind, index, item, read))
-    plan.states, plan.progress = source.states(notes)
+    states, progress = source.states(notes)
+    plan.progress = dict(progress)
+    plan.classes = plan.progress.pop(CLASSES, {})
+    wrong: list[str] = []
+    advice = ""
+    for kind in kinds(Written.ONCE, Written.RANK):
+        for index, (item, state) in enumerate(zip(kind.objects(run), states.get(kind.name, ()), strict=False)):
+            one = _ObjectState(kind, index, item, state)
+            plan.states.append(one)
+            if kind.judged_together:
+                continue
+            try:
+                notes.extend(one.check(plan.classes))
+            except CheckpointError as error:
+                if kind.optional and not strict:
+                    plan.unfit[one.title] = str(error)
+                else:
+                    wrong.append(f"{one.title}: {error}")
+                    advice = _LENIENT if kind.optional else advice
+    if wrong:
+        raise CheckpointMismatch(f"{source.folder} does not fit {'; '.join(wrong)}. Nothing was loaded.{advice}")
+    # Generators last: what is loaded before may draw from them.
+    plan.states.sort(key=lambda one: one.kind.name == "rng")
     return plan
 
 
@@ -212,15 +297,83 @@ def _match(
     return matched
 
 
-def _apply(run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: bool, models_only: bool) -> None:
-    if run.load_hooks:
+def _load_objects(plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: float) -> list[_ObjectState]:
+    """Load what is written once, and return the states before.
+
+    If an object of any rank refuses its state, all of them get back what they had.
+    """
+    before: list[_ObjectState] = []
+    error: Exception | None = None
+    try:
+        for one in plan.states:
+            if one.kind.judged_together:
+                with loading(one.title, folder):
+                    one.check(plan.classes)
+        for one in plan.states:
+            if one.kind.written is Written.ONCE:
+                before.append(replace(one, state=_present_state(one.item)))
+                plan.notes.extend(one.load(folder))
+    except Exception as caught:
+        error = caught
+    effect = _UNCHANGED if error is None else _put_back(before, folder)
+    try:
+        _agree(agreement, "load_state: objects", error, folder, timeout, effect=effect)
+    except CheckpointError:
+        if error is None:
+            _put_back(before, folder)
+        raise
+    return before
+
+
+_NOT_KNOWN = object()
+
+
+def _present_state(item: Any) -> object:
+    """A copy of an object's state, tensors in host memory; `_NOT_KNOWN` where it cannot be had."""
+    try:
+        state = item.state_dict()
+        return copy.deepcopy(map_leaves(lambda tensor: tensor.detach().to("cpu"), state))
+    except Exception:
+        return _NOT_KNOWN
+
+
+def _put_back(before: list[_ObjectState], folder: Path) -> str:
+    """Load the states that objects had before. Returns what is so then."""
+    lost = []
+    for one in reversed(before):
+        try:
+            if one.state is _NOT_KNOWN:
+                raise CheckpointError("its state could not be copied")
+            one.load(folder)
+        except Exception as error:
+            lost.append(f"{one.title} ({error})")
+    if not lost:
+        return _UNCHANGED
+    text = f"These could not be put back: {', '.join(lost)}. All else is unchanged."
+    logger.error("%s", text)
+    return text
+
+
+def _run_hooks(
+    run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: bool, agreement: Agreement, timeout: float
+) -> None:
+    """Call the user's hooks, and compare the models that they leave."""
+    error: Exception | None = None
+    try:
         # As in the API, a hook removes the models that it has loaded itself from the list.
         left = [part.module for part in run.models]
         for hook in run.load_hooks:
-            hook(left, str(source.folder))
+            with loading(f"the hook {getattr(hook, '__qualname__', hook)}", source.folder, "has failed"):
+                hook(left, str(source.folder))
         kept = {id(module) for module in left}
         remaining = [part for part in run.models if id(part.module) in kept]
         plan.models = _match(remaining, source, strict, plan.notes)
+    except Exception as caught:
+        error = caught
+    _agree(agreement, "load_state: hooks", error, source.folder, timeout, effect=_HOOKS_CALLED)
+
+
+def _apply(run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: bool, models_only: bool) -> None:
     folder = source.folder
     for index, (part, weights) in enumerate(plan.models):
         with loading(f"model {index}", weights.path):
@@ -232,11 +385,9 @@ def _apply(run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: boo
         with loading(kind.title(index, item), folder):
             state = read()
         plan.notes.extend(kind.load(index, item, state, folder))
-    # Generators last: what is loaded before may draw from them.
-    for kind in sorted(kinds(Written.ONCE, Written.RANK), key=lambda kind: kind.name == "rng"):
-        states = plan.states.get(kind.name, ())
-        for index, (item, state) in enumerate(zip(kind.objects(run), states, strict=False)):
-            plan.notes.extend(kind.load(index, item, state, folder))
+    for one in plan.states:
+        if one.kind.written is Written.RANK:
+            plan.notes.extend(one.load(folder))
 
 
 def load_newest(

@@ -32,7 +32,10 @@ MANIFEST = "checkpoint_manifest.json"
 FORMAT = "accelerate-checkpoint"
 VERSION = 1
 LOADER_NAME = "dl_state_dict"  # of the API's files with positions in data loaders
-_NUMBERS = ("step", "epoch", "accumulation_step", "iteration", "training_loader")  # of the progress
+# Of the progress.
+_NUMBERS = (
+    "step", "epoch", "accumulation_step", "iteration", "training_loader", "accumulation_steps", "step_samples",
+)  # fmt: skip
 
 # Names of the API's own format; what matches is part of a checkpoint when a folder has no manifest.
 _API_FILES = re.compile(

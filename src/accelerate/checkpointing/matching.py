@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..core.errors import CheckpointError
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
@@ -105,6 +106,68 @@ def check_optimizer(
         raise CheckpointMismatch(
             f"{folder} does not fit optimizer {index} ({here['class']}): {_shown(rows)}. Nothing was loaded."
         )
+
+
+def check_scheduler(item: Any, state: object, saved_class: str | None) -> list[str]:
+    """Raise CheckpointError where a state is that of another kind of torch scheduler. Returns notes.
+
+    Args:
+        item: the scheduler, prepared or not. One that is not torch's decides itself what it takes.
+        state: the saved state.
+        saved_class: the class that it was saved by; None if it is not known.
+    """
+    scheduler = scheduler_of(item)
+    if not isinstance(scheduler, LRScheduler):
+        return []
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"the saved state is a {type(state).__name__}, not the state of a scheduler")
+    name = type(scheduler).__qualname__
+    present = scheduler.state_dict()
+    here, saved = _entries(present), _entries(state)
+    # A class may get other entries in another version of torch or of the user's code.
+    is_other = (here - saved and saved - here) if saved_class is None else (saved_class != name and here != saved)
+    if is_other:
+        by = saved_class or "another scheduler"
+        raise CheckpointError(f"saved by {by} ({_listed(saved - here)}), and this is {name} ({_listed(here - saved)})")
+    ours, theirs = (list(one.get("_schedulers", ())) for one in (present, state))
+    if len(ours) != len(theirs):
+        raise CheckpointError(f"{name} was saved with {len(theirs)} schedulers, and has {len(ours)} here")
+    for position, (part, old) in enumerate(zip(getattr(scheduler, "_schedulers", ()), theirs, strict=False)):
+        try:
+            check_scheduler(part, old, None)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}, scheduler {position} in it: {error}") from None
+    if saved_class not in (None, name):
+        return [f"was saved by {saved_class}, and is a {name} here: it continues from that state"]
+    return []
+
+
+def scheduler_of(item: Any) -> Any:
+    """The scheduler without the wrapper that `prepare` put around it."""
+    return getattr(item, "scheduler", item)
+
+
+def _entries(state: Mapping[str, object]) -> set[str]:
+    """What schedulers of one class have in their state, and others have not."""
+    return {name for name in state if name == "_schedulers" or not name.startswith("_")} - {"verbose"}
+
+
+def _listed(names: set[str]) -> str:
+    return f"with {_shown(sorted(names))}" if names else "with nothing else"
+
+
+def check_scaler(item: Any, state: object, saved_class: str | None) -> list[str]:
+    """Raise CheckpointError for a state that lacks entries which a gradient scaler needs."""
+    saved = state if isinstance(state, Mapping) else {}
+    if lacking := [name for name in item.state_dict() if name not in saved]:
+        raise CheckpointError(f"the saved state lacks {', '.join(lacking)}")
+    return []
+
+
+def check_own(item: Any, state: object, saved_class: str | None) -> list[str]:
+    """Ask an object that can judge a state itself: it raises CheckpointError, or returns notes."""
+    check = getattr(item, "check_state_dict", None)
+    return list(check(state) or ()) if check is not None else []
 
 
 def _group_differences(saved: list[list[list[int]]], here: list[list[list[int]]]) -> Iterable[str]:

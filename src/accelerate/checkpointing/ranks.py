@@ -46,7 +46,7 @@ class SaveRanks:
         absent: str = "",
     ) -> list[Any]:
         """The values of all ranks. Raises the errors of all ranks, if any; the cause is this rank's own error."""
-        row = {"error": None if error is None else _error_text(error), "value": value}
+        row = {"error": None if error is None else error_text(error), "value": value}
         rows = self._agreement.exchange(step, row, timeout or self.timeout, absent)
         errors = [(rank, row["error"]) for rank, row in enumerate(rows) if row["error"]]
         if errors:
@@ -78,7 +78,7 @@ class SaveRanks:
         """The error to raise on the rank where it happened: an interrupt itself, any other as on the other ranks."""
         if not isinstance(error, Exception):
             return error
-        return self._error([(self.process.process_index, _error_text(error))])
+        return self._error([(self.process.process_index, error_text(error))])
 
     def _error(self, errors: list[tuple[int, str]]) -> CheckpointError:
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in errors)
@@ -86,9 +86,10 @@ class SaveRanks:
         with contextlib.suppress(OSError):
             exists = self.folder.exists()
         kept = "Its earlier content is unchanged." if exists else "Earlier checkpoints are unchanged."
-        return CheckpointError(f"{self.folder} was not saved: {lines}. {kept}")
+        return CheckpointError(f"{self.folder} was not saved: {lines.rstrip('.')}. {kept}")
 
 
-def _error_text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """An error for a message of several ranks: without its class where it is one of this package's own."""
     text = str(error) or type(error).__name__
     return text if isinstance(error, (CheckpointError, ConfigurationError)) else f"{type(error).__name__}: {text}"

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ..core.errors import CheckpointError
 from ..core.files import user_path
+from ..core.torch_files import write_file
 from ..runtime.agreement import Process
 from ..runtime.calls import ranks_in_words
 from . import per_rank
 from .blocks import BlockIO, FileRecord, Segment
-from .commit import commit
+from .commit import UNFINISHED, commit
 from .documents import documents
 from .kinds import SESSION, Written, collect, compat_files, kinds
 from .layout import numbered, rank_document_name, rotate
@@ -290,7 +289,7 @@ def _write(pending: PendingCheckpoint, io: BlockIO) -> dict[str, FileRecord]:
     paths = [(pending.temporary / name, content) for name, content in pending.files.items()]
     records = dict(zip(pending.files, io.write_all(paths), strict=True))
     for name, value in pending.pickled.items():
-        torch.save(value, pending.temporary / name)
+        write_file(value, pending.temporary / name)
         records[name] = io.record(pending.temporary / name)
     return records
 
@@ -327,4 +326,5 @@ def _merge(rows: Iterable[dict[str, Any]]) -> dict[str, FileRecord]:
 
 
 def _relative(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return names - {UNFINISHED}

@@ -34,14 +34,14 @@ from ..core.devices import kind_of
 from ..core.errors import CheckpointError
 from ..core.files import read_regular, require_regular
 from ..core.torch_files import READ_ERRORS
-from ..parallel.fsdp.state import drop_states, is_fsdp1, optimizer_state, unwrapped
-from ..parallel.materialize import canonical_name
+from ..parallel.fsdp.state import drop_states, is_fsdp1, named_groups, optimizer_state, parameter_names, unwrapped
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from .codec import TensorSink, decode, encode, memory_of
 from .dcp_legacy import PlainPlanner, PlainReader
 from .documents import damage
 from .layout import model_shards, optimizer_shards
 from .matching import CheckpointMismatch, compare_names
+from .ranks import error_text
 from .tensorfile import only_tensors, read_header
 
 _OPTIONS = "options.json"
@@ -98,8 +98,7 @@ class ShardedState:
         ]
         for index, model, optimizer in self.optimizers:
             _check_by_tensor(optimizer)
-            with _states_of(model, optimizer):
-                flat = optimizer_state(model, optimizer, FLAT)
+            flat = optimizer_state(model, optimizer, FLAT)
             tensors = only_tensors(flat)
             rest: dict[str, Any] = {name: value for name, value in flat.items() if name not in tensors}
             rest = _of_all_ranks(rest) if self.templates else rest
@@ -116,8 +115,11 @@ class ShardedState:
                 torch.accelerator.synchronize()
 
         def write(folder: Path) -> None:
-            for path, tensors, rest in jobs:
-                write_shards(folder / path, tensors, rest, group, compat)
+            try:
+                for path, tensors, rest in jobs:
+                    write_shards(folder / path, tensors, rest, group, compat)
+            except PeerError:
+                return  # the rank that has failed reports it
             # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
             for path, _, rest in jobs:
                 write_options(folder / path, rest)
@@ -149,9 +151,9 @@ class ShardedState:
         for index, model in self.models:
             path = model_shards(folder, index)
             saved = model_shapes(path)
-            if is_fsdp1(model):
-                continue  # a rank does not see the shapes of what it has a slice of; `load` compares them
             template = self.templates.get(index)
+            if template is None and is_fsdp1(model):
+                continue  # a rank does not see the shapes of what it has a slice of; `load` compares them
             state = self._model_state(model) if template is None else only_tensors(template.state_dict())
             found = compare_names(saved, state)
             if found and strict:
@@ -199,25 +201,17 @@ def _check_by_tensor(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _states_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> contextlib.AbstractContextManager[None]:
-    if not is_fsdp1(model):
-        return contextlib.nullcontext()
-    # Imported here: a future torch may not have FSDP1.
-    from ..parallel.fsdp.fsdp1_state import only_with_state
-
-    return only_with_state(model, optimizer)
-
-
 def _without_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> set[str]:
-    """The names of an optimizer's parameters that the shards in a folder hold no state of."""
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    names = {canonical_name(name) for name, parameter in model.named_parameters() if id(parameter) in stepped}
+    """The plain names of an optimizer's parameters that the shards in a folder hold no state of."""
+    known = parameter_names(model)
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = {name for parameter in stepped for name in known.get(id(parameter), ())}
     if not (folder / _OPTIONS).exists() and not any(_shard_files(folder)):
         return set()  # no checkpoint: reading reports what is missing
     prefix = _prefix(folder)
     saved = [name.removeprefix(prefix) for name in shard_entries(folder)]
-    found = {_owner_of(name, names) for name in saved}
-    return names - found
+    saved += [name for name in read_options(folder) if name.startswith("state.")]
+    return names - {_owner_of(name, names) for name in saved}
 
 
 def _optimizer_state(
@@ -266,23 +260,40 @@ def _load_nested(path: Path, model: torch.nn.Module, optimizer: torch.optim.Opti
     torch 2.13 does not load its own flattened form there: it takes the names of the entries from the state that this
     rank has, and a rank has none of a parameter whose slice is empty.
     """
-    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
     without = _without_state(path, model, optimizer)
-    state["state"] = {name: values for name, values in state["state"].items() if name not in without}
-    places = [(f"state.{name}", values) for name, values in state["state"].items()]
-    places += [(f"param_groups.{group['params'][0]}", group) for group in state["param_groups"] if group["params"]]
-    tensors = {
-        f"{name}.{key}": value
-        for name, values in places
-        for key, value in values.items()
-        if isinstance(value, torch.Tensor)
-    }
-    read_shards(path, tensors, strict)
-    read = {**read_options(path), **tensors}
+    groups = named_groups(model, optimizer)
+    places = [(f"param_groups.{group['params'][0]}", group) for group in groups if group["params"]]
+    entries: dict[str, Any] = {}
+    before = dict(optimizer.state)
+    optimizer.state.clear()
+    try:
+        if not without.issuperset(name for group in groups for name in group["params"]):
+            # torch makes a state of each parameter where there are no gradients; those of the checkpoint come later.
+            optimizer.zero_grad()
+            state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+            entries = {name: values for name, values in state["state"].items() if name not in without}
+            places += [(f"state.{name}", values) for name, values in entries.items()]
+        tensors = {
+            f"{name}.{key}": value
+            for name, values in places
+            for key, value in values.items()
+            if isinstance(value, torch.Tensor)
+        }
+        read_shards(path, tensors, strict)
+        read = {**read_options(path), **tensors}
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(before)
+        raise
     for name, values in places:
         values.update({key: read[f"{name}.{key}"] for key in values if f"{name}.{key}" in read})
-    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
-    drop_states(model, optimizer, without)
+    if entries:
+        found: dict[str, Any] = {"state": entries, "param_groups": groups}
+        set_optimizer_state_dict(model, optimizer, found, options=StateDictOptions(strict=False))
+        drop_states(model, optimizer, without)
+        return
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 def _model_of(index: int, optimizer: PreparedOptimizer) -> torch.nn.Module:
@@ -312,12 +323,28 @@ def write_shards(
         writer: dcp.StorageWriter = dcp.FileSystemWriter(str(folder))
     else:
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    dcp.save(
-        state,
-        storage_writer=writer,
-        process_group=group,
-        no_dist=not dist.is_initialized(),
-    )
+    save_entries(state, writer, group)
+
+
+class PeerError(CheckpointError):
+    """Other ranks could not write their shards. No rank has written all of its own."""
+
+
+def save_entries(state: dict[str, object], writer: dcp.StorageWriter, group: dist.ProcessGroup | None = None) -> None:
+    """Write entries with torch's writer. Every rank calls it.
+
+    Raises PeerError where only other ranks have failed. A rank that has failed raises its own error.
+    """
+    distributed = dist.is_initialized()
+    try:
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=not distributed)
+    except CheckpointException as error:
+        # torch raises the errors of all ranks on all of them, as a BaseException whose text is their tracebacks.
+        own = error.failures.get(dist.get_rank() if distributed else 0)
+        if own is not None:
+            raise own[0] from None
+        rows = (f"rank {rank}: {error_text(failure[0])}" for rank, failure in error.failures.items())
+        raise PeerError("; ".join(rows)) from None
 
 
 def write_options(folder: Path, rest: Mapping[str, object]) -> None:

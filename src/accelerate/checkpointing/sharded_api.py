@@ -26,7 +26,7 @@ from ..core.files import atomic_write
 from ..parallel.fsdp.state import full_options, optimizer_state
 from .compat import load_pickled
 from .layout import model_shards, numbered, optimizer_shards
-from .sharded import FLAT, load_optimizer, read_shards
+from .sharded import FLAT, load_optimizer, read_shards, save_entries
 
 _FSDP_MODEL = f"{MODEL_NAME}_fsdp"
 
@@ -196,7 +196,7 @@ def _write(value: object, path: Path) -> None:
 
 def _write_dcp(state: dict[str, object], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(str(folder)), no_dist=not dist.is_initialized())
+    save_entries(state, dcp.FileSystemWriter(str(folder)))
 
 
 def _rank_file(name: str, index: int) -> str:

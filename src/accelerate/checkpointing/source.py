@@ -350,7 +350,7 @@ class ModelWeights:
 
     def compare(self, index: int, part: PreparedModel, strict: bool) -> list[str]:
         """Notes on what differs from the model; with `strict` any difference is a CheckpointMismatch."""
-        if part.saves_shards:
+        if part.saves_shards and part.template is None:
             from ..parallel.fsdp.state import is_fsdp1
 
             if is_fsdp1(part.module):

@@ -25,6 +25,7 @@ from ..core.constants import (
 )
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write, follow_links, fsync_path, user_path
+from ..core.torch_files import write_file
 from ..state import PartialState
 from .blocks import BlockIO
 from .compat import load_pickled
@@ -84,7 +85,8 @@ def save_model(
 
     Every rank may call it; the main process (of each machine, with `save_on_each_node`) writes. Of tied weights one is
     stored. Shards of an earlier save in the folder are removed. Without `safe_serialization`, torch.save writes.
-    Raises ValueError when `save_directory` is a file, CheckpointError naming the entry that cannot be stored.
+    Raises ValueError when `save_directory` is a file, CheckpointError naming the entry that cannot be stored, OSError
+    naming the file or folder that cannot be written.
     """
     folder = follow_links(user_path(save_directory, "save_model: save_directory"), "save_model")
     if folder.is_file():
@@ -108,8 +110,14 @@ def save_model(
     shards[0] = shards[0] + others
     contents = [{name: kept[name] for name in members} for members in shards]
     files = dict(zip(names, contents, strict=True))
-    _write_files(folder, files, aliases, index if len(shards) > 1 else None, safe_serialization)
-    _remove_stale(folder, single, pattern, index, set(names), len(shards) > 1)
+    try:
+        _write_files(folder, files, aliases, index if len(shards) > 1 else None, safe_serialization)
+        _remove_stale(folder, single, pattern, index, set(names), len(shards) > 1)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # An error of writing has no name of a file.
+        raise OSError(error.errno, f"{error.strerror}: the weights were not saved in", str(folder)) from error
     logger.info("model weights saved in %s (%d file(s))", folder, len(names))
 
 
@@ -145,7 +153,7 @@ def _write_files(
                     here = {alias: kept for alias, kept in aliases.items() if kept in content}
                     io.write(temporary[name], segments(only_tensors(content), here))
                 else:
-                    torch.save(dict(content), temporary[name])
+                    write_file(dict(content), temporary[name])
                     fsync_path(temporary[name])
         if index is not None:
             # Until the new index is there no old one may name half of the new shards.

@@ -26,13 +26,13 @@ def parser() -> Parser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of the command. Exits with 1 if a checkpoint is incomplete or damaged, with 2 if there is none."""
+    """Entry point of the command. Exits with 1 if a checkpoint is incomplete or damaged, or if there is none."""
     options = parser().parse_args(arguments)
     path = Path(options.path).expanduser()
     folders, damaged = _folders(path)
     if not folders and not (damaged and options.action == "list"):
         print_error("accelerate checkpoint", f"there is no checkpoint in {path}")
-        sys.exit(2)
+        sys.exit(1)
     check = _verified if options.action == "verify" else _listed
     sound = [check(folder) for folder in folders]
     if options.action == "list":

@@ -14,7 +14,7 @@ from .parser import Parser, print_error
 
 SHELLS = {
     "bash": "accelerate completion bash > ~/.local/share/bash-completion/completions/accelerate",
-    "zsh": "accelerate completion zsh > FOLDER/_accelerate, with a FOLDER of $fpath",
+    "zsh": "accelerate completion zsh > ${fpath[1]}/_accelerate",
     "fish": "accelerate completion fish > ~/.config/fish/completions/accelerate.fish",
 }
 # Command -> the function of its module that makes its parser, where there is one.

@@ -179,7 +179,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ConfigurationError(f"{path} is not the configuration of a model: it holds no keys")
+        raise ConfigurationError(f"{path} is not the configuration of a model: it has no keys")
     return config
 
 

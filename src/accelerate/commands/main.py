@@ -75,7 +75,7 @@ def main() -> None:
             raise
         from .parser import print_error
 
-        print_error(f"accelerate {name}", f"{error.filename} cannot be read or written: {error.strerror}")
+        print_error(f"accelerate {name}", error)
         sys.exit(1)
 
 

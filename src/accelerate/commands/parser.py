@@ -62,7 +62,9 @@ def coloured_help(text: str) -> str:
 
 
 def print_error(command: str, message: object) -> None:
-    """Print an error on stderr."""
+    """Print an error on stderr. For an OSError of a file this is its name and the reason."""
+    if isinstance(message, OSError) and message.filename is not None:
+        message = f"{message.filename} cannot be read or written: {message.strerror}"
     error = "\x1b[31merror:\x1b[0m" if has_colour(sys.stderr) else "error:"
     print(f"{command}: {error} {message}", file=sys.stderr)
 
@@ -107,7 +109,10 @@ class Parser(argparse.ArgumentParser):
         flag = word.split("=", 1)[0]
         if instead := self.foreign.get(flag.lstrip("-").replace("-", "_")):
             return f"unknown option {flag}: {instead}"
-        return f"unknown option {flag}" + (suggestion(flag, self._option_string_actions) or f"; see {self.prog} -h")
+        hint = suggestion(flag, self._option_string_actions) or f"; see {self.prog} -h"
+        if any(action.nargs == argparse.REMAINDER for action in self._actions):
+            hint += "; the script's own options follow its name"
+        return f"unknown option {flag}{hint}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

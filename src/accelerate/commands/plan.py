@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from typing import TYPE_CHECKING
 
 from ..core.errors import ConfigurationError
+from ..core.files import check_writable
 from .parser import Parser, print_error, table
 
 if TYPE_CHECKING:
     from ..planning.estimate import Estimate
+    from ..planning.layouts import PlannedLayout
 
 PRECISIONS = ("no", "bf16", "fp16")
 
@@ -31,7 +34,7 @@ def plan_command_parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--batch", required=True, metavar="SHAPE",
-        help="BatchShape of one optimizer step on all ranks: samples x tokens, as 32x512, or 32x3x224x224:float32.",
+        help="Batch of one optimizer step on all ranks: samples x tokens, as 32x512, or 32x3x224x224:float32.",
     )  # fmt: skip
     made.add_argument("--mixed_precision", choices=PRECISIONS, default="no", help="Precision of the run.")
     made.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, momentum, adagrad or rmsprop.")
@@ -73,37 +76,47 @@ def _run(args: argparse.Namespace) -> int:
 
     from ..core.errors import suggestion
     from ..core.objects import convert_bytes
-    from ..planning import estimate, layouts, machine, model, report, trace
+    from ..planning import estimate, experts, layouts, machine, model, report, trace
     from .estimate import build
 
     batch = model.parse_batch(args.batch)
     if args.optimizer not in trace.OPTIMIZERS:
         raise ConfigurationError(f"--optimizer {args.optimizer!r} is unknown: one of {', '.join(trace.OPTIMIZERS)}")
-    if args.ranks is not None and (args.ranks < 1 or args.machine):
-        raise ConfigurationError(
-            f"--ranks {args.ranks}: give a positive number, and only for this machine (--machine has its own)"
-        )
+    for name in ("ranks", "tflops", "link", "between", "memory"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigurationError(f"--{name} {value}: give a number above 0")
+    if args.ranks is not None and args.machine:
+        raise ConfigurationError(f"--ranks {args.ranks} is for this machine: --machine gives its own number")
     if args.machine:
         here = machine.describe(args.machine, args.link, args.tflops, args.between)
     elif args.link or args.tflops or args.between:
         raise ConfigurationError("--link, --tflops and --between describe a machine: give --machine too")
     else:
         here = machine.found(args.ranks)
-    if args.memory:
+    if args.layout is not None and args.write is None:
+        raise ConfigurationError(f"--layout {args.layout} selects what --write writes: give --write FILE too")
+    if args.write is not None:
+        check_writable(args.write, "--write")
+    if args.memory is not None:
         here = replace(here, memory=int(args.memory * machine.GIGA))
     if args.calibrate:
         here = report.calibrate(here, args.calibrate)
+    module = build(args.model, trust_remote_code=args.trust_remote_code)
     chosen = layouts.candidates(here.ranks, here.machines, here.device)
+    if experts.has_experts(module):
+        chosen += layouts.expert_candidates(here.ranks)
+    if args.write and args.layout:
+        _check_writable(layouts.find(args.layout, chosen))
     if args.layouts:
         unknown = [name for name in args.layouts if layouts.find(name, chosen) is None]
         if unknown:
             known = [layout.name for layout in chosen]
             raise ConfigurationError(
-                f"--layouts {unknown[0]}: {here.ranks} ranks have no such layout"
-                + (suggestion(unknown[0], known) or f"; they have {', '.join(known)}")
+                f"--layouts {unknown[0]}: no such layout on {here.ranks} rank{'s' * (here.ranks > 1)}"
+                + (suggestion(unknown[0], known) or f"; there are {', '.join(known)}")
             )
         chosen = [layout for layout in chosen if layout.name in args.layouts]
-    module = build(args.model, trust_remote_code=args.trust_remote_code)
     training = trace.PlannedTraining(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
     processes = max(1, min(4, (os.cpu_count() or 1) // 2))
     rows = estimate.plan(training, here, chosen, processes)
@@ -113,14 +126,20 @@ def _run(args: argparse.Namespace) -> int:
         print(report.to_json(rows, training, here))
     else:
         print(
-            f"{type(module).__name__}, {model.count(module):,} parameters, batch {batch}, {args.mixed_precision} "
-            f"precision, {args.optimizer}\n{here.ranks} x {here.device}, {convert_bytes(here.memory)} each "
-            f"({here.origin})\n"
+            f"{type(module).__name__}, {model.count(module):,} parameters, batch {batch}, mixed precision "
+            f"{args.mixed_precision}, {args.optimizer}\n"
+            f"{here.ranks} x {here.device}, {convert_bytes(here.memory)} each ({here.origin})\n"
         )
         if fitting:
             print("fits, fastest first:\n" + table(report.table_rows(fitting), report.HEADERS) + "\n")
         if others := [row for row in rows if row.failure is None and not row.fits]:
             print("does not fit:\n" + table(report.table_rows(others), report.HEADERS) + "\n")
+        for row in rows:
+            if row.failure is None and row.layout.loading:
+                print(
+                    f"{row.layout.name}: not by a configuration file (--write), but where the model is loaded: "
+                    f"from_pretrained(..., distributed_config={row.layout.distributed_config})"
+                )
         for row in rows:
             if row.failure is not None:
                 print(f"not estimated: {row.layout.name}: {row.failure}")
@@ -133,16 +152,30 @@ def _run(args: argparse.Namespace) -> int:
             f"figures to {path}",
             file=sys.stderr,
         )
+    elif args.write and fitting:
+        print(
+            f"accelerate plan: {args.write} is not written: a configuration file selects none of the layouts that fit",
+            file=sys.stderr,
+        )
+        return 1
     elif missing := report.shortage(rows, here):
         print(f"accelerate plan: {missing}", file=sys.stderr)
     return 0 if fitting else 1
+
+
+def _check_writable(layout: PlannedLayout | None) -> None:
+    if layout is not None and layout.loading:
+        raise ConfigurationError(
+            f"--layout {layout.name}: no configuration file selects it. Start a script that loads its model with "
+            f"from_pretrained(..., distributed_config={layout.distributed_config}), without a layout of its own"
+        )
 
 
 def _written(args: argparse.Namespace, rows: list[Estimate], fitting: list[Estimate]) -> Estimate | None:
     if args.write is None:
         return None
     if args.layout is None:
-        return fitting[0] if fitting else None
+        return next((row for row in fitting if not row.layout.loading), None)
     found = next((row for row in rows if row.layout.name == args.layout and row.failure is None), None)
     if found is None:
         raise ConfigurationError(f"--layout {args.layout}: the plan has no estimate of it")

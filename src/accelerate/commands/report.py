@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from ..core.errors import ConfigurationError
+from ..core.files import check_writable
 from .parser import Parser, print_error
 
 FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
@@ -35,6 +36,8 @@ def main(arguments: list[str] | None = None) -> None:
 
         (run,) = open_runs([options.run])
         report.read_all(run)
+        if options.output is not None:
+            check_writable(options.output, "--output")
         if run.is_empty:
             raise ConfigurationError("; ".join([f"{run.folder} has no recorded steps", *run.notes()]))
         text = {"html": report.html, "md": report.markdown, "json": report.to_json}[kind](run)

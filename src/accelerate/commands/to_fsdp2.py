@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import launch_file
 from ..core.errors import ConfigurationError
+from ..core.files import check_writable
 from .parser import Parser, print_error
 
 STRATEGY, RESHARD, STATES = "fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_state_dict_type"
@@ -127,6 +128,7 @@ def _target(source: Path, output: str | None, overwrite: bool) -> Path:
     if output is None and not overwrite:
         raise ConfigurationError("give --output_file for the result, or --overwrite to write over the file itself")
     target = source if output is None else Path(output).expanduser()
+    check_writable(target, "--config_file" if output is None else "--output_file")
     if target.exists() and not overwrite:
         raise ConfigurationError(f"--output_file {target} is there already: give another one, or --overwrite")
     return target

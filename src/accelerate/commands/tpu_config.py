@@ -158,7 +158,8 @@ def _lines(file: str) -> list[str]:
     try:
         text = Path(file).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--command_file {file} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"--command_file {file} cannot be read: {reason}") from None
     # A comment would swallow every command behind it: all of them become one line.
     return [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
 

@@ -151,6 +151,8 @@ class MegatronLMPlugin:
         for name in ("tp_degree", "pp_degree", "num_micro_batches", "context_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"MegatronLMPlugin.{name}={getattr(self, name)} must be at least 1")
+        if self.consumed_samples is not None:  # training, validation, test
+            self.consumed_samples = [*self.consumed_samples, 0, 0, 0][: max(3, len(self.consumed_samples))]
         self.DDP_impl: str = "torch"
         self.megatron_lm_default_args: dict[str, Any] = {
             _ARGUMENTS.get(name, name): getattr(self, name) for name in (*defaults, *_PASSED_ON)

@@ -127,7 +127,7 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
     """The truth value of a variable of any name; ValueError for a text that is none."""
     text = os.environ.get(key)
-    return parse_bool(text, key) if text else default
+    return parse_bool(text, key) if text else parse_bool(str(default), "default")
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
@@ -192,7 +192,11 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
     if inspect.isclass(func_or_cls):
         for name in dir(func_or_cls):
             member = inspect.getattr_static(func_or_cls, name)
-            if name.startswith("test") and inspect.isfunction(member):
+            if not name.startswith("test"):
+                continue
+            if isinstance(member, staticmethod | classmethod):
+                setattr(func_or_cls, name, type(member)(_purging(member.__func__)))
+            elif inspect.isfunction(member):
                 setattr(func_or_cls, name, _purging(member))
         return func_or_cls
     return _purging(func_or_cls)  # type: ignore[arg-type, return-value]

@@ -68,6 +68,25 @@ def follow_links(path: Path, argument: str) -> Path:
     return resolved
 
 
+def check_writable(path: str | os.PathLike[str], argument: str, folder: bool = False) -> None:
+    """Raise ConfigurationError for a file (or a folder) of the user that cannot be written. Writes nothing.
+
+    Args:
+        path: the file or folder; folders that are missing on the way are made by whoever writes.
+        argument: the name of the argument, for the message.
+        folder: whether `path` is a folder.
+    """
+    path = user_path(path, argument)
+    if not folder and path.is_dir():
+        raise ConfigurationError(f"{argument}={str(path)!r} is a folder: name the file to write")
+    first = path if folder else path.parent
+    nearest = next((found for found in (first, *first.parents) if found.exists()), first)
+    if not nearest.is_dir():
+        raise ConfigurationError(f"{argument}={str(path)!r}: {nearest} is not a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{argument}={str(path)!r}: no permission to write in {nearest}")
+
+
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
     """A file object whose content appears at `path` when the block ends well, synced to disk, and not at all else.
@@ -82,8 +101,11 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename = str(path)
         raise
 
 

@@ -66,3 +66,20 @@ def check_archive(file: Any, name: str | os.PathLike[str] = "the file") -> bool:
     if declared > size:
         raise CheckpointError(f"{name} is damaged: its members declare {declared} bytes, the file has {size}")
     return True
+
+
+def write_file(value: object, path: str | os.PathLike[str]) -> None:
+    """Write a file with torch.save. Raises OSError where it cannot be written, as for a full disk."""
+    import torch
+
+    try:
+        # For a path, torch raises a RuntimeError about the place in the file.
+        with open(path, "wb") as file:
+            torch.save(value, file)
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        raise cause from None

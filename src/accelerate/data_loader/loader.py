@@ -379,7 +379,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if successor is not None and (successor._order is not None or successor._pending is not None):
             return successor.state_dict()
         plan = self.plan()
-        position = Position(self.iteration, plan.unit, total_of(plan))
+        position = Position(self.iteration, plan.unit, total_of(plan), sampler=self._sampler_class)
         if self._order is None or not (self._order.begun or _consumed(self._place)):
             # Between epochs, or before the first draw of one.
             states = position.own = self._new_order().own()
@@ -418,12 +418,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         Raises:
             CheckpointError: this loader cannot continue from the position.
         """
-        position = Position.from_dict(state_dict)
-        plan = self.plan()
-        streams = self._source.workers if is_iterable(self.base_dataloader) else None
-        position.check_fits(plan.unit, total_of(plan), streams if self._reads else None)
-        if position.in_epoch:
-            self._check_split(position.place)
+        position = self._checked(state_dict)
         self._order = None
         self._place = 0
         self._successor = None
@@ -433,6 +428,30 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._new_order().restore_own(position.own)
         self.set_epoch(position.epoch)
         self._opened = bool((position.own or {}).get("opened"))
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> list[str]:
+        """Raise CheckpointError for a position from which this loader cannot continue. Returns notes."""
+        saved, here = self._checked(state_dict), self._sampler_class
+        if not saved.in_epoch or None in (saved.sampler, here) or saved.sampler == here:
+            return []
+        return [
+            f"was saved in the middle of an epoch with the sampler {saved.sampler}, and has {here} here, which orders "
+            "the rest of that epoch: samples may be read twice or not at all"
+        ]
+
+    @property
+    def _sampler_class(self) -> str | None:
+        sampler = self.get_sampler()
+        return None if sampler is None else type(sampler).__qualname__
+
+    def _checked(self, state_dict: dict[str, Any]) -> Position:
+        position = Position.from_dict(state_dict)
+        plan = self.plan()
+        streams = self._source.workers if is_iterable(self.base_dataloader) else None
+        position.check_fits(plan.unit, total_of(plan), streams if self._reads else None)
+        if position.in_epoch:
+            self._check_split(position.place)
+        return position
 
     @property
     def _reads(self) -> bool:

@@ -40,6 +40,7 @@ def plan(settings: Settings, program: Program, in_place: bool = False) -> Launch
         requested_processes=_requested(settings),
         progress_requested=settings.chosen("progress_interval"),
         in_place=in_place,
+        alone=processes == 1 and settings.origin("num_processes").startswith("flag"),
         **_same_fields(settings),
     )
     spec.check()

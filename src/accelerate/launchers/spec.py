@@ -154,7 +154,8 @@ class LaunchSpec(NamedTuple):
     `num_processes` counts the processes of all machines. Every process gets `variables`. `device` is torch's device
     type. `threads` is the number of CPU threads of each process; None leaves the environment's. `stop_timeout` is the
     number of seconds between the request to stop and SIGKILL. `in_place`: a single process may run in this one,
-    because no caller waits for it to return. The fields with the name of an option hold its value.
+    because no caller waits for it to return. `alone`: a flag requests the single process. The fields with the name of
+    an option hold its value.
     """
 
     program: Program
@@ -199,6 +200,7 @@ class LaunchSpec(NamedTuple):
     requested_processes: int | None = None
     progress_requested: bool = False
     in_place: bool = False
+    alone: bool = False
 
     @property
     def local_processes(self) -> int:

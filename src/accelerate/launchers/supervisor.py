@@ -324,7 +324,10 @@ class Supervisor:
             self._print(traceback.rstrip("\n").splitlines())
         self._print(self.failure.lines())
         if self.spec.error_file:
-            self.failure.write(self.spec.error_file)
+            try:
+                self.failure.write(self.spec.error_file)
+            except OSError as error:
+                self._print([f"  error_file={self.spec.error_file!r} cannot be written: {error.strerror}"])
         return self.failure.exit_code
 
     @staticmethod

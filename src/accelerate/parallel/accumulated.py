@@ -95,8 +95,8 @@ class AccumulatedGradients:
         present = {place.name: getattr(place.owner, place.attribute) for place in self._places()}
         return {name: _saved(gradient) for name, gradient in present.items() if gradient is not None}
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Replace all gradients by those of `state_dict`; every rank calls it.
+    def check_state_dict(self, state: Mapping[str, object]) -> Mapping[str, torch.Tensor]:
+        """The gradients in a state, as they are laid out here; every rank calls it.
 
         Raises:
             CheckpointError: the state has places that this rank lacks, or other shapes.
@@ -111,9 +111,13 @@ class AccumulatedGradients:
             raise CheckpointError(
                 f"the saved window holds gradients of {', '.join(strange[:5])}, unknown on this rank"
             )
-        loaded = {name: _loaded(name, value, places[name].like) for name, value in state.items()}
-        for name, place in places.items():
-            setattr(place.owner, place.attribute, loaded.get(name))
+        return {name: _loaded(name, value, places[name].like) for name, value in state.items()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Replace all gradients by those of `state_dict`; every rank calls it. Raises as `check_state_dict`."""
+        loaded = self.check_state_dict(state)
+        for place in self._places():
+            setattr(place.owner, place.attribute, loaded.get(place.name))
 
 
 def _saved(gradient: torch.Tensor) -> Any:

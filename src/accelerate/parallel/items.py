@@ -107,10 +107,10 @@ class ItemWindow:
 
 
 def global_loss(strategy: Strategy, loss: object) -> Any:
-    """The mean of each rank's loss over the ranks that read different data; None stays None."""
-    if loss is None or strategy.data_shard[1] == 1:
+    """The mean of each rank's loss over the ranks that average gradients; None stays None."""
+    if loss is None or strategy.gradient_ranks == 1:
         return loss
     mean = torch.as_tensor(loss, device=strategy.device).detach().clone()
-    dist.all_reduce(mean, group=strategy.data_group)
-    mean /= strategy.data_shard[1]
+    dist.all_reduce(mean, group=strategy.gradient_group)
+    mean /= strategy.gradient_ranks
     return mean if isinstance(loss, torch.Tensor) else mean.item()

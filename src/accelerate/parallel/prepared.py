@@ -128,6 +128,10 @@ class PreparedModel:
     def reshard(self) -> None:
         """Keep only this rank's shards of the parameters, as between two steps."""
 
+    def less_memory(self) -> str:
+        """What reduces the memory of a step of this layout, for a model of which this process has a part."""
+        return "less memory: smaller batches with more gradient_accumulation_steps, recomputed activations"
+
     def swappable(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model's parameters may be replaced by other tensors (master weights)."""
         return contextlib.nullcontext()

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..parallel.report.ledger import ACTIVATIONS, GRADIENTS, OPTIMIZER, WEIGHTS, Work
-from .layouts import NOT_ESTIMATED, PlannedLayout
+from .experts import has_experts
+from .layouts import NOT_ESTIMATED, NOT_ESTIMATED_EXPERTS, PlannedLayout
 from .machine import Machine
 from .trace import PlannedTraining, Step, trace_all
 
@@ -68,6 +69,7 @@ class Estimate:
             "memory_by_kind": self.kinds,
             "step_seconds": list(self.seconds),
             "sent_bytes": self.sent,
+            **({"distributed_config": dict(self.layout.loading)} if self.layout.loading else {}),
         }
 
 
@@ -84,7 +86,7 @@ def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
             kinds[kind] = 0
     total = sum(kinds.values())
     # Kernels allocate by themselves, and there are gaps between blocks.
-    low, high = memory_interval(layout, total, machine.memory_spread)
+    low, high = memory_interval(step, total, machine.memory_spread)
     first, last = step.work
     seconds = _seconds(last, machine) + (layout.accumulation - 1) * _seconds(first, machine) + extra
     seconds *= machine.time_scale * (1 + step.waiting)
@@ -93,11 +95,9 @@ def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
     return Estimate(layout, Interval(low, high), kinds, times, sent, high <= machine.memory)
 
 
-def memory_interval(layout: PlannedLayout, total: int, spread: float) -> Interval:
-    """The interval of an estimate."""
-    if "tp" in dict(layout.sizes):
-        # How long the tensors of functional collectives live depends on when they are waited for.
-        spread *= 2
+def memory_interval(step: Step, total: int, spread: float) -> Interval:
+    """The interval of an estimate of `total` bytes."""
+    spread += step.uneven
     return Interval(total * (1 - spread), total * (1 + spread))
 
 
@@ -135,7 +135,8 @@ def plan(
                 base = layout if layout.accumulation == 1 else _plain(layout, rows)
                 again.append(base.accumulated(layout.accumulation * 2))
         waiting = again
-    for name, why in NOT_ESTIMATED.items() if machine.ranks > 1 else ():
+    refused = NOT_ESTIMATED | (NOT_ESTIMATED_EXPERTS if has_experts(training.model) else {})
+    for name, why in refused.items() if machine.ranks > 1 else ():
         rows.append(Estimate(PlannedLayout(name, machine.ranks), failure=why))
     return sorted(rows, key=_order)
 

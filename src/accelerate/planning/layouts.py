@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,11 +12,10 @@ from torch import nn
 
 from ..core.pipeline_schedules import PIPELINE_SCHEDULES
 
-# Layouts without an estimate, and why.
-NOT_ESTIMATED = {
-    "pp+fsdp": "only pipelines of plain and of replicated stages are traced, not of sharded ones (pp+tp neither); "
-    "start it with --parallelism_config_pp_size and read accelerator.explain()",
-    "ep": "experts are sharded over ranks while transformers loads a model (its distributed_config), not by a launch",
+# Layouts without an estimate, and why; those of models with experts.
+NOT_ESTIMATED = {"pp+cp": "a run refuses it: a pipeline divides batches, and cp_size and sp_size divide sequences"}
+NOT_ESTIMATED_EXPERTS = {
+    "ep+pp": "a run refuses it: experts are sharded while the model is loaded, and a pipeline takes the plain model"
 }
 # The smallest fraction of a model that SIZE_BASED_WRAP makes a unit, for models that do not name their blocks.
 _UNIT = 1 / 32
@@ -37,6 +36,7 @@ class PlannedLayout:
         offload: shards are in host memory between their uses.
         accumulation: batches of an optimizer step.
         schedule: of a pipeline.
+        loading: size of transformers' `DistributedConfig` -> size, of a model that is sharded while it is loaded.
     """
 
     name: str
@@ -47,6 +47,7 @@ class PlannedLayout:
     offload: bool = False
     accumulation: int = 1
     schedule: str | None = None
+    loading: tuple[tuple[str, int], ...] = ()
 
     @property
     def pipeline_ranks(self) -> int:
@@ -67,7 +68,7 @@ class PlannedLayout:
     @property
     def replicated(self) -> bool:
         """Whether DistributedDataParallel runs it."""
-        return self.ranks > 1 and not self.sizes and not self.sharded
+        return self.ranks > 1 and not self.sizes and not self.sharded and not self.loading
 
     @property
     def sequence_ranks(self) -> int:
@@ -77,7 +78,15 @@ class PlannedLayout:
     @property
     def data_ranks(self) -> int:
         """The ranks, or groups of ranks, that read different samples."""
-        return self.ranks // math.prod(size for name, size in self.sizes if name in ("tp", "cp", "sp", "pp"))
+        shared = [size for name, size in self.sizes if name in ("tp", "cp", "sp", "pp")]
+        return self.ranks // math.prod([*shared, dict(self.loading).get("tp_size", 1)])
+
+    @property
+    def distributed_config(self) -> str | None:
+        """The argument of `from_pretrained` that selects the layout; None if a configuration file does."""
+        if not self.loading:
+            return None
+        return f"DistributedConfig({', '.join(f'{name}={size}' for name, size in self.loading)})"
 
     def accumulated(self, steps: int) -> PlannedLayout:
         """The same layout with smaller batches."""
@@ -145,16 +154,55 @@ def candidates(ranks: int, machines: int = 1, device: str = "cpu") -> list[Plann
     return [*found, *_pipelines(ranks)]
 
 
-def _pipelines(ranks: int) -> Iterator[PlannedLayout]:
+def expert_candidates(ranks: int) -> Iterator[PlannedLayout]:
+    """The layouts in which transformers shards the experts of a mixture."""
     for size in (2, 4, 8):
         if ranks % size:
             continue
         replicas = ranks // size
-        sizes = ((("dp_replicate", replicas),) if replicas > 1 else ()) + (("pp", size),)
-        name = f"pp{size}+dp{replicas}" if replicas > 1 else f"pp{size}"
-        for schedule in PIPELINE_SCHEDULES if replicas == 1 else ("gpipe", "1f1b"):
-            suffix = "" if schedule == "gpipe" else f"+{schedule}"
-            yield PlannedLayout(f"{name}{suffix}", ranks, sizes, schedule=schedule)
+        yield PlannedLayout(f"ep{size}+fsdp{ranks}", ranks, loading=(("fsdp_size", ranks), ("ep_size", size)))
+        name, loading = f"ep{size}+tp{size}", (("tp_size", size), ("ep_size", size))
+        if replicas == 1:
+            yield PlannedLayout(name, ranks, loading=loading)
+        else:
+            yield PlannedLayout(f"{name}+fsdp{replicas}", ranks, loading=(("fsdp_size", replicas), *loading))
+
+
+def _pipelines(ranks: int) -> Iterator[PlannedLayout]:
+    for size in (2, 4, 8):
+        if ranks % size:
+            continue
+        stages, rest = PlannedLayout(f"pp{size}", ranks, (("pp", size),)), ranks // size
+        if rest == 1:
+            yield from _scheduled(stages, PIPELINE_SCHEDULES)
+            continue
+        for stage in _stages(stages, rest):
+            yield from _scheduled(stage, ("gpipe", "1f1b"))
+            if stage.sharded:
+                checkpointed = replace(stage, name=f"{stage.name}+ckpt", checkpointing=True)
+                yield from _scheduled(checkpointed, ("1f1b",))
+
+
+def _scheduled(layout: PlannedLayout, schedules: Iterable[str]) -> Iterator[PlannedLayout]:
+    for schedule in schedules:
+        suffix = "" if schedule == "gpipe" else f"+{schedule}"
+        yield replace(layout, name=f"{layout.name}{suffix}", schedule=schedule)
+
+
+def _stages(pipeline: PlannedLayout, rest: int) -> Iterator[PlannedLayout]:
+    """The pipeline with so many ranks to each stage: replicas, shards, replicas of shards, and split layers."""
+
+    def of(name: str, sharded: bool = False, **sizes: int) -> PlannedLayout:
+        return replace(
+            pipeline, name=f"{pipeline.name}+{name}", sizes=(*sizes.items(), *pipeline.sizes), sharded=sharded
+        )
+
+    yield of(f"dp{rest}", dp_replicate=rest)
+    yield of(f"fsdp{rest}", True, dp_shard=rest)
+    if rest % 2 == 0 and rest > 2:
+        yield of(f"hsdp2x{rest // 2}", True, dp_replicate=2, dp_shard=rest // 2)
+        yield of(f"tp2+fsdp{rest // 2}", True, dp_shard=rest // 2, tp=2)
+    yield of(f"tp{rest}", tp=rest)
 
 
 def _sharded(ranks: int, machines: int) -> Iterator[PlannedLayout]:

@@ -9,6 +9,7 @@ import math
 import re
 import sys
 import traceback
+import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,7 @@ def parse_batch(text: str) -> BatchShape:
 def from_function(text: str) -> nn.Module:
     """The model that `module:function` returns, on the meta device. ConfigurationError if it returns none."""
     module_name, _, name = text.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ConfigurationError(f"{text}: the module {module_name} cannot be imported: {_where(error)}") from error
-    finally:
-        sys.path.pop(0)
+    module = _imported(module_name, text)
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigurationError(f"{text}: the module {module_name} ({module.__file__}) has no function {name!r}")
@@ -85,13 +80,49 @@ def from_function(text: str) -> nn.Module:
     except Exception as error:
         raise ConfigurationError(f"{text}() fails on the meta device: {_where(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"{text}() returns a {type(model).__name__}: it must return a torch.nn.Module")
+        raise ConfigurationError(f"{text}() returns {type(model).__name__}: it must return a torch.nn.Module")
     return model
 
 
+def _imported(name: str, text: str) -> types.ModuleType:
+    """The module of `module:function`, from the current folder or the import path."""
+    path = Path(name)
+    if path.suffix == ".py" or len(path.parts) != 1:
+        dotted = ".".join(path.with_suffix("").parts).strip("./")
+        raise ConfigurationError(f"{text}: {name} is a path: give the module as in an import statement, {dotted}:...")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(f"{text}: {_why_not_imported(name, error)}") from error
+    finally:
+        sys.path.pop(0)
+
+
+def _why_not_imported(name: str, error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"the module {name} ends the program when it is imported: let it run under if __name__ == '__main__'"
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is None:
+        return f"the module {name} cannot be imported: {_where(error)}"
+    if missing == name or name.startswith(f"{missing}."):
+        return (
+            f"there is no module {missing} in {Path.cwd()} or on the import path: start the command in the folder of "
+            "its file, or set PYTHONPATH to this folder"
+        )
+    return f"the module {name} imports {missing}, which is not found ({_line_of(error)}): install it"
+
+
 def _where(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({last.filename}:{last.lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({_line_of(error)})"
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line of a file before an error; an import passes through lines of no file."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    lines = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith("<")]
+    return f"{lines[-1].filename}:{lines[-1].lineno}"
 
 
 def fake_batch(model: nn.Module, batch: BatchShape) -> dict[str, Any]:

@@ -120,7 +120,8 @@ def _measured(path: Path) -> dict[str, Any]:
     try:
         found = json_text.read(path, limit=1 << 20, numbers=True)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"--calibrate {path}: it cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"--calibrate {path}: it cannot be read: {reason}") from None
     if not isinstance(found, dict) or "step_seconds" not in found or "device" not in found:
         raise ConfigurationError(f"--calibrate {path}: it is no plan that `accelerate plan --write` wrote")
     if "measured" not in found:

@@ -60,12 +60,15 @@ class Step:
         work: of the batches before the last one of an accumulation window, and of the last one with the optimizer's
             step.
         waiting: the part of the time of `work` that a rank waits for other stages in addition.
+        uneven: half-width of the interval in which the memory of ranks with different numbers of tokens lies, as a
+            fraction.
         failure: why the layout has no estimate; None if it has one.
     """
 
     memory: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     work: tuple[Work, Work] = field(default_factory=lambda: (Work(), Work()))
     waiting: float = 0.0
+    uneven: float = 0.0
     failure: str | None = None
 
     @property
@@ -206,11 +209,19 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout, stage: int = 0,
         prepare_stage(objects, training.model, training.device, layout.schedule != "gpipe")
     # The step of a replica is that of a single process, with the messages that DDP adds.
     accelerator = Accelerator(cpu=True, device_placement=False)
-    ledger, works = Ledger(fake=True), list[Work]()
+    ledger, found = Ledger(fake=True), list[tuple[dict[str, int], list[Work]]]()
     # Random states have no values here.
     ShardRandom.seeded = lambda self: contextlib.nullcontext()  # type: ignore
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model = fake_copy(training.model).train()
+        # The tokens of this rank's experts, as a multiple of those of other ranks; the first step is not measured.
+        loads: list[float] = [1.0, 1.0]
+        if layout.loading:
+            from .experts import UNEVEN, Routing, shard_as_loaded
+
+            routing = Routing()
+            loads.append(UNEVEN)
+            model = shard_as_loaded(model, dict(layout.loading), routing)
         kind, options = OPTIMIZERS[training.optimizer]
         # torch's default is one operation for all parameters on an accelerator, with its temporary tensors.
         optimizer = kind(model.parameters(), lr=1e-3, foreach=training.device != "cpu", **options)
@@ -218,17 +229,22 @@ def trace_step(training: PlannedTraining, layout: PlannedLayout, stage: int = 0,
         ledger.label([*model.parameters(), *model.buffers()], WEIGHTS)
         if layout.replicated:
             buckets = _buckets(model)
-        for _ in range(2):
-            start, works = ledger.mark(), []
+        for load in loads:
+            if layout.loading:
+                routing.load = load
+            start, works = ledger.mark(), list[Work]()
             for _ in range(micro):
                 with ledger.fresh_work() as work:
                     _batch(accelerator, model, optimizer, fake_batch(model, batch), ledger)
                     works.append(work)
-        memory = ledger.peak(start, granularity=512 if training.device != "cpu" else 64)
+            found.append((ledger.peak(start, granularity=512 if training.device != "cpu" else 64), works))
+    (memory, works), (most, _) = found[1], found[-1]
+    even, uneven = sum(memory.values()), sum(most.values())
     if layout.replicated:
         memory[MESSAGES] += buckets
         works[-1].send("all-reduce", layout.ranks, min(_BUCKET, buckets), max(1, round(buckets / _BUCKET)))
-    return Step(memory, (works[0], works[-1]))
+    memory = {kind: (size + most[kind]) // 2 for kind, size in memory.items()} if uneven > even else memory
+    return Step(memory, (works[0], works[-1]), uneven=max(0.0, (uneven - even) / (uneven + even)))
 
 
 def launch_variables(configuration: Mapping[str, Any]) -> dict[str, Any]:

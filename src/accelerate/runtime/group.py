@@ -108,6 +108,9 @@ def _keep_out_of_defaults() -> None:
     importlib.import_module("torch.distributed.nn.functional")
 
 
+_INHERITED = " If this shell has only inherited these variables, run it with `accelerate launch --num_processes 1`."
+
+
 def _check_address(topology: Topology, init_method: str | None) -> None:
     if init_method is not None:
         return
@@ -121,6 +124,7 @@ def _check_address(topology: Topology, init_method: str | None) -> None:
             f"rank {topology.rank} of {topology.world_size} ({topology.launcher}) cannot find the others: "
             f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not set. Set the address and a free port "
             "of rank 0's machine on every rank, or start the script with `accelerate launch` or torchrun."
+            + (_INHERITED if topology.launcher != "torchrun" else "")
         )
 
 

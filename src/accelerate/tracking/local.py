@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -15,6 +16,8 @@ from ..core.errors import ConfigurationError
 from ..core.files import atomic_write
 from .base import ClientTracker, checked, on_main_process
 from .values import configuration, flat, number
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class LocalTracker(ClientTracker):
@@ -47,6 +50,7 @@ class LocalTracker(ClientTracker):
             )
         super().__init__(run_name)
         self.folder: Path = Path(logging_dir, run_name)
+        self._is_delayed = False
 
     def _open(self) -> TextIO:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -66,10 +70,20 @@ class LocalTracker(ClientTracker):
         """Close the file."""
         self.finish()
 
-    @staticmethod
-    def _write(file: TextIO, record: dict[str, Any]) -> None:
+    def _write(self, file: TextIO, record: dict[str, Any]) -> None:
         file.write(json.dumps({"time": round(time.time(), 3), **record}, ensure_ascii=False) + "\n")
-        file.flush()
+        try:
+            file.flush()
+        except OSError as error:
+            # Only this process logs: its failure would end the run while the others wait.
+            if not self._is_delayed:
+                logger.warning(
+                    f"{self.folder / 'values.jsonl'} cannot be written: {error.strerror}. The run goes on, and the "
+                    "values are written when they can be"
+                )
+            self._is_delayed = True
+        else:
+            self._is_delayed = False
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:

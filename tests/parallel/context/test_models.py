@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks: models of transformers with split sequences against themselves; loaders that split; refusals."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import pairs
+from cases import cases, pairs
 from rank_pool import on_ranks
 from torch import nn
 from torch.utils.data import DataLoader
@@ -105,6 +106,47 @@ def test_llama(sizes, padding, checkpointing, shift):
     state = accelerator.get_state_dict(model)
     for name, value in plain.state_dict().items() if accelerator.is_main_process else ():
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-4, msg=name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("size", cases(["cp_size", "sp_size"], thorough=["sp_size"]))
+def test_an_optimizer_that_decides_by_the_loss(size):
+    """A rank's loss is that of its part; a line search on each rank's own makes different numbers of evaluations."""
+    accelerator = start(**{size: 2})
+    plain, model = llama(), llama()
+    optimizers = [
+        torch.optim.LBFGS(found.parameters(), lr=1, max_iter=3, line_search_fn="strong_wolfe")
+        for found in (plain, model)
+    ]
+    model, optimizers[1] = accelerator.prepare(model, optimizers[1])
+    layout = accelerator.strategy.sequence.layout
+    shards = [dataclasses.replace(layout, rank=rank) for rank in range(2)]
+    for number, (ids, _, _) in enumerate(batches("none")):
+        labels = torch.roll(ids, -1, 1)
+        # The parts are not equally easy.
+        labels[:, : LENGTH // 2] = number
+
+        def expected(ids=ids, labels=labels):
+            optimizers[0].zero_grad()
+            logits = plain(input_ids=ids).logits
+            parts = [(one.take(logits, 1).flatten(0, 1), one.take(labels, 1).flatten()) for one in shards]
+            loss = sum(F.cross_entropy(*part) for part in parts) / 2
+            loss.backward()
+            return loss
+
+        def closure(ids=ids, labels=labels):
+            optimizers[1].zero_grad()
+            own, wanted = ids.clone(), labels.clone()
+            with accelerator.maybe_context_parallel([own, wanted], [1, 1], no_restore_buffers={own, wanted}):
+                loss = F.cross_entropy(model(input_ids=own).logits.flatten(0, 1), wanted.flatten())
+                accelerator.backward(loss)
+            return loss
+
+        optimizers[0].step(expected)
+        optimizers[1].step(closure)
+    state = accelerator.get_state_dict(model)
+    for name, value in plain.state_dict().items() if accelerator.is_main_process else ():
+        torch.testing.assert_close(state[name], value, rtol=0, atol=1e-3, msg=name)
 
 
 def mistral():

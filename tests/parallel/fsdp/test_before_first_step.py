@@ -22,8 +22,17 @@ def make_run(batch_size):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_equals_one_process(kind, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT"},
+        {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"},
+        {"fsdp_version": 1, "state_dict_type": "SHARDED_STATE_DICT", "use_orig_params": False},
+        {"fsdp_version": 1, "state_dict_type": "FULL_STATE_DICT", "use_orig_params": False},
+    ],
+    ids=["fsdp2 sharded", "fsdp2", "fsdp1 sharded", "fsdp1"],
+)
+def test_equals_one_process(options, tmp_path):
     expected, plain, loader = make_run(4)
     for number, (rows,) in enumerate(loader):
         (expected(rows).square().mean() / 2).backward()
@@ -31,7 +40,7 @@ def test_equals_one_process(kind, tmp_path):
             plain.step()
             plain.zero_grad()
     for resumed in (False, True):
-        plugin = Plugin(fsdp_version=2, state_dict_type=kind)
+        plugin = Plugin(**options)
         accelerator = Accelerator(cpu=True, exact=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
         model, optimizer, loader = accelerator.prepare(*make_run(2))
         if resumed:

@@ -11,6 +11,7 @@ from typing import Any
 from ...config import launch_file
 from ...config.launch_settings import Settings
 from ...core.errors import ConfigurationError, suggestion
+from ...core.files import check_writable
 from ...core.options import PRECISIONS, options
 from ..parser import Parser, print_error, table
 from . import config_args, questions
@@ -78,7 +79,9 @@ def _run(action: str, arguments: list[str]) -> None:
     elif action == "update":
         _update(args.config_file)
     else:
-        path = questions.run(Path(args.config_file) if args.config_file else launch_file.default_file())
+        path = Path(args.config_file).expanduser() if args.config_file else launch_file.default_file()
+        check_writable(path, "config_file")
+        path = questions.run(path)
         print(f"accelerate configuration saved at {path}")
 
 
@@ -108,7 +111,7 @@ def explain(settings: Settings, everything: bool = False, names: Sequence[str] =
         value = settings[option.name]
         is_used = settings.applies(option) and value not in (None, False, "")
         if everything or names or settings.chosen(option.name) or is_used:
-            shown = "(hidden)" if option.name in SECRET and value else str(value)
+            shown = "(hidden)" if option.name in SECRET and value else "not set" if value is None else str(value)
             rows.append((option.name, shown, settings.origin(option.name)))
     return table(rows)
 

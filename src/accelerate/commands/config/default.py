@@ -10,6 +10,7 @@ from ...config import launch_file
 from ...core import system
 from ...core.device_kinds import DEVICES
 from ...core.errors import ConfigurationError
+from ...core.files import check_writable
 from ...core.options import PRECISIONS
 
 
@@ -50,9 +51,8 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     if precision not in PRECISIONS:
         raise ConfigurationError(f"mixed_precision={mixed_precision!r} is unknown: one of {', '.join(PRECISIONS)}")
     path = Path(save_location).expanduser() if save_location is not None else launch_file.default_file()
-    if path.is_dir():
-        raise ConfigurationError(f"{path} is a folder: name the file to write")
-    if path.exists():
+    if path.exists() and not path.is_dir():
         print(f"{path} exists already and was left as it is: remove it, or name another place")
         return False
+    check_writable(path, "config_file")
     return launch_file.write(path, machine_defaults(precision))

@@ -261,7 +261,7 @@ def _same_batch(models: Iterable[nn.Module]) -> Iterator[Ranks]:
             yield _ranks_of(mesh, 0)
 
 
-def _declared(model: nn.Module, name: str) -> int | None:
+def declared(model: nn.Module, name: str) -> int | None:
     """A size of the `DistributedConfig` with which transformers loaded the model."""
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     sharded = getattr(model, "_device_mesh", None) is not None
@@ -271,7 +271,7 @@ def _declared(model: nn.Module, name: str) -> int | None:
 def _check(model: nn.Module) -> None:
     """Refuse what is not known to train as a model of one process."""
     kind = type(model).__name__
-    if (_declared(model, "pp_size") or 1) > 1:
+    if (declared(model, "pp_size") or 1) > 1:
         raise PrepareError(
             f"{kind} was loaded with DistributedConfig(pp_size=...): each rank has some of its layers. Load it "
             "without, and give the Accelerator ParallelismConfig(pp_size=...)"
@@ -334,10 +334,10 @@ def _check_dimensions(models: Iterable[nn.Module]) -> None:
 
 
 def _check_declared(model: nn.Module, layout: Layout) -> None:
-    declared = _declared(model, "dp_size")
-    if declared is not None and declared != len(layout.shards):
+    size = declared(model, "dp_size")
+    if size is not None and size != len(layout.shards):
         raise PrepareError(
-            f"{type(model).__name__} was loaded for {declared} data-parallel ranks (DistributedConfig), and its "
+            f"{type(model).__name__} was loaded for {size} data-parallel ranks (DistributedConfig), and its "
             f"parameters are laid out for {len(layout.shards)}: load it again, with sizes that multiply to the number "
             "of processes"
         )

@@ -29,7 +29,7 @@ from ..report import communication
 from ..sharded import ShardedStrategy
 from ..tensor import plan as tensor_plan
 from ..tensor import random as tensor_random
-from .sharing import Averages, Ranks, find_layout, parameters_of, reducers_of, tensor_parallel_mesh
+from .sharing import Averages, Ranks, declared, find_layout, parameters_of, reducers_of, tensor_parallel_mesh
 
 
 class AdoptedModel(Fsdp2Model):
@@ -41,6 +41,13 @@ class AdoptedModel(Fsdp2Model):
         if any(sharing.split for _, _, sharing in parameters_of(self.inner)):
             return None
         return super().communication_volume(backwards)
+
+    def less_memory(self) -> str:
+        """What reduces the memory of a step in a layout of the model's own."""
+        text = f"{super().less_memory()}, other sizes where the model is sharded"
+        if (declared(self.inner, "ep_size") or 1) > 1:
+            text += ". The rank whose experts have the most tokens needs most"
+        return text
 
     def dtypes(self) -> tuple[str, str]:
         """The dtypes of the units' policy, if it has some, or else those of the run's precision."""

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -229,33 +228,9 @@ def load_full_model_state(
             model.load_state_dict({**full, **message[1]})
 
 
-@contextlib.contextmanager
-def only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A block in which torch saves the state of an optimizer of which some parameters have none yet.
-
-    Every rank enters it. torch 2.13 expects a state of each parameter of a unit that is not frozen.
-    """
-    stepped = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    named = {canonical_name(name): p for name, p in model.named_parameters() if id(p) in stepped}
-    mine = {name for name, parameter in named.items() if optimizer.state.get(parameter)}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    known = set().union(*everyone)
-    # Without any state torch makes one for all.
-    without = [parameter for name, parameter in named.items() if name not in known] if known else []
-    for parameter in without:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in without:
-            parameter.requires_grad_(True)
-
-
 def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, plain: PlainModel) -> dict[str, Any]:
     """The full state in the form of a plain run's `optimizer.state_dict()`; empty on all ranks but 0."""
-    with only_with_state(model, optimizer):
-        return fsdp_state.full_optimizer_state(model, optimizer, plain.groups(optimizer))
+    return fsdp_state.full_optimizer_state(model, optimizer, plain.groups(optimizer))
 
 
 def load_full_optimizer_state(

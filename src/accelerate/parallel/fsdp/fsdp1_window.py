@@ -33,24 +33,31 @@ class FlatGradients:
         found: dict[str, Any] = {name: p.grad for name, p in self._plain.items() if p.grad is not None}
         for number, unit in enumerate(self._units):
             if unit.flat.grad is not None:
-                found[f"unit {number}"] = {"gradient": unit.flat.grad, "fresh": unit.fresh, "present": unit.present}
+                found[f"unit {number}"] = {
+                    "gradient": unit.flat.grad,
+                    "fresh": unit.fresh,
+                    "present": unit.present,
+                    "unreduced": unit.unreduced,
+                }
         return found
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace all gradients by those of `state_dict`.
-
-        Raises:
-            CheckpointError: a gradient has another size than its unit or parameter.
-        """
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where a gradient has another size than its unit or parameter."""
         for name, parameter in self._plain.items():
             saved = state.get(name)
             if saved is not None and saved.shape != parameter.shape:
                 raise _mismatch(name, list(saved.shape), list(parameter.shape))
         for number, unit in enumerate(self._units):
             saved = state.get(f"unit {number}")
-            sizes = (unit.flat._unpadded_unsharded_size.numel(), unit.flat._local_shard.numel())
+            # Before the first forward it is the shard itself.
+            shard = getattr(unit.flat, "_local_shard", unit.flat)
+            sizes = (unit.flat._unpadded_unsharded_size.numel(), shard.numel())
             if saved is not None and saved["gradient"].numel() not in sizes:
                 raise _mismatch(", ".join(unit.names[:3]), saved["gradient"].numel(), " or ".join(map(str, sizes)))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all gradients by those of `state_dict`. Raises what `check_state_dict` raises."""
+        self.check_state_dict(state)
         for name, parameter in self._plain.items():
             saved = state.get(name)
             parameter.grad = None if saved is None else saved.to(parameter.device, parameter.dtype)
@@ -63,10 +70,12 @@ def _restore(unit: Any, saved: Mapping[str, Any] | None) -> None:
     unit.fresh = [False] * count if saved is None else list(saved["fresh"])
     unit.present = [False] * count if saved is None else list(saved["present"])
     flat.grad = None
+    unit.unreduced = False
     if saved is None:
         for parameter in unit.originals:
             parameter.grad = None
         return
+    unit.unreduced = saved.get("unreduced", True)
     gradient = saved["gradient"].to(flat.device)
     # An unsharded gradient has another size than the shard: torch's FSDP1 sets it in this way too.
     flat.grad = torch.empty_like(flat)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,17 @@ def full_options(model: nn.Module) -> StateDictOptions:
 def is_fsdp1(model: nn.Module) -> bool:
     """Whether a module of the model is wrapped in torch's older FullyShardedDataParallel."""
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def parameter_names(model: nn.Module) -> dict[int, list[str]]:
+    """By the id of a parameter, the plain names of what it contains: several for one that FSDP1 has flattened."""
+    found = {id(parameter): [materialize.canonical_name(name)] for name, parameter in model.named_parameters()}
+    for prefix, module in model.named_modules():
+        handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
+        if handle is not None and not handle._use_orig_params:
+            inner = [f"{prefix}.{name}" if prefix else name for name in handle.flat_param._fqns]
+            found[id(handle.flat_param)] = [materialize.canonical_name(name) for name in inner]
+    return found
 
 
 def full_model_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -128,6 +140,8 @@ def load_full_optimizer_state(
     dist.broadcast_object_list(with_state, src=0, device=next(model.parameters()).device)
     if not with_state[1]:
         # torch 2.13 finds the device of the state in it.
+        if is_fsdp1(model) and dist.get_rank() == 0:
+            state = _by_parameter(model, optimizer, state, groups)
         _load_unsharded_state(optimizer, state)
         return
     set_optimizer_state_dict(model, optimizer, named, options=options)
@@ -135,25 +149,63 @@ def load_full_optimizer_state(
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, options: StateDictOptions) -> dict[str, Any]:
-    """An optimizer's state as torch returns it; empty for that of an FSDP2 model that has not stepped yet.
+    """An optimizer's state as torch returns it, with that of parameters which have one. Every rank calls it.
 
-    torch makes that state by a step, which the optimizer counts.
+    Where there is none at all, torch makes one by a step, which the optimizer would count.
     """
-    has_stepped = bool(optimizer.state)
-    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
-    if has_stepped or is_fsdp1(model):
-        return state
-    optimizer.state.clear()
-    if options.flatten_optimizer_state_dict:
-        return {name: value for name, value in state.items() if not name.startswith("state.")}
-    return {**state, "state": {}}
+    if is_fsdp1(model):
+        with _only_with_state(model, optimizer) as has_state:
+            if has_state:
+                return dict(get_optimizer_state_dict(model, optimizer, options=options))
+    elif optimizer.state:
+        return dict(get_optimizer_state_dict(model, optimizer, options=options))
+    groups = named_groups(model, optimizer)
+    if not options.flatten_optimizer_state_dict:
+        return {"state": {}, "param_groups": groups}
+    return {
+        f"param_groups.{name}.{key}": value
+        for group in groups
+        for name in group["params"]
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
-def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, without: Collection[str]) -> None:
+def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """An optimizer's groups, with plain names as their parameters."""
+    names = _groups(model, optimizer)
+    return [{**group, "params": listed} for group, listed in zip(optimizer.param_groups, names, strict=True)]
+
+
+@contextlib.contextmanager
+def _only_with_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[bool]:
+    """A block in which torch saves the state of an FSDP1 model's optimizer where some parameters have none yet.
+
+    Every rank enters it. torch 2.13 expects a state of each parameter of a unit that is not frozen. The value of the
+    block is whether any parameter has a state on any rank.
+    """
+    stepped = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    named = {materialize.canonical_name(name): p for name, p in model.named_parameters() if id(p) in stepped}
+    mine = {name for name, parameter in named.items() if optimizer.state.get(parameter)}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    known = set().union(*everyone)
+    without = [parameter for name, parameter in named.items() if name not in known] if known else []
+    for parameter in without:
+        parameter.requires_grad_(False)
+    try:
+        yield bool(known)
+    finally:
+        for parameter in without:
+            parameter.requires_grad_(True)
+
+
+def drop_states(model: nn.Module, optimizer: torch.optim.Optimizer, without: set[str]) -> None:
     """Remove the state that torch made to load into, of parameters (plain names) that had none when it was saved."""
-    for name, parameter in model.named_parameters() if without else ():
-        if name in without or materialize.canonical_name(name) in without:
-            optimizer.state.pop(parameter, None)
+    known = parameter_names(model) if without else {}
+    for parameter in list(optimizer.state):
+        if id(parameter) in known and without.issuperset(known[id(parameter)]):
+            optimizer.state.pop(parameter)
 
 
 def _unsharded_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -211,11 +263,33 @@ def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     optimizer.load_state_dict({**rest, "state": laid_out})
 
 
+def _by_parameter(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
+    """A plain state without tensors of a parameter's shape, by the positions of the optimizer's own parameters.
+
+    A flattened parameter has the state of its first member.
+    """
+    at = {name: position for position, name in enumerate(name for group in groups for name in group)}
+    known = parameter_names(model)
+    entries: list[Any] = []
+    listed = []
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        first = len(entries)
+        entries += [state["state"].get(at[known[id(parameter)][0]]) for parameter in group["params"]]
+        listed.append({**saved, "params": list(range(first, len(entries)))})
+    found = {position: entry for position, entry in enumerate(entries) if entry is not None}
+    return {**state, "state": found, "param_groups": listed}
+
+
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The plain names of an optimizer's parameters, by group, in its order."""
-    known = {id(parameter): materialize.canonical_name(name) for name, parameter in model.named_parameters()}
+    known = parameter_names(model)
     try:
-        return [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        return [
+            [name for parameter in group["params"] for name in known[id(parameter)]]
+            for group in optimizer.param_groups
+        ]
     except KeyError:
         raise CheckpointError(
             f"{type(optimizer).__name__} has parameters that are not in {type(model).__name__}: its state can "

@@ -110,6 +110,23 @@ class PipelinedModel(ShardedModel):
         """Accumulate gradients without communicating them between replicas."""
         return deferred([self.stages])
 
+    def less_memory(self) -> str:
+        """What reduces the memory of this rank's stages: how many micro-batches' activations it keeps."""
+        runner, options = self.stages.schedules.runner, self.stages.schedules.options
+        count, mine = runner.splitter.num_microbatches, sorted(self.stages.modules)
+        text = (
+            f"this rank has stage{'s' * (len(mine) > 1)} {', '.join(map(str, mine))} of {len(runner.ranks)}, schedule "
+            f"{options.schedule} with {count} micro-batches. Less memory: smaller batches with more "
+            "gradient_accumulation_steps"
+        )
+        if options.schedule == "gpipe":
+            first = min(count, self.stages.channel.size - self.stages.channel.rank)
+            return (
+                f"{text}; schedule 1f1b, which keeps the activations of {first} here, where gpipe keeps those of all "
+                f"{count} (the model has to return its loss); recomputed activations"
+            )
+        return f"{text}; more and smaller micro-batches (num_microbatches); recomputed activations"
+
     # -- state
 
     def state_dict(self) -> dict[str, Any]:

@@ -275,7 +275,11 @@ def _grouped_flops(mat_a: Any, mat_b: Any, *rest: Any, out_val: Any = None, **mo
     return int(2 * rows * inner * mat_b.shape[-1])
 
 
-_REPLACED: dict[Any, Callable[..., Any]] = {torch.ops.aten._grouped_mm: _grouped_mm}
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._grouped_mm: _grouped_mm,
+    # It returns the tensor itself; on fake tensors torch 2.13 returns another one.
+    torch.ops._c10d_functional.wait_tensor: lambda tensor: tensor,
+}
 
 
 def _group_size(args: Any) -> int:

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A traced model whose experts are on different ranks: sharded by transformers, as when it loads one.
+
+How many tokens an expert has depends on values: a trace is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..core.errors import PrepareError
+from ..parallel.adopted import sharing
+
+# The busiest rank's experts are assumed to have up to so many times the tokens of a mean rank.
+UNEVEN = 1.5
+_NAME = "accelerate_plan"
+
+
+@dataclass
+class Routing:
+    """How tokens are distributed: the experts of a rank have `load` times the tokens of a mean rank."""
+
+    load: float = 1.0
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether transformers has a plan for the experts of a model."""
+    return bool(getattr(model, "ep_plan", None))
+
+
+def shard_as_loaded(model: nn.Module, sizes: Mapping[str, int], routing: Routing) -> nn.Module:
+    """Shard a model on fake tensors as `from_pretrained(distributed_config=DistributedConfig(**sizes))` does.
+
+    Ranks learn of each other's shards without messages from now on: a process that traces does nothing else.
+
+    Args:
+        model: on fake tensors.
+        sizes: of `DistributedConfig`, for the number of processes of the fake group.
+        routing: is read at each forward.
+
+    Returns:
+        The model, in place.
+
+    Raises:
+        PrepareError: the installed transformers does not shard experts.
+    """
+    try:
+        from transformers.distributed import DistributedConfig, utils
+        from transformers.distributed.expert_parallel import AllToAllEP, EPImplementationInterface
+    except ImportError as error:
+        raise PrepareError(f"the installed transformers does not shard experts as planned here: {error}") from error
+
+    class TracedExchange(AllToAllEP):
+        """The exchange of tokens in training, whose sizes are values."""
+
+        def _dispatch_tokens(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+            rows = -(-top_k_index.shape[0] // self.tp_mesh.size()) * top_k_index.shape[1]
+            ranks = self.ep_mesh.size()
+            sent = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+            received = [round(count * routing.load) for count in sent]
+            with mock.patch.object(FakeTensor, "tolist", lambda _: [sent, received]):
+                return super()._dispatch_tokens(hidden_states, top_k_index, top_k_weights)
+
+    EPImplementationInterface.register(_NAME, TracedExchange)
+    config = DistributedConfig(**sizes, ep_implementation=_NAME)
+    dense = (config.pp_size, config.dp_replicate_size, config.fsdp_size, config.tp_size)
+    experts = (config.pp_size, config.dp_replicate_size, config.efsdp_size, config.ep_size)
+    with unset_fake_temporarily():
+        meshes = utils.TransformersDeviceMesh(
+            init_device_mesh("cpu", dense, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")),
+            init_device_mesh("cpu", experts, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")),
+        )
+    of_transformers: Any = type(model)
+    sharded: nn.Module = of_transformers.maybe_distribute_model(model, config, meshes)
+    _describe_all_ranks()
+    return sharded
+
+
+def _describe_all_ranks() -> None:
+    """Answer the exchange of `sharing.find_layout`: the other ranks share parameters as the first one does."""
+
+    def gather(found: list[Any], value: Any, **_: Any) -> None:
+        found[:] = [_description_of(rank, value) for rank in range(len(found))]
+
+    vars(dist)["all_gather_object"] = gather
+
+
+def _description_of(rank: int, first: sharing.Description) -> sharing.Description:
+    """What a rank would describe, from what the first rank does."""
+
+    def moved(groups: tuple[sharing.Ranks, ...]) -> tuple[sharing.Ranks, ...]:
+        return tuple(_group_of(rank, ranks) for ranks in groups)
+
+    sharings = tuple(
+        (name, one._replace(averaged=moved(one.averaged), split=moved(one.split))) for name, one in first.sharings
+    )
+    return replace(first, sharings=sharings, same_batch=moved(first.same_batch))
+
+
+def _group_of(rank: int, first: sharing.Ranks) -> sharing.Ranks:
+    """The group of a rank in a mesh dimension, of which `first` is the group of rank 0."""
+    if len(first) == 1:
+        return (rank,)
+    step = first[1] - first[0]
+    start = rank - rank // step % len(first) * step
+    return tuple(start + step * place for place in range(len(first)))
