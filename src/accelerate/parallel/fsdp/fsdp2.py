@@ -33,6 +33,7 @@ from . import state as fsdp_state
 from .common import UnreducedGradients, fill_policy, refuse_unshardable
 from .copies import support_averages
 from .double_backward import KeptUnsharded
+from .inference_mode import allow_inference_mode
 from .units import find_modules, select_units, units_of_rare_dtypes
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class FullyShardedDataParallel(ShardedStrategy):
         return self._watched(prepared)
 
     def _watched(self, prepared: Fsdp2Model) -> Fsdp2Model:
+        allow_inference_mode(prepared.inner)
         prepared.kept = KeptUnsharded(prepared.inner)
         support_averages(prepared.inner)
         return prepared
