@@ -94,6 +94,8 @@ class Averages:
     @torch.no_grad()
     def values(self, model, x):
         """The forward of each average, and the parameters."""
+        with torch.inference_mode():
+            self.ema.eval()(x)
         found = {"ema forward": self.ema.eval()(x), "swa forward": self.swa.eval()(x), "copy forward": self.copy(x)}
         # As diffusers: store, copy_to, restore.
         stored = [p.detach().clone() for p in model.parameters()]

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ...core.errors import PrepareError
 from . import units
+from .inference_mode import allow_inference_mode
 
 
 def support_averages(model: nn.Module) -> None:
@@ -67,6 +68,7 @@ def _deepcopy(unit: Any, memo: dict[int, Any]) -> nn.Module:
     for state in reversed(states.values()):
         if meshes:
             _shard_again(state, copied, memo, meshes[0])
+    allow_inference_mode(copied)
     return copied
 
 
