@@ -25,6 +25,7 @@ from ..precision.fp8 import Float8Precision
 from ..runtime import group, mesh
 from . import gradients, norms
 from .accumulated import AccumulatedGradients
+from .averages import support_mixed_lists
 from .base import Bundle, Strategy
 from .context.region import ContextParallel
 from .fsdp import state as fsdp_state
@@ -111,7 +112,9 @@ class ShardedModel(PreparedModel):
 
     def state_dict(self) -> dict[str, Any]:
         """The full state under the user's names: on the host of rank 0, empty on the other ranks."""
-        return fsdp_state.full_model_state(self.inner)
+        # torch 2.13 cannot detach a DTensor in inference mode.
+        with torch.inference_mode(False):
+            return fsdp_state.full_model_state(self.inner)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a full state, which only rank 0 needs to have; every rank calls it."""
@@ -157,6 +160,7 @@ class ShardedStrategy(Strategy):
         super().__init__(device, precision)
         # A filter that is there is not added again.
         logging.getLogger(_REDISTRIBUTE_LOG).addFilter(_is_about_layout)
+        support_mixed_lists()
         if not dist.is_initialized():
             group.start_alone(kind_of(device).backend)
         world = dist.get_world_size()

@@ -40,6 +40,7 @@ from .fsdp1_state import PlainModel
 from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused
 from .fsdp1_window import FlatGradients
 from .fsdp2 import upcast
+from .inference_mode import NormalForward
 from .units import find_modules, owning_units, select_units
 
 try:
@@ -254,9 +255,13 @@ class FullyShardedDataParallel1(Strategy):
             units = [unit.module for unit in FullyShardedDataParallel.fsdp_modules(sharded) if unit is not sharded]
             checkpoint_activations(sharded, units, self.device)
         plain.attach(sharded)
+        if not self.transforms:
+            NormalForward(sharded)
         return self._with_reducers(self.as_prepared(sharded, plain), ignored)
 
     def _with_reducers(self, prepared: Fsdp1Model, ignored: list[nn.Module]) -> Fsdp1Model:
+        for unit in FullyShardedDataParallel.fsdp_modules(prepared.inner):
+            vars(unit)["__deepcopy__"] = _refuse_copy
         # In an order that is the same on all ranks.
         unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
         prepared.usage = ParameterUsage(prepared.module, compiled=bool(self.transforms))
@@ -273,6 +278,14 @@ class FullyShardedDataParallel1(Strategy):
         # The first rank counts what is replicated.
         elsewhere = {id(parameter) for parameter in listed} - split if dist.get_rank(group_) else set()
         return norms.clip_grad_norm(listed, max_norm, norm_type, (group_,), self.device, elsewhere)
+
+
+def _refuse_copy(memo: object) -> Any:
+    """`copy.deepcopy` of an FSDP1 unit: the parameters of the copy would not be those with which it computes."""
+    raise PrepareError(
+        "copy.deepcopy of a model that FSDP1 shards, as for averaged weights (AveragedModel, EMA): torch cannot copy "
+        "its flat parameters. Set fsdp_version=2 (FSDP_VERSION=2), whose models can be copied"
+    )
 
 
 def _free_before_step(models: Iterable[PreparedModel], *_: object) -> None:
