@@ -277,8 +277,6 @@ def load_checkpoint_and_dispatch(
 ) -> nn.Module:
     """Load a checkpoint into a model, which may be on the meta device, and dispatch it.
 
-    The arguments that are not listed are those of `load_checkpoint_in_model` and `dispatch_model`.
-
     Args:
         model: the model, changed in place.
         checkpoint: a file of weights, an index of several files, or a folder with either.
@@ -287,10 +285,16 @@ def load_checkpoint_and_dispatch(
         max_memory: device -> bytes (or text such as "10GiB") that a planned map may use.
         no_split_module_classes: names of classes whose modules a planned map keeps on one device.
         offload_folder: folder for the weights on the disk.
+        offload_buffers: as for `dispatch_model`.
         dtype: dtype to which the weights are cast.
         offload_state_dict: keep weights of the CPU in files while others are loaded. Off by default, since one tensor
             is read at a time.
+        skip_keys: as for `dispatch_model`.
+        preload_module_classes: as for `dispatch_model`.
+        force_hooks: as for `dispatch_model`.
         strict: raise an error if the names of the weights differ from those of the model.
+        full_state_dict: as for `load_checkpoint_in_model`.
+        broadcast_from_rank0: as for `load_checkpoint_in_model`.
 
     Returns:
         The model.
