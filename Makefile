@@ -83,8 +83,9 @@ test-trackers: $(TRACKERS_STAMP)  ## log through every tracker's real package, o
 	TRACKERS_REQUIRED=1 OMP_NUM_THREADS=1 $(TRACKERS_VENV)/bin/python -m pytest -p no:xdist tests/tracking \
 		tests/launchers/test_notebook_kernel.py $(PYTEST_ARGS)
 
-screenshots: $(STAMP)  ## write pictures of the monitor's page to build/screenshots (needs Chromium)
+screenshots: docs  ## write pictures of the monitor, a report and the site to build/screenshots (needs Chromium)
 	SCREENSHOTS=$(CURDIR)/build/screenshots $(BIN)/python -m pytest -p no:xdist tests/monitor/test_browser.py
+	$(BIN)/python tools/screenshots.py build/screenshots
 
 test-install: $(INSTALL_STAMP)  ## install the wheel and its clients in fresh environments; needs the package index
 	INSTALL_TESTS=1 OMP_NUM_THREADS=1 $(INSTALL_VENV)/bin/python -m pytest -p no:xdist tests/packaging $(PYTEST_ARGS)

@@ -200,7 +200,7 @@ def main() -> None:
 def compare_memory(kind: str, batch: BatchShape, chosen: list[tuple[str, int]]) -> None:
     for name, ranks in chosen:
         training = training_of(kind, batch)
-        layout = layouts.find(name, [*layouts.candidates(ranks), *layouts.expert_candidates(ranks)])
+        layout = layouts.find(name, candidates(kind, ranks))
         ((_, planned),) = trace.trace_all(training, [layout])
         if planned.failure:
             raise SystemExit(f"{kind} {name}: {planned.failure}")
@@ -218,7 +218,7 @@ def compare_memory(kind: str, batch: BatchShape, chosen: list[tuple[str, int]]) 
 def compare_order(kind: str, batch: BatchShape, ranks: int, steps: int, names: list[str] | None) -> None:
     training = training_of(kind, batch)
     names = names or ["ddp", "fsdp", "fsdp+ckpt", "hsdp2x2", f"tp{ranks}", *PIPELINES]
-    chosen = [layout for layout in layouts.candidates(ranks) if layout.name in names]
+    chosen = [layout for layout in candidates(kind, ranks) if layout.name in names]
     chosen += [layout.accumulated(2) for layout in chosen if layout.name in ("ddp", "fsdp")]
     here = machine.measure(ranks)
     planned = [(layout, estimate.estimate(layout, one, here)) for layout, one in trace.trace_all(training, chosen)]
@@ -238,6 +238,10 @@ def compare_order(kind: str, batch: BatchShape, ranks: int, steps: int, names: l
     emit(
         name=f"tau {kind} on {ranks}", unit="", tau=round(tau, 2), ties=ties, pairs=len(found) * (len(found) - 1) // 2
     )
+
+
+def candidates(kind: str, ranks: int) -> list[layouts.PlannedLayout]:
+    return [*layouts.candidates(ranks), *(layouts.expert_candidates(ranks) if kind == "mixture" else ())]
 
 
 def training_of(kind: str, batch: BatchShape) -> trace.PlannedTraining:

@@ -22,7 +22,7 @@ class Run:
         model = torch.nn.Linear(3, 1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = schedule or (lambda one: torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1.0))
-        loader = DataLoader(ROWS, batch_size, shuffle=True, **options)
+        loader = DataLoader(ROWS, batch_size, **{"shuffle": True, **options})
         self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
             model, optimizer, schedule(optimizer), loader
         )
@@ -77,6 +77,18 @@ def test_an_open_window_ends_with_the_present_number_of_batches(tmp_path):
     # The gradient of the mean of a linear model is the mean of its inputs.
     expected = -0.1 * (read[8:].mean(0) / 4 + (rest[:2].mean(0) + rest[2:].mean(0)) / 3)
     torch.testing.assert_close(update[0], expected)
+
+
+def test_another_sampler_in_the_middle_of_an_epoch_is_a_note(tmp_path):
+    run = Run()
+    run.train(5)
+    run.accelerator.save_state(tmp_path / "c")
+    options = {"shuffle": False, "sampler": torch.utils.data.SubsetRandomSampler(range(24))}
+    (note,) = Run(**options).accelerator.load_state(tmp_path / "c").notes
+    assert "with the sampler RandomSampler, and has SubsetRandomSampler here" in note
+    run.train()
+    run.accelerator.save_state(tmp_path / "d")
+    assert Run(**options).accelerator.load_state(tmp_path / "d").notes == []
 
 
 def cosine(optimizer):

@@ -123,10 +123,28 @@ def test_the_rank_that_left_is_named(launch, way, who):
     assert done.stderr.count("\n  other ranks: ") == 1
 
 
-def test_an_error_that_all_ranks_raise_is_that_of_the_rank_it_began_on(launch):
+def test_an_error_that_all_ranks_raise_is_that_of_the_rank_it_began_on(launch, tmp_path):
+    for name in ("shown", "alive"):
+        os.mkfifo(tmp_path / name)
     done = launch(
         """
-        import os, sys
+        import atexit, os
+        from pathlib import Path
+
+        os.chdir(Path(__file__).parent)
+
+        def wait():
+            # Registered first, so that it runs last: after the traceback and the end of the process group. Then rank 0
+            # raises its error. This rank ends after it, as the launcher stops others some seconds after the first end.
+            with open("alive") as alive:
+                open("shown", "w").close()
+                alive.read()
+
+        if os.environ["RANK"] == "1":
+            atexit.register(wait)
+        else:
+            alive = os.open("alive", os.O_RDWR)
+
         from accelerate import Accelerator
 
         accelerator = Accelerator()
@@ -145,9 +163,7 @@ def test_an_error_that_all_ranks_raise_is_that_of_the_rank_it_began_on(launch):
             accelerator.save_state("checkpoint")
         except BaseException:
             if accelerator.process_index == 0:
-                # The others have long shown theirs.
-                import torch.distributed as dist
-                dist.distributed_c10d._get_default_store().wait(["accelerate/left/1"])
+                open("shown").close()
             raise
         """
     )

@@ -146,3 +146,23 @@ def check(layout, tmp_path):
     run.registered.refused = None
     assert run.accelerator.load_state(tmp_path / "c").notes == []
     assert run.registered.value == 2
+
+
+@on_ranks(2)
+def test_a_hook_that_fails_on_one_rank(tmp_path):
+    run = Run("ddp")
+    run.accelerator.save_state(tmp_path / "c")
+    run.registered.value = 5
+
+    def hook(models, folder):
+        if run.accelerator.is_last_process:
+            raise ValueError("no adapter")
+
+    handle = run.accelerator.register_load_state_pre_hook(hook)
+    before = run.state()
+    with pytest.raises(CheckpointError, match=r"rank 1: the hook .* has failed \(ValueError: no adapter\)") as caught:
+        run.accelerator.load_state(tmp_path / "c")
+    assert "What load hooks have changed" in str(caught.value) and len(set(gather_object([str(caught.value)]))) == 1
+    assert run.state() == before
+    handle.remove()
+    run.accelerator.load_state(tmp_path / "c")

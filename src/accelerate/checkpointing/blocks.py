@@ -293,7 +293,9 @@ def _check_block(descriptor: int, offset: int, block: int, want: str | None, ahe
 
 def _compare(value: int, want: str, start: int, end: int) -> None:
     if value != int(want, 16):
-        raise CorruptFile(f"bytes {start} to {end} have checksum {value:08x} where {want} was written")
+        raise CorruptFile(
+            f"bytes {start} to {end} have changed: their checksum is {value:08x}, at the save it was {want}"
+        )
 
 
 def _finish(jobs: Sequence[Future[Any]]) -> None:

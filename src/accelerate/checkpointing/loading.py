@@ -35,6 +35,7 @@ _LENIENT = (
     " Prepare the same objects as in the run that saved, or pass strict=False to load_state: then data loaders and "
     "schedulers that do not fit stay as they are."
 )
+_HOOKS_CALLED = "What load hooks have changed stays changed; all else is as it was."
 _PARTLY_LOADED = "The run is partly loaded: load another checkpoint, or start it again."
 
 
@@ -168,9 +169,13 @@ def load_run(
         unfit = {title: why for row in everyone for title, why in row.items()}
         plan.notes.extend(f"{title} stays as it is: {why}" for title, why in unfit.items())
         plan.states = [one for one in plan.states if one.title not in unfit]
-        _load_objects(plan, folder, agreement, timeout)
+        before = _load_objects(plan, folder, agreement, timeout)
         if run.load_hooks:
-            _run_hooks(run, source, plan, strict, agreement, timeout)
+            try:
+                _run_hooks(run, source, plan, strict, agreement, timeout)
+            except CheckpointError:
+                _put_back(before, folder)
+                raise
         try:
             _apply(run, source, plan, strict, models_only)
         except Exception as caught:
@@ -292,8 +297,11 @@ def _match(
     return matched
 
 
-def _load_objects(plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: float) -> None:
-    """Load what is written once. If an object of any rank refuses its state, all of them get back what they had."""
+def _load_objects(plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: float) -> list[_ObjectState]:
+    """Load what is written once, and return the states before.
+
+    If an object of any rank refuses its state, all of them get back what they had.
+    """
     before: list[_ObjectState] = []
     error: Exception | None = None
     try:
@@ -314,6 +322,7 @@ def _load_objects(plan: _LoadPlan, folder: Path, agreement: Agreement, timeout: 
         if error is None:
             _put_back(before, folder)
         raise
+    return before
 
 
 _NOT_KNOWN = object()
@@ -361,7 +370,7 @@ def _run_hooks(
         plan.models = _match(remaining, source, strict, plan.notes)
     except Exception as caught:
         error = caught
-    _agree(agreement, "load_state: hooks", error, source.folder, timeout, effect=_PARTLY_LOADED)
+    _agree(agreement, "load_state: hooks", error, source.folder, timeout, effect=_HOOKS_CALLED)
 
 
 def _apply(run: RunState, source: CheckpointReader, plan: _LoadPlan, strict: bool, models_only: bool) -> None:

@@ -165,10 +165,9 @@ def check_scaler(item: Any, state: object, saved_class: str | None) -> list[str]
 
 
 def check_own(item: Any, state: object, saved_class: str | None) -> list[str]:
-    """Ask an object that can judge a state itself: it raises CheckpointError."""
-    if (check := getattr(item, "check_state_dict", None)) is not None:
-        check(state)
-    return []
+    """Ask an object that can judge a state itself: it raises CheckpointError, or returns notes."""
+    check = getattr(item, "check_state_dict", None)
+    return list(check(state) or ()) if check is not None else []
 
 
 def _group_differences(saved: list[list[list[int]]], here: list[list[list[int]]]) -> Iterable[str]:

@@ -86,7 +86,7 @@ class SaveRanks:
         with contextlib.suppress(OSError):
             exists = self.folder.exists()
         kept = "Its earlier content is unchanged." if exists else "Earlier checkpoints are unchanged."
-        return CheckpointError(f"{self.folder} was not saved: {lines}. {kept}")
+        return CheckpointError(f"{self.folder} was not saved: {lines.rstrip('.')}. {kept}")
 
 
 def error_text(error: BaseException) -> str:

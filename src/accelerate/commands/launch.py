@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from typing import Any
 
 from ..config import launch_file
@@ -101,7 +102,13 @@ def launch_command_parser(
 def settings_of(args: argparse.Namespace) -> Settings:
     """Every option of a launch with its origin. ConfigurationError for what cannot be."""
     flags = given(args)
-    return resolve_settings(flags, find_file(flags.get("config_file")))
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return resolve_settings(flags, find_file(flags.get("config_file")))
+
+
+def _show_warning(message: Warning | str, *_: object) -> None:
+    print(f"accelerate launch: warning: {message}", file=sys.stderr)
 
 
 def find_file(named: str | None = None) -> launch_file.LaunchFile | None:
@@ -141,12 +148,12 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     for line in without_effect(type(launcher), settings):
         print(f"accelerate launch: {line}", file=sys.stderr)
     try:
-        warnings = capacity.check(spec, settings["oversubscribe"]) if launcher.uses_this_machine else []
+        found = capacity.check(spec, settings["oversubscribe"]) if launcher.uses_this_machine else []
     except ConfigurationError as error:
         if not settings["dry_run"]:
             raise ConfigurationError(settings.located(str(error))) from None
-        warnings = [str(error)]
-    for line in warnings if settings["dry_run"] or not settings["quiet"] else ():
+        found = [str(error)]
+    for line in found if settings["dry_run"] or not settings["quiet"] else ():
         print(f"accelerate launch: warning: {line}", file=sys.stderr)
     try:
         if spec.log_dir and launcher.uses_this_machine:

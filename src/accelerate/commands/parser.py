@@ -109,7 +109,10 @@ class Parser(argparse.ArgumentParser):
         flag = word.split("=", 1)[0]
         if instead := self.foreign.get(flag.lstrip("-").replace("-", "_")):
             return f"unknown option {flag}: {instead}"
-        return f"unknown option {flag}" + (suggestion(flag, self._option_string_actions) or f"; see {self.prog} -h")
+        hint = suggestion(flag, self._option_string_actions) or f"; see {self.prog} -h"
+        if any(action.nargs == argparse.REMAINDER for action in self._actions):
+            hint += "; the script's own options follow its name"
+        return f"unknown option {flag}{hint}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

@@ -379,7 +379,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if successor is not None and (successor._order is not None or successor._pending is not None):
             return successor.state_dict()
         plan = self.plan()
-        position = Position(self.iteration, plan.unit, total_of(plan))
+        position = Position(self.iteration, plan.unit, total_of(plan), sampler=self._sampler_class)
         if self._order is None or not (self._order.begun or _consumed(self._place)):
             # Between epochs, or before the first draw of one.
             states = position.own = self._new_order().own()
@@ -418,7 +418,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         Raises:
             CheckpointError: this loader cannot continue from the position.
         """
-        position = self.check_state_dict(state_dict)
+        position = self._checked(state_dict)
         self._order = None
         self._place = 0
         self._successor = None
@@ -429,8 +429,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.set_epoch(position.epoch)
         self._opened = bool((position.own or {}).get("opened"))
 
-    def check_state_dict(self, state_dict: dict[str, Any]) -> Position:
-        """Parse a position, and raise CheckpointError where this loader cannot continue from it."""
+    def check_state_dict(self, state_dict: dict[str, Any]) -> list[str]:
+        """Raise CheckpointError for a position from which this loader cannot continue. Returns notes."""
+        saved, here = self._checked(state_dict), self._sampler_class
+        if not saved.in_epoch or None in (saved.sampler, here) or saved.sampler == here:
+            return []
+        return [
+            f"was saved in the middle of an epoch with the sampler {saved.sampler}, and has {here} here, which orders "
+            "the rest of that epoch: samples may be read twice or not at all"
+        ]
+
+    @property
+    def _sampler_class(self) -> str | None:
+        sampler = self.get_sampler()
+        return None if sampler is None else type(sampler).__qualname__
+
+    def _checked(self, state_dict: dict[str, Any]) -> Position:
         position = Position.from_dict(state_dict)
         plan = self.plan()
         streams = self._source.workers if is_iterable(self.base_dataloader) else None

@@ -87,6 +87,7 @@ class Position:
         place: the position in the epoch.
         order: the states that the epoch's order was drawn from; None between epochs.
         own: between epochs, the states of the loader's generators and its sampler's seed.
+        sampler: the class of the sampler that draws the order; None for an iterable dataset.
     """
 
     epoch: int
@@ -95,6 +96,7 @@ class Position:
     place: StreamPosition = field(default_factory=StreamPosition)
     order: dict[str, Any] | None = None
     own: dict[str, Any] | None = None
+    sampler: str | None = None
 
     @property
     def in_epoch(self) -> bool:
@@ -125,6 +127,8 @@ class Position:
             found["order"] = self.order
         if self.own:
             found["own"] = self.own
+        if self.sampler is not None:
+            found["sampler"] = self.sampler
         return found
 
     @classmethod
@@ -148,7 +152,8 @@ class Position:
                 None if split is None else SplitProgress(*split),
                 None if random is None else WorkerRandom.from_dict(random),
             )
-            return cls(int(state["epoch"]), state["unit"], state["total"], place, state.get("order"), state.get("own"))
+            order, own, sampler = (state.get(name) for name in ("order", "own", "sampler"))
+            return cls(int(state["epoch"]), state["unit"], state["total"], place, order, own, sampler)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"this is not the state of a prepared data loader ({type(error).__name__}: {error}); "

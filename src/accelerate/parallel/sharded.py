@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -210,6 +212,14 @@ class ShardedStrategy(Strategy):
             check_trains(optimizer, {id(p) for prepared in found for p in prepared.module.parameters()})
             lay_out_step(optimizer)
         self.prepared.add(found)
+        kept = [
+            weakref.ref(module)
+            for prepared in self.prepared
+            for module, _, is_resharded in communication.shard_groups(prepared.inner)
+            if not is_resharded
+        ]
+        for optimizer in bundle.optimizers if kept else ():
+            optimizer.register_step_pre_hook(functools.partial(_reshard_before_step, kept))
         return found
 
     def join(
@@ -258,6 +268,13 @@ def reshard(units: Iterable[nn.Module]) -> None:
         for module in unit.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def _reshard_before_step(kept: Sequence[weakref.ref[nn.Module]], *_: object) -> None:
+    """Reshard units that stay unsharded after a forward: one between the backward and the step leaves stale values."""
+    for reference in kept:
+        if (module := reference()) is not None:
+            module.reshard()  # type: ignore[operator]
 
 
 def lay_out_step(optimizer: torch.optim.Optimizer) -> None:

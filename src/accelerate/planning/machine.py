@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -198,6 +199,8 @@ def _best(run: Callable[[], Any], repeats: int = _REPEATS, inner: int = 1) -> fl
 
 
 def _measure(rank: int, ranks: int, port: int, threads: int, results: Any) -> None:
+    # torch 2.13 has other names for some collectives, which earlier versions do not.
+    warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(threads)
     store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)

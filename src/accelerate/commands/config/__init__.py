@@ -111,7 +111,7 @@ def explain(settings: Settings, everything: bool = False, names: Sequence[str] =
         value = settings[option.name]
         is_used = settings.applies(option) and value not in (None, False, "")
         if everything or names or settings.chosen(option.name) or is_used:
-            shown = "(hidden)" if option.name in SECRET and value else str(value)
+            shown = "(hidden)" if option.name in SECRET and value else "not set" if value is None else str(value)
             rows.append((option.name, shown, settings.origin(option.name)))
     return table(rows)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,7 @@ from .units import find_modules, owning_units, select_units
 
 try:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp._runtime_utils import _reshard
     from torch.distributed.fsdp.wrap import CustomPolicy
 except ImportError as _error:
     raise ConfigurationError(
@@ -211,6 +213,8 @@ class FullyShardedDataParallel1(Strategy):
             fsdp1_state.repoint(optimizer, self._plain_models())
             if not self.plugin.use_orig_params:
                 keep_unused(optimizer, self._usages())
+            if self.sharding.name in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
+                optimizer.register_step_pre_hook(functools.partial(_free_before_step, self.prepared))
         return found
 
     def _plain_models(self) -> list[PlainModel]:
@@ -221,10 +225,15 @@ class FullyShardedDataParallel1(Strategy):
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward, and what FSDP1 does not reduce; gradients that no rank has used then become None."""
+        usages = self._usages()
+        for usage in usages:
+            usage.begin_backward()
         super().backward(loss, **kwargs)
+        for usage in usages:
+            usage.end_backward()
         for prepared in self.prepared:
             gradients.finish(prepared.reducers)
-        self._agreement.drop_unused(self._usages())
+        self._agreement.drop_unused(usages)
 
     def lay_out(self, model: nn.Module) -> Fsdp1Model:
         """Shard one model, and record its names, shapes and usage."""
@@ -264,6 +273,15 @@ class FullyShardedDataParallel1(Strategy):
         # The first rank counts what is replicated.
         elsewhere = {id(parameter) for parameter in listed} - split if dist.get_rank(group_) else set()
         return norms.clip_grad_norm(listed, max_norm, norm_type, (group_,), self.device, elsewhere)
+
+
+def _free_before_step(models: Iterable[PreparedModel], *_: object) -> None:
+    """Free unsharded parameters, which a forward between the backward and the step leaves behind: they get stale."""
+    for prepared in models:
+        for unit in FullyShardedDataParallel.fsdp_modules(prepared.uncompiled):
+            handle = unit._handle
+            if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+                _reshard(unit, handle, True)
 
 
 def _shard_mesh(sharding: Any, layout: ParallelismConfig | None, device: torch.device) -> DeviceMesh:

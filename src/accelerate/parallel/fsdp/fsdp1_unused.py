@@ -2,7 +2,7 @@
 """FSDP1's unused parameters: their gradient is None, as in a plain loop, and not zero.
 
 FSDP1 has gradients of entire flattened units. An optimizer would decay parameters that no forward has used, and count
-a step.
+a step. And it reduces the gradients of a unit only in a backward that uses the unit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.fsdp._common_utils import HandleTrainingState
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp._runtime_utils import _reduce_grad, _reduce_grad_no_shard, _reshard
 
 from ...core.errors import PrepareError
 from ..gradients import GradientReducer
@@ -29,7 +30,8 @@ FLAG = torch.int32
 class _Unit:
     """One flattened unit, and which of its parameters have received a gradient."""
 
-    def __init__(self, handle: Any, prefix: str) -> None:
+    def __init__(self, wrapped: FullyShardedDataParallel, handle: Any, prefix: str) -> None:
+        self.wrapped: Any = wrapped
         self.handle = handle
         self.flat = handle.flat_param
         self.names = [canonical_name(f"{prefix}.{name}" if prefix else name) for name in self.flat._fqns]
@@ -46,9 +48,41 @@ class _Unit:
         self.originals: list[nn.Parameter] = []
         if self.keeps_originals:
             self.originals = [*self.flat._params, *self.flat._shared_params]
+        # Whether backwards without synchronization have left a gradient of this rank alone.
+        self.unreduced = False
         # The parameters that the next step must not change, with use_orig_params=False.
         self.skipped: list[int] = []
         self._untouched: set[int] = set()
+
+    def reduce_rest(self) -> None:
+        """Reduce what earlier backwards have left, if this one, which synchronizes, has not used the unit."""
+        wrapped, handle, flat = self.wrapped, self.handle, self.flat
+        if not self.unreduced or flat._post_backward_called or flat.grad is None:
+            return
+        # As torch's hook after the backward of a unit.
+        device, stream = wrapped._device_handle, wrapped._post_backward_stream
+        current = device.current_stream()
+        stream.wait_stream(current)
+        with torch.no_grad(), device.stream(stream):
+            local = flat.grad.data
+            before = wrapped.training_state, handle._training_state
+            wrapped.training_state = TrainingState.FORWARD_BACKWARD
+            handle._training_state = HandleTrainingState.BACKWARD_POST
+            if local.dtype != handle._reduce_dtype and not handle._force_full_precision:
+                flat.grad.data = local.to(handle._reduce_dtype)
+            (_reduce_grad if handle.uses_sharded_strategy else _reduce_grad_no_shard)(wrapped, handle)
+            wrapped.training_state, handle._training_state = before
+            if local.device.type != "cpu":
+                local.record_stream(stream)
+        current.wait_stream(stream)
+        if wrapped._all_reduce_stream is not current:
+            current.wait_stream(wrapped._all_reduce_stream)
+        if wrapped.cpu_offload.offload_params:
+            current.synchronize()
+        flat._post_backward_called = True
+        # SHARD_GRAD_OP has kept the unsharded parameters, which the step makes stale.
+        if handle.uses_sharded_strategy:
+            _reshard(wrapped, handle, True)
 
     def watch(self) -> None:
         """A forward begins: register hooks on the parameters that have no gradient yet."""
@@ -140,10 +174,21 @@ class ParameterUsage(GradientReducer):
             handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
             if handle is None or not handle.flat_param.requires_grad:
                 continue
-            unit = _Unit(handle, prefix)
+            unit = _Unit(module, handle, prefix)
             self.units.append(unit)
             _refuse_unsupported(handle)
+            _reduce_rest_before(handle, unit)
             _watch_views(handle, unit, compiled)
+
+    def begin_backward(self) -> None:
+        """A backward begins: torch sets this where the backward reaches a unit, and clears it at synchronizations."""
+        for unit in self.units:
+            unit.flat._post_backward_called = False
+
+    def end_backward(self) -> None:
+        """A backward has ended, with or without synchronization."""
+        for unit in self.units:
+            unit.unreduced = self.is_deferred and (unit.unreduced or unit.flat._post_backward_called)
 
     def communication_volume(self) -> list[CommunicationVolume]:
         """The flags sent in an optimizer step, in one message for all models."""
@@ -213,6 +258,17 @@ def _watch_views(handle: Any, unit: _Unit, compiled: bool) -> None:
             unit.watch()
 
     handle._use_unsharded_views = torch.compiler.disable(shown) if compiled else shown
+
+
+def _reduce_rest_before(handle: Any, unit: _Unit) -> None:
+    """Reduce a unit that the backward has not used before torch gives its gradient to the optimizer."""
+    prepare = handle.prepare_gradient_for_optim
+
+    def reduced() -> None:
+        unit.reduce_rest()
+        prepare()
+
+    handle.prepare_gradient_for_optim = reduced
 
 
 def _refuse_unsupported(handle: Any) -> None:

@@ -33,7 +33,12 @@ class FlatGradients:
         found: dict[str, Any] = {name: p.grad for name, p in self._plain.items() if p.grad is not None}
         for number, unit in enumerate(self._units):
             if unit.flat.grad is not None:
-                found[f"unit {number}"] = {"gradient": unit.flat.grad, "fresh": unit.fresh, "present": unit.present}
+                found[f"unit {number}"] = {
+                    "gradient": unit.flat.grad,
+                    "fresh": unit.fresh,
+                    "present": unit.present,
+                    "unreduced": unit.unreduced,
+                }
         return found
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -65,10 +70,12 @@ def _restore(unit: Any, saved: Mapping[str, Any] | None) -> None:
     unit.fresh = [False] * count if saved is None else list(saved["fresh"])
     unit.present = [False] * count if saved is None else list(saved["present"])
     flat.grad = None
+    unit.unreduced = False
     if saved is None:
         for parameter in unit.originals:
             parameter.grad = None
         return
+    unit.unreduced = saved.get("unreduced", True)
     gradient = saved["gradient"].to(flat.device)
     # An unsharded gradient has another size than the shard: torch's FSDP1 sets it in this way too.
     flat.grad = torch.empty_like(flat)
