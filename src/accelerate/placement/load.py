@@ -77,8 +77,8 @@ def load_checkpoint_in_model(
     With `device_map` each tensor goes to its entry in it: to a device, or (`"disk"`) stays on disk, and the model may
     be on the meta device. Tensors on disk are read from the checkpoint when they are needed, if it is in safetensors
     files and `dtype` is theirs; otherwise they are copied to `offload_folder`. The folder gets the index of both.
-    Without a map the model keeps its devices; weights on the meta device are loaded to the CPU. No more than one tensor of the checkpoint is in memory besides the
-    model's own.
+    Without a map the model keeps its devices; weights on the meta device are loaded to the CPU. No more than one
+    tensor of the checkpoint is in memory besides the model's own.
 
     `dtype` is what floating point weights are converted to, but for those in `keep_in_fp32_modules` (parts of names).
     `offload_state_dict` puts the CPU's weights to disk until the last file is read; `offload_buffers` writes buffers
@@ -305,7 +305,7 @@ def _load_unsharded(model: nn.Module, checkpoint: Any, tied: list[list[str]]) ->
 
 
 def _leave_meta(model: nn.Module, names: set[str], tied: list[list[str]]) -> None:
-    """Give the weights of these names that are on the meta device memory on the CPU, once for weights that are tied."""
+    """Give the weights of these names memory on the CPU if they are on the meta device, tied weights the same."""
     for tensors in (model.named_parameters, model.named_buffers):
         for name, tensor in list(tensors(remove_duplicate=False)):
             if name in names and tensor_at(model, name).is_meta and not is_lazy(tensor):
