@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from typing import Any
+from typing import Any, TextIO
 
 from ..config import launch_file
 from ..config.launch_settings import Settings, given, resolve_settings
@@ -107,7 +107,14 @@ def settings_of(args: argparse.Namespace) -> Settings:
         return resolve_settings(flags, find_file(flags.get("config_file")))
 
 
-def _show_warning(message: Warning | str, *_: object) -> None:
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     print(f"accelerate launch: warning: {message}", file=sys.stderr)
 
 

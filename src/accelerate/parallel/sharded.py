@@ -111,7 +111,9 @@ class ShardedModel(PreparedModel):
 
     def state_dict(self) -> dict[str, Any]:
         """The full state under the user's names: on the host of rank 0, empty on the other ranks."""
-        return fsdp_state.full_model_state(self.inner)
+        # torch 2.13 cannot detach a DTensor in inference mode.
+        with torch.inference_mode(False):
+            return fsdp_state.full_model_state(self.inner)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a full state, which only rank 0 needs to have; every rank calls it."""

@@ -111,3 +111,41 @@ def test_a_forward_between_backward_and_step(options):
             optimizer.step()
             optimizer.zero_grad()
         check(accelerator, model, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fsdp_version": 1, "use_orig_params": True},
+        {"fsdp_version": 1, "sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": False},
+        {"fsdp_version": 2},
+        {"fsdp_version": 2, "reshard_after_forward": False},
+    ],
+    ids=["fsdp1", "fsdp1 kept", "fsdp2", "fsdp2 kept"],
+)
+def test_evaluation_in_inference_mode(options):
+    """Before the first step, between steps and between a backward and its step."""
+    expected = Net()
+    optimizer = make(expected)
+    accelerator, model, prepared = start(**options)
+
+    @torch.inference_mode()
+    def evaluate(step):
+        model.eval()
+        losses = accelerator.gather(model(rows_of(step, accelerator)).square().mean()[None])
+        with torch.no_grad():
+            torch.testing.assert_close(losses.mean(), expected(rows_of(step)).square().mean(), rtol=1e-10, atol=0)
+        model.train()
+
+    evaluate(0)
+    for step in range(3):
+        expected(rows_of(step)).square().mean().backward()
+        accelerator.backward(model(rows_of(step, accelerator)).square().mean())
+        evaluate(step)
+        for one in (optimizer, prepared):
+            one.step()
+            one.zero_grad()
+        evaluate(step + 1)
+    with torch.inference_mode():
+        check(accelerator, model, expected)

@@ -23,6 +23,7 @@ from ...precision.base import Precision
 from .. import materialize
 from ..base import Bundle
 from ..fsdp.fsdp2 import Fsdp2Model
+from ..fsdp.inference_mode import allow_inference_mode
 from ..prepared import CommunicationVolume, PreparedModel
 from ..report import communication
 from ..sharded import ShardedStrategy
@@ -125,6 +126,7 @@ class Adopted(ShardedStrategy):
             # transformers leaves random numbers to us.
             tensor_random.separate_streams(model, tensor_plan.known_styles(model), self.mesh["tp"])
         self.cast_parameters(model)
+        allow_inference_mode(model)
         _sum_once(model)
         prepared = self.as_prepared(model)
         prepared.reducers = reducers_of(model, self._averages, self.data_group)

@@ -40,6 +40,7 @@ from .fsdp1_state import PlainModel
 from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused
 from .fsdp1_window import FlatGradients
 from .fsdp2 import upcast
+from .inference_mode import NormalForward
 from .units import find_modules, owning_units, select_units
 
 try:
@@ -254,6 +255,8 @@ class FullyShardedDataParallel1(Strategy):
             units = [unit.module for unit in FullyShardedDataParallel.fsdp_modules(sharded) if unit is not sharded]
             checkpoint_activations(sharded, units, self.device)
         plain.attach(sharded)
+        if not self.transforms:
+            NormalForward(sharded)
         return self._with_reducers(self.as_prepared(sharded, plain), ignored)
 
     def _with_reducers(self, prepared: Fsdp1Model, ignored: list[nn.Module]) -> Fsdp1Model:

@@ -32,6 +32,7 @@ from ..tensor import strategy as tensor
 from . import state as fsdp_state
 from .common import UnreducedGradients, fill_policy, refuse_unshardable
 from .double_backward import KeptUnsharded
+from .inference_mode import allow_inference_mode
 from .units import find_modules, select_units, units_of_rare_dtypes
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class FullyShardedDataParallel(ShardedStrategy):
             _, averages = find_layout([model])
             self.cast_parameters(model)
             prepared.reducers = reducers_of(model, averages, self.gradient_group)
+            allow_inference_mode(model)
             prepared.kept = KeptUnsharded(model)
             return prepared
         refuse_unshardable(model, self.name, self.plugin.ignored_modules)
@@ -132,6 +134,7 @@ class FullyShardedDataParallel(ShardedStrategy):
         self.cast_parameters(model)
         rest = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
         prepared.reducers.append(UnreducedGradients(self.gradient_group, rest))
+        allow_inference_mode(model)
         prepared.kept = KeptUnsharded(model)
         return prepared
 
