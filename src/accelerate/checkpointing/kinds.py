@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ..core.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME, SCALER_NAME, SCHEDULER_NAME
 from ..core.errors import CheckpointError
-from . import compat
+from . import compat, registered
 from .documents import damage
 from .generators import GlobalGenerators, check_generators
 from .gradients import is_empty as is_empty_rank_state
@@ -177,6 +177,16 @@ class _Generators(StateKind):
         return [state]
 
 
+class _Registered(StateKind):
+    def collect(self, run: RunState) -> list[object]:
+        return [registered.unsharded(state) for state in super().collect(run)]
+
+    def load(self, index: int, item: Any, state: object, folder: Path) -> list[str]:
+        with loading(self.title(index, item), folder):
+            state = registered.sharded_as(state, item.state_dict())
+        return super().load(index, item, state, folder)
+
+
 def _mapping(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{str(value)[:60]!r} is not an object")
@@ -210,7 +220,7 @@ KINDS: tuple[StateKind, ...] = (
         "rank_state", "unfinished gradients and random streams", Written.RANK, single=True, always=True,
         check=_mapping, judge=check_own, judged_together=True, is_empty=is_empty_rank_state,
     ),
-    StateKind(
+    _Registered(
         "custom", "registered object", Written.ONCE, compat=lambda index: f"custom_checkpoint_{index}.pkl", always=True
     ),
 )  # fmt: skip

@@ -25,6 +25,7 @@ from ..precision.fp8 import Float8Precision
 from ..runtime import group, mesh
 from . import gradients, norms
 from .accumulated import AccumulatedGradients
+from .averages import support_mixed_lists
 from .base import Bundle, Strategy
 from .context.region import ContextParallel
 from .fsdp import state as fsdp_state
@@ -159,6 +160,7 @@ class ShardedStrategy(Strategy):
         super().__init__(device, precision)
         # A filter that is there is not added again.
         logging.getLogger(_REDISTRIBUTE_LOG).addFilter(_is_about_layout)
+        support_mixed_lists()
         if not dist.is_initialized():
             group.start_alone(kind_of(device).backend)
         world = dist.get_world_size()

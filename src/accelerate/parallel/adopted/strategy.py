@@ -22,6 +22,7 @@ from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from .. import materialize
 from ..base import Bundle
+from ..fsdp.copies import support_averages
 from ..fsdp.fsdp2 import Fsdp2Model
 from ..fsdp.inference_mode import allow_inference_mode
 from ..prepared import CommunicationVolume, PreparedModel
@@ -130,6 +131,7 @@ class Adopted(ShardedStrategy):
         _sum_once(model)
         prepared = self.as_prepared(model)
         prepared.reducers = reducers_of(model, self._averages, self.data_group)
+        support_averages(model)
         return prepared
 
 

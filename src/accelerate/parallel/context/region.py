@@ -280,6 +280,10 @@ class ContextParallel:
         for found in _outermost(model):
             transformers_models.check_supported(found, f"{self.layout.size}={self.layout.ranks}")
 
+    def __deepcopy__(self, memo: object) -> ContextParallel:
+        # The hooks of a copied model refer to that of the run.
+        return self
+
     def watch(self, model: nn.Module) -> None:
         """Add hooks to a prepared model that complete its inputs and check that it attends to the full sequence."""
         if model in self._watched:

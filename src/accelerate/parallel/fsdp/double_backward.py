@@ -61,6 +61,13 @@ class KeptUnsharded:
         for module, _ in self._groups():
             module.reshard()  # type: ignore[operator]
 
+    def reshard(self) -> None:
+        """Shard the parameters between two backwards; the next one needs them unsharded if they were."""
+        active = self.active
+        self.end()
+        if active:
+            self.start()
+
     def gather(self) -> None:
         """Gather what was resharded, as by saving a state."""
         for module, _ in self._groups():

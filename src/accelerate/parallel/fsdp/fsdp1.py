@@ -260,6 +260,8 @@ class FullyShardedDataParallel1(Strategy):
         return self._with_reducers(self.as_prepared(sharded, plain), ignored)
 
     def _with_reducers(self, prepared: Fsdp1Model, ignored: list[nn.Module]) -> Fsdp1Model:
+        for unit in FullyShardedDataParallel.fsdp_modules(prepared.inner):
+            vars(unit)["__deepcopy__"] = _refuse_copy
         # In an order that is the same on all ranks.
         unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
         prepared.usage = ParameterUsage(prepared.module, compiled=bool(self.transforms))
@@ -276,6 +278,14 @@ class FullyShardedDataParallel1(Strategy):
         # The first rank counts what is replicated.
         elsewhere = {id(parameter) for parameter in listed} - split if dist.get_rank(group_) else set()
         return norms.clip_grad_norm(listed, max_norm, norm_type, (group_,), self.device, elsewhere)
+
+
+def _refuse_copy(memo: object) -> Any:
+    """`copy.deepcopy` of an FSDP1 unit: the parameters of the copy would not be those with which it computes."""
+    raise PrepareError(
+        "copy.deepcopy of a model that FSDP1 shards, as for averaged weights (AveragedModel, EMA): torch cannot copy "
+        "its flat parameters. Set fsdp_version=2 (FSDP_VERSION=2), whose models can be copied"
+    )
 
 
 def _free_before_step(models: Iterable[PreparedModel], *_: object) -> None:

@@ -31,6 +31,7 @@ from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
 from .common import UnreducedGradients, fill_policy, refuse_unshardable
+from .copies import support_averages
 from .double_backward import KeptUnsharded
 from .inference_mode import allow_inference_mode
 from .units import find_modules, select_units, units_of_rare_dtypes
@@ -67,10 +68,9 @@ class Fsdp2Model(ShardedModel):
                 unit.set_requires_gradient_sync(before)
 
     def reshard(self) -> None:
-        """Reshard all FSDP2 units; the next backward needs them unsharded if it is one of a gradient."""
-        if self.kept is not None and self.kept.active:
-            self.kept.end()
-            self.kept.start()
+        """Reshard all FSDP2 units."""
+        if self.kept is not None:
+            self.kept.reshard()
         else:
             super().reshard()
 
@@ -122,9 +122,7 @@ class FullyShardedDataParallel(ShardedStrategy):
             _, averages = find_layout([model])
             self.cast_parameters(model)
             prepared.reducers = reducers_of(model, averages, self.gradient_group)
-            allow_inference_mode(model)
-            prepared.kept = KeptUnsharded(model)
-            return prepared
+            return self._watched(prepared)
         refuse_unshardable(model, self.name, self.plugin.ignored_modules)
         self._refuse_shared(model)
         split = None
@@ -134,8 +132,12 @@ class FullyShardedDataParallel(ShardedStrategy):
         self.cast_parameters(model)
         rest = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
         prepared.reducers.append(UnreducedGradients(self.gradient_group, rest))
-        allow_inference_mode(model)
-        prepared.kept = KeptUnsharded(model)
+        return self._watched(prepared)
+
+    def _watched(self, prepared: Fsdp2Model) -> Fsdp2Model:
+        allow_inference_mode(prepared.inner)
+        prepared.kept = KeptUnsharded(prepared.inner)
+        support_averages(prepared.inner)
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
