@@ -77,8 +77,8 @@ def load_checkpoint_in_model(
     With `device_map` each tensor goes to its entry in it: to a device, or (`"disk"`) stays on disk, and the model may
     be on the meta device. Tensors on disk are read from the checkpoint when they are needed, if it is in safetensors
     files and `dtype` is theirs; otherwise they are copied to `offload_folder`. The folder gets the index of both.
-    Without a map the model keeps its devices. No more than one tensor of the checkpoint is in memory besides the
-    model's own.
+    Without a map the model keeps its devices; weights on the meta device are loaded to the CPU. No more than one
+    tensor of the checkpoint is in memory besides the model's own.
 
     `dtype` is what floating point weights are converted to, but for those in `keep_in_fp32_modules` (parts of names).
     `offload_state_dict` puts the CPU's weights to disk until the last file is read; `offload_buffers` writes buffers
@@ -279,6 +279,7 @@ def _load_unsharded(model: nn.Module, checkpoint: Any, tied: list[list[str]]) ->
         found.loaded, found.unexpected = shapes.keys() & result.missing, shapes.keys() - result.missing
         found.find_missing(model, tied)
         found.check_fits(model, checkpoint, fill_meta=False)
+    _leave_meta(model, shapes.keys() & result.missing, tied)
 
     def flush(part: dict[str, Any]) -> None:
         if not part:
@@ -301,6 +302,15 @@ def _load_unsharded(model: nn.Module, checkpoint: Any, tied: list[list[str]]) ->
         if result.loaded.intersection(group):
             result.missing.difference_update(group)
     return result
+
+
+def _leave_meta(model: nn.Module, names: set[str], tied: list[list[str]]) -> None:
+    """Give the weights of these names memory on the CPU if they are on the meta device, tied weights the same."""
+    for tensors in (model.named_parameters, model.named_buffers):
+        for name, tensor in list(tensors(remove_duplicate=False)):
+            if name in names and tensor_at(model, name).is_meta and not is_lazy(tensor):
+                set_module_tensor_to_device(model, name, "cpu", value=torch.empty_like(tensor, device="cpu"))
+                retie_parameters(model, [group for group in tied if name in group])
 
 
 def _loads_custom(model: nn.Module) -> bool:
