@@ -7,8 +7,10 @@ from rank_pool import on_ranks
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate.core.errors import PrepareError
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin as Plugin
+from accelerate.utils import ParallelismConfig
 
 # The units that each batch of a window uses.
 WINDOWS = [["ab", "b"], ["b", "ab", "b"], ["ab", "b", "b", "a", "b", "b", "ab", "ab", "b"]]
@@ -149,3 +151,26 @@ def test_evaluation_in_inference_mode(options):
         evaluate(step + 1)
     with torch.inference_mode():
         check(accelerator, model, expected)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fsdp_plugin": {"fsdp_version": 1, "use_orig_params": True}},
+        {"fsdp_plugin": {"fsdp_version": 2}},
+        {"parallelism_config": ParallelismConfig(tp_size=2)},
+    ],
+    ids=["fsdp1", "fsdp2", "tp"],
+)
+def test_gradient_hooks_that_would_not_be_called_are_refused(options):
+    plugin = options.get("fsdp_plugin")
+    accelerator = Accelerator(cpu=True, **({"fsdp_plugin": Plugin(**plugin)} if plugin else options))
+    model = Net()
+    model.last.weight.register_hook(torch.neg)
+    with pytest.raises(PrepareError, match=r"last\.weight of Net has a gradient hook"):
+        accelerator.prepare(model)
+    if plugin:
+        model = accelerator.prepare(Net())
+        with pytest.raises(PrepareError, match="register_hook on a parameter that FSDP shards"):
+            next(model.parameters()).register_hook(torch.neg)

@@ -29,6 +29,7 @@ from ...runtime.topology import Topology
 from .. import gradients, materialize, norms
 from ..activation import checkpoint_activations
 from ..base import Bundle, Strategy
+from ..gradient_hooks import refuse_gradient_hooks, refuse_later_hooks
 from ..optimizer_scope import refuse_flat_shards
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..pretrained import require_state_dict
@@ -247,6 +248,7 @@ class FullyShardedDataParallel1(Strategy):
                 "torch.compile works on FSDP1 with use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)"
             )
         refuse_unshardable(model, self.name, self.plugin.ignored_modules)
+        refuse_gradient_hooks(model, self.name)
         plain = PlainModel(model)
         upcast(model, self.plugin)
         ignored = find_modules(model, self.plugin.ignored_modules)
@@ -265,6 +267,7 @@ class FullyShardedDataParallel1(Strategy):
         # In an order that is the same on all ranks.
         unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
         prepared.usage = ParameterUsage(prepared.module, compiled=bool(self.transforms))
+        refuse_later_hooks(parameter for unit in prepared.usage.units for parameter in unit.originals)
         prepared.reducers = [UnreducedGradients(self.gradient_group, unsharded.values()), prepared.usage]
         return prepared
 

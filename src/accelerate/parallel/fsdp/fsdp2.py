@@ -25,8 +25,9 @@ from ...runtime import mesh
 from .. import materialize
 from ..activation import checkpoint_activations
 from ..adopted.sharing import find_layout, reducers_of
+from ..gradient_hooks import refuse_gradient_hooks, refuse_later_hooks
 from ..remap import ParameterPlaces, switch_parameters
-from ..report.communication import shard_gradients
+from ..report.communication import shard_gradients, shard_groups
 from ..sharded import ShardedModel, ShardedStrategy
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
@@ -124,12 +125,14 @@ class FullyShardedDataParallel(ShardedStrategy):
             prepared.reducers = reducers_of(model, averages, self.gradient_group)
             return self._watched(prepared)
         refuse_unshardable(model, self.name, self.plugin.ignored_modules)
+        refuse_gradient_hooks(model, self.name)
         self._refuse_shared(model)
         split = None
         if self.layout.tp_enabled and self.mesh is not None:
             split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler)
         shard_model(model, self.plugin, self.shards, self.device, split=split, full_outputs=self.full_outputs)
         self.cast_parameters(model)
+        refuse_later_hooks(shard.sharded_param for _, unit, _ in shard_groups(model) for shard in unit.fsdp_params)
         rest = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
         prepared.reducers.append(UnreducedGradients(self.gradient_group, rest))
         return self._watched(prepared)

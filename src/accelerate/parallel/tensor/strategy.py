@@ -19,6 +19,7 @@ from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import mesh
 from .. import materialize
+from ..gradient_hooks import refuse_gradient_hooks
 from ..gradients import GradientReducer, all_reduce
 from ..prepared import CommunicationVolume
 from ..remap import ParameterPlaces
@@ -45,6 +46,7 @@ class TensorParallel(ShardedStrategy):
 
     def lay_out(self, model: nn.Module) -> ShardedModel:
         """Split the layers of the model over the ranks."""
+        refuse_gradient_hooks(model, self.name)
         ranks = self.mesh["tp"]  # type: ignore[index]
 
         def split(equal: bool) -> None:
