@@ -34,6 +34,8 @@ class ReplicatedModel(PreparedModel):
         super().__init__(module, precision)
         self.element_size = element_size
         self.forwards: Forwards | None = None
+        # Parameters that DDP does not reduce, since they were frozen when it was made: (name, parameter).
+        self.frozen: list[tuple[str, torch.nn.Parameter]] = []
 
     @property
     def inner(self) -> torch.nn.Module:
@@ -51,6 +53,27 @@ class ReplicatedModel(PreparedModel):
         reduced = [] if replica is None else replica._module_parameters
         trained = {id(p) for name, p in self.inner.named_parameters() if p.requires_grad and name not in ignored}
         return trained != set(map(id, reduced))
+
+    def check_trained(self, replica: DistributedDataParallel) -> None:
+        """Raise PrepareError where other parameters train than those that DDP reduces, before a backward.
+
+        Gradients would not be averaged, and torch's error comes a step later, if at all.
+        """
+        if (name := next((name for name, p in self.frozen if p.requires_grad), None)) is not None:
+            raise PrepareError(
+                f"{name} was frozen when {type(self.inner).__name__} was prepared, and DDP would not average its "
+                "gradient. Unfreeze it before prepare and freeze it again after (with find_unused_parameters=True of "
+                "DistributedDataParallelKwargs), or prepare the model and its optimizer again"
+            )
+        if replica.find_unused_parameters or all(p.requires_grad for p in replica._module_parameters):
+            return
+        reduced = set(map(id, replica._module_parameters))
+        named = self.inner.named_parameters()
+        name = next(name for name, p in named if not p.requires_grad and id(p) in reduced)
+        raise PrepareError(
+            f"{name} was frozen after {type(self.inner).__name__} was prepared, and DDP waits for its gradient. Set "
+            "find_unused_parameters=True (DistributedDataParallelKwargs), or prepare the model and its optimizer again"
+        )
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """DDP's own `no_sync`.
@@ -138,15 +161,18 @@ class DataParallel(Strategy):
         if replica is not None and isinstance(prepared, ReplicatedModel):
             prepared.forwards = Forwards()
             replica.register_forward_hook(prepared.forwards)
+            skipped = replica.parameters_to_ignore
+            named = replica.module.named_parameters()
+            prepared.frozen = [(name, p) for name, p in named if not p.requires_grad and name not in skipped]
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward. DDP reduces one backward for each forward; it is made ready for the second one, too."""
         synced = []
         for prepared in self.prepared:
-            forwards = prepared.forwards if isinstance(prepared, ReplicatedModel) else None
-            replica = None if forwards is None else replica_of(prepared.module)
-            if replica is None or forwards is None:
+            if not isinstance(prepared, ReplicatedModel) or (forwards := prepared.forwards) is None:
+                continue
+            if (replica := replica_of(prepared.module)) is None:
                 continue
             if replica.static_graph and not forwards.has_run and replica._static_graph_delay_allreduce_enqueued:
                 raise PrepareError(
@@ -157,7 +183,9 @@ class DataParallel(Strategy):
             if not replica.require_backward_grad_sync:
                 continue
             synced.append(forwards)
-            if not forwards.ready:
+            if forwards.ready:
+                prepared.check_trained(replica)
+            else:
                 _expect_backward(replica, loss)
         super().backward(loss, **kwargs)
         for forwards in synced:
