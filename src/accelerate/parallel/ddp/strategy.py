@@ -34,8 +34,9 @@ class ReplicatedModel(PreparedModel):
         super().__init__(module, precision)
         self.element_size = element_size
         self.forwards: Forwards | None = None
-        # Parameters that DDP does not reduce, since they were frozen when it was made: (name, parameter).
-        self.frozen: list[tuple[str, torch.nn.Parameter]] = []
+        # Parameters, by name, that DDP reduces, and those that it does not, since they were frozen when it was made.
+        self.reduced: dict[str, torch.nn.Parameter] = {}
+        self.frozen: dict[str, torch.nn.Parameter] = {}
 
     @property
     def inner(self) -> torch.nn.Module:
@@ -50,26 +51,23 @@ class ReplicatedModel(PreparedModel):
             return False
         replica = replica_of(self.module)
         ignored = () if replica is None else replica.parameters_to_ignore
-        reduced = [] if replica is None else replica._module_parameters
         trained = {id(p) for name, p in self.inner.named_parameters() if p.requires_grad and name not in ignored}
-        return trained != set(map(id, reduced))
+        return trained != set(map(id, self.reduced.values()))
 
     def check_trained(self, replica: DistributedDataParallel) -> None:
         """Raise PrepareError where other parameters train than those that DDP reduces, before a backward.
 
         Gradients would not be averaged, and torch's error comes a step later, if at all.
         """
-        if (name := next((name for name, p in self.frozen if p.requires_grad), None)) is not None:
+        if (name := next((name for name, p in self.frozen.items() if p.requires_grad), None)) is not None:
             raise PrepareError(
                 f"{name} was frozen when {type(self.inner).__name__} was prepared, and DDP would not average its "
                 "gradient. Unfreeze it before prepare and freeze it again after (with find_unused_parameters=True of "
                 "DistributedDataParallelKwargs), or prepare the model and its optimizer again"
             )
-        if replica.find_unused_parameters or all(p.requires_grad for p in replica._module_parameters):
+        name = next((name for name, p in self.reduced.items() if not p.requires_grad), None)
+        if name is None or replica.find_unused_parameters:
             return
-        reduced = set(map(id, replica._module_parameters))
-        named = self.inner.named_parameters()
-        name = next(name for name, p in named if not p.requires_grad and id(p) in reduced)
         raise PrepareError(
             f"{name} was frozen after {type(self.inner).__name__} was prepared, and DDP waits for its gradient. Set "
             "find_unused_parameters=True (DistributedDataParallelKwargs), or prepare the model and its optimizer again"
@@ -162,8 +160,9 @@ class DataParallel(Strategy):
             prepared.forwards = Forwards()
             replica.register_forward_hook(prepared.forwards)
             skipped = replica.parameters_to_ignore
-            named = replica.module.named_parameters()
-            prepared.frozen = [(name, p) for name, p in named if not p.requires_grad and name not in skipped]
+            for name, parameter in replica.module.named_parameters():
+                if name not in skipped:
+                    (prepared.reduced if parameter.requires_grad else prepared.frozen)[name] = parameter
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
