@@ -23,7 +23,7 @@ def test_the_filter_leaves_the_ends_and_odd_sizes() -> None:
     model = make_model()
     first, last = fp8.find_first_last_linear_layers(model)
     assert (first, last) == ("0", "4")
-    taken = [name for name, layer in model.named_modules() if fp8.filter_linear_layers(layer, name, first, last)]
+    taken = [name for name, layer in model.named_modules() if fp8.filter_linear_layers(layer, name, [first, last])]
     assert taken == ["2"]
     assert fp8.find_first_last_linear_layers(nn.ReLU()) == (None, None)
 

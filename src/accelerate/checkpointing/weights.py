@@ -208,12 +208,17 @@ def save(
     """Write `obj` to the file `f` atomically, on the main process (of each machine).
 
     With `safe_serialization` a dict of tensors becomes a safetensors file, else torch.save writes it.
-    Every process may call it.
+    Every process may call it. Raises ConfigurationError for another object than a dict with `safe_serialization`.
     """
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
     if safe_serialization:
+        if not isinstance(obj, Mapping):
+            raise ConfigurationError(
+                f"save: a safetensors file holds a dict of tensors, not a {type(obj).__name__}: "
+                "use safe_serialization=False"
+            )
         kept, aliases = without_aliases(clean_tensors(obj))
         if aliases:
             pairs = ", ".join(f"{alias} ({name})" for alias, name in sorted(aliases.items()))

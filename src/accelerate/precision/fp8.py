@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,15 +155,13 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
     return (names[0], names[-1]) if names else (None, None)
 
 
-def filter_linear_layers(
-    module: nn.Module, fqn: str, first_layer_name: str | None = None, last_layer_name: str | None = None
-) -> bool:
+def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Container[str | None]) -> bool:
     """Whether the layer `module`, called `fqn`, should compute in float8.
 
-    True for a linear layer whose two dimensions are multiples of 16 and which is neither the first nor the last one:
-    those two carry most of the error that float8 brings.
+    True for a linear layer whose two dimensions are multiples of 16 and whose name is not in `layers_to_filter`. The
+    default filter names the first and the last one, which carry most of the error that float8 brings.
     """
-    if not isinstance(module, nn.Linear) or fqn in (first_layer_name, last_layer_name):
+    if not isinstance(module, nn.Linear) or fqn in layers_to_filter:
         return False
     return module.in_features % MULTIPLE == 0 and module.out_features % MULTIPLE == 0
 
@@ -175,7 +173,7 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
     Handed as `module_filter_func` it sees each layer's own model, so that the first and the last layer are known.
     """
     layer = module if isinstance(module, nn.Linear) else module.get_submodule(fqn)
-    return filter_linear_layers(layer, fqn, *find_first_last_linear_layers(module))
+    return filter_linear_layers(layer, fqn, find_first_last_linear_layers(module))
 
 
 @torchao_required
@@ -200,9 +198,9 @@ def convert_model_to_fp8_ao(
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     if module_filter_func is None or module_filter_func is filter_first_and_last_linear_layers:
-        first, last = find_first_last_linear_layers(model)
+        filtered = find_first_last_linear_layers(model)
 
         def module_filter_func(layer: nn.Module, name: str) -> bool:
-            return filter_linear_layers(layer, name, first, last)
+            return filter_linear_layers(layer, name, filtered)
 
     convert_to_float8_training(model, config=config or Float8LinearConfig(), module_filter_fn=module_filter_func)
