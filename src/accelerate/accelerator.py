@@ -549,8 +549,15 @@ class Accelerator(RunInterface):
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
         """Run a block in which backward passes accumulate gradients without communication.
 
+        `accumulate` does this for accumulation windows, and decides when the optimizer steps.
+
         Args:
             model: a prepared model.
+
+        Example:
+            with accelerator.no_sync(model):
+                accelerator.backward(criterion(model(first), targets))
+            accelerator.backward(criterion(model(second), targets))  # reduces the gradients of both
         """
         with self.prepared_model(model).no_sync():
             yield

@@ -103,9 +103,18 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Keep the weights of `model` on the CPU, and bring those of each module to `execution_device` for its forward.
+    """Keep the weights of a model on the CPU, and copy those of each module to a device for its forward.
 
-    The default device is that of the first parameter. `state_dict` holds the weights where the model does not.
+    Args:
+        model: the model, changed in place.
+        execution_device: the device on which modules compute. Default: that of the first parameter.
+        offload_buffers: offload buffers too. Otherwise they stay on the execution device.
+        state_dict: the weights on the CPU. Default: those of the model.
+        preload_module_classes: names of classes whose weights, with those of all submodules, are loaded at the start
+            of their forward. For modules that use weights of a submodule without calling it.
+
+    Returns:
+        The model.
     """
     execution_device = _take_back(model, execution_device)
     if state_dict is None:
@@ -120,9 +129,18 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Keep the weights of `model` in the folder `offload_dir`, and bring those of each module for its forward.
+    """Keep the weights of a model in files, and load those of each module for its forward.
 
-    What the folder holds already is used as it is. The default device is that of the first parameter.
+    Args:
+        model: the model, changed in place.
+        offload_dir: folder of the weights. If it has an index of offloaded weights already, they are used as they are.
+        execution_device: the device on which modules compute. Default: that of the first parameter.
+        offload_buffers: offload buffers too. Otherwise they stay on the execution device.
+        preload_module_classes: names of classes whose weights, with those of all submodules, are loaded at the start
+            of their forward. For modules that use weights of a submodule without calling it.
+
+    Returns:
+        The model.
     """
     execution_device = _take_back(model, execution_device)
     check_devices({"": execution_device})
@@ -198,14 +216,30 @@ def dispatch_model(
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Distribute `model` over the devices in `device_map` (a device, `"cpu"` or `"disk"`) so that it can run.
+    """Distribute a model over devices, so that it can run.
 
-    Modules on the disk, and on the CPU if there is an accelerator in the map, run on `main_device` (default: the
-    first accelerator of the map, else the CPU). Disk weights come from `offload_dir`, to which they are written where
-    it has none, or from the files that `offload_index` names; CPU weights from `state_dict`, by default the model's.
-    A model that goes to a single device is moved there, without hooks unless `force_hooks`.
+    Args:
+        model: the model, changed in place.
+        device_map: name of a module -> device, "cpu" or "disk". It must cover every tensor.
+        main_device: where modules on the disk run, and modules on the CPU if the map has an accelerator. Default: the
+            first accelerator of the map, else the CPU.
+        state_dict: the weights that stay on the CPU. Default: those of the model.
+        offload_dir: folder of the weights on the disk. Weights that it does not have are written to it.
+        offload_index: files with the weights on the disk, instead of a folder.
+        offload_buffers: offload buffers too.
+        skip_keys: names of keyword arguments of the forward that are not moved between devices.
+        preload_module_classes: names of classes whose weights, with those of all submodules, are loaded at the start
+            of their forward. For modules that use weights of a submodule without calling it.
+        force_hooks: add the hooks also for a single device. Otherwise the model is only moved there.
 
-    Raises ValueError for tensors without a device, and for disk weights without a folder.
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a tensor has no device, or there are weights on the disk without a folder.
+
+    Example:
+        model = dispatch_model(model, infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"}))
     """
     check_device_map(model, device_map)
     check_devices(device_map if main_device is None else {"main_device": main_device, **device_map})
@@ -241,12 +275,33 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint into `model`, which may be on the meta device, and dispatch it.
+    """Load a checkpoint into a model, which may be on the meta device, and dispatch it.
 
-    `device_map` is a map, a way to plan one ("auto", "balanced", "balanced_low_0", "sequential", within `max_memory`
-    and without splitting `no_split_module_classes`), or None: load where the model is, and no more. The other
-    arguments are those of `load_checkpoint_in_model` and `dispatch_model`. As one tensor is read at a time,
-    `offload_state_dict` is off by default.
+    Args:
+        model: the model, changed in place.
+        checkpoint: a file of weights, an index of several files, or a folder with either.
+        device_map: a map, or a way to plan one: "auto", "balanced", "balanced_low_0" or "sequential". None loads the
+            weights where the model is, and does not dispatch it.
+        max_memory: device -> bytes (or text such as "10GiB") that a planned map may use.
+        no_split_module_classes: names of classes whose modules a planned map keeps on one device.
+        offload_folder: folder for the weights on the disk.
+        offload_buffers: as for `dispatch_model`.
+        dtype: dtype to which the weights are cast.
+        offload_state_dict: keep weights of the CPU in files while others are loaded. Off by default, since one tensor
+            is read at a time.
+        skip_keys: as for `dispatch_model`.
+        preload_module_classes: as for `dispatch_model`.
+        force_hooks: as for `dispatch_model`.
+        strict: raise an error if the names of the weights differ from those of the model.
+        full_state_dict: as for `load_checkpoint_in_model`.
+        broadcast_from_rank0: as for `load_checkpoint_in_model`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: as from `load_checkpoint_in_model` and `dispatch_model`.
+        CheckpointError: the checkpoint does not belong to the model.
 
     Example:
         with init_empty_weights():

@@ -237,7 +237,14 @@ class ParallelismConfig:
         return [name for name in names if getattr(self, f"{name}_size") > 1]
 
     def validate(self, world_size: int) -> None:
-        """Raises ConfigurationError unless the sizes multiply to the number of processes."""
+        """Check that the product of the sizes is the number of processes.
+
+        Args:
+            world_size: the number of processes.
+
+        Raises:
+            ConfigurationError: it is not.
+        """
         if self.total_size != world_size:
             origins = {name: f" ({variable})" for name, variable in self._variables.items()}
             active = {name: size for name, size in self.sizes.items() if size > 1}
@@ -283,7 +290,17 @@ class ParallelismConfig:
         self._device_mesh = mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh, built at the first call. Raises ValueError if that call does not give the device's type."""
+        """Return the mesh of this layout. The first call builds it.
+
+        Args:
+            device_type: such as "cuda" or "cpu". Required at the first call.
+
+        Returns:
+            The mesh; None if no size is above 1.
+
+        Raises:
+            ConfigurationError: the first call has no `device_type`.
+        """
         if self.device_mesh is None:
             if device_type is None:
                 raise ConfigurationError("You need to pass a device_type e.g cuda to build the device mesh")

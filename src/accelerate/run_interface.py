@@ -130,6 +130,12 @@ class RunInterface(ProcessView):
 
         Returns:
             The same structure on every process, with `num_processes` times the rows.
+
+        Raises:
+            DistributedOperationException: the structures, shapes or dtypes differ between processes.
+
+        Example:
+            losses = accelerator.gather(loss.detach())  # shape (num_processes,)
         """
         return collectives.gather(tensor)
 
@@ -169,6 +175,12 @@ class RunInterface(ProcessView):
 
         Returns:
             The same structure on every process.
+
+        Raises:
+            DistributedOperationException: the structures, shapes or dtypes differ between processes.
+
+        Example:
+            mean_loss = accelerator.reduce(loss.detach(), "mean")
         """
         return collectives.reduce(tensor, reduction, scale)
 
@@ -183,6 +195,10 @@ class RunInterface(ProcessView):
 
         Returns:
             The same structure, with the same size along `dim` on every process.
+
+        Example:
+            tokens = accelerator.pad_across_processes(tokens, dim=1, pad_index=tokenizer.pad_token_id)
+            tokens = accelerator.gather(tokens)
         """
         return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 

@@ -225,7 +225,16 @@ class PartialState:
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: run the function on the process of this index only; a single process runs it for any index."""
+        """Decorator: run a function on one process. On the others the call returns None.
+
+        Args:
+            function: the function, if the decorator is used without arguments.
+            process_index: rank of the process; 0 by default. A single process runs the function for any index.
+
+        Example:
+            @state.on_process(process_index=1)
+            def log(): ...
+        """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         index = process_index or 0
@@ -234,7 +243,13 @@ class PartialState:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: run the function on the process of this index on each machine; a single process always does."""
+        """Decorator: run a function on one process of each machine. On the others the call returns None.
+
+        Args:
+            function: the function, if the decorator is used without arguments.
+            local_process_index: index of the process on its machine; 0 by default. A single process runs the function
+                for any index.
+        """
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         index = local_process_index or 0

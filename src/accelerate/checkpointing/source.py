@@ -282,8 +282,9 @@ class NativeReader(CheckpointReader):
             if self._is_same_size:
                 return own
             notes.append(
-                f"saved on {self.manifest.world_size} rank(s), loaded on {self.processes}: the first ranks restore "
-                "their random states; unfinished gradients and the random states of pipeline stages are dropped"
+                f"saved by {self.manifest.world_size} process(es), loaded by {self.processes}: ranks that both have "
+                "restore their random states. Unfinished gradients, and the random states of pipeline stages, are not "
+                "restored"
             )
         else:
             notes.append(no_generators(self.rank))

@@ -99,7 +99,16 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Options of Ulysses sequence parallelism: the sequence length (tokens) and whether it varies between batches."""
+    """Options of Ulysses sequence parallelism. If one is None, the variable PARALLELISM_CONFIG_SP_* sets it.
+
+    Fields:
+        sp_seq_length: tokens of a full sequence. Required if the length does not vary.
+        sp_seq_length_is_variable: whether the length varies between batches. Default: True.
+        sp_attn_implementation: the attention of the model, such as "sdpa".
+
+    Raises:
+        ConfigurationError: the length is missing, or the attention does not support sequence parallelism.
+    """
 
     sp_seq_length: int | None = None
     sp_seq_length_is_variable: bool | None = None

@@ -11,9 +11,15 @@ from .base import KwargsHandler
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """How `torch.autocast` behaves: whether it is on, and whether casted weights are cached.
+    """Options of `torch.autocast`, in which the forward of a prepared model runs.
 
-    `cache_enabled=None` leaves torch's default.
+    Fields:
+        enabled: whether autocast is on.
+        cache_enabled: whether weights are cast once in a forward and then reused. None keeps torch's default.
+
+    Example:
+        with accelerator.autocast(AutocastKwargs(enabled=False)):
+            loss = criterion(output.float(), targets)
     """
 
     enabled: bool = True
@@ -22,7 +28,21 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Options of `torch.amp.GradScaler` (used with fp16): first scale, growth, back-off, steps between growths."""
+    """Options of `torch.amp.GradScaler`, which scales the loss with `mixed_precision="fp16"`.
+
+    Fields:
+        init_scale: the first scale.
+        growth_factor: factor by which the scale grows after `growth_interval` steps without overflow. Above 1.
+        backoff_factor: factor by which it shrinks at an overflow. Between 0 and 1.
+        growth_interval: number of optimizer steps.
+        enabled: whether the loss is scaled at all.
+
+    Raises:
+        ConfigurationError: a factor is outside of its range.
+
+    Example:
+        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    """
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0

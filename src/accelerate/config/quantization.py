@@ -13,11 +13,22 @@ from ..core.errors import ConfigurationError
 
 @dataclass
 class BnbQuantizationConfig:
-    """What `load_and_quantize_model` does. Exactly one of `load_in_8bit` and `load_in_4bit` is chosen.
+    """Options of `load_and_quantize_model`. Set exactly one of `load_in_8bit` and `load_in_4bit`.
 
-    `torch_dtype` is that of the layers which are not quantised (default: fp16 with 8 bits, `bnb_4bit_compute_dtype`
-    with 4). `skip_modules` stay unquantised (default: the output layer, and what is tied), `keep_in_fp32_modules` even
-    in full precision. Raises ConfigurationError for a value that cannot be used.
+    Fields:
+        load_in_8bit: quantize linear layers to 8 bits.
+        llm_int8_threshold: activations above it are computed in 16 bits. Only with 8 bits.
+        load_in_4bit: quantize linear layers to 4 bits.
+        bnb_4bit_quant_type: the 4-bit type: "fp4" or "nf4".
+        bnb_4bit_use_double_quant: quantize the scales as well.
+        bnb_4bit_compute_dtype: dtype in which 4-bit layers compute.
+        torch_dtype: dtype of the layers that are not quantized. Default: fp16 with 8 bits,
+            `bnb_4bit_compute_dtype` with 4 bits.
+        skip_modules: names of modules that are not quantized. Default: the output layer, and layers tied to it.
+        keep_in_fp32_modules: names of modules that stay in float32.
+
+    Raises:
+        ConfigurationError: a value cannot be used.
     """
 
     load_in_8bit: bool = field(default=False, metadata={"help": "quantise to 8 bits"})

@@ -102,8 +102,20 @@ class ProjectConfiguration:
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of `torch.nn.parallel.DistributedDataParallel` and of its communication hook.
 
-    `comm_hook` compresses the gradients for the reduction (fp16, bf16, PowerSGD), `comm_wrapper` (fp16 or bf16)
-    compresses what that hook sends; `comm_state_option` are the arguments of `PowerSGDState`.
+    The fields that are not listed are the arguments of torch's class, with the same names and defaults.
+
+    Fields:
+        bucket_cap_mb: size of a gradient bucket, in MiB.
+        find_unused_parameters: search each forward for parameters without a gradient. Set it if steps leave some out.
+        comm_hook: compression of the gradients for the reduction: fp16, bf16, power_sgd or batched_power_sgd.
+        comm_wrapper: fp16 or bf16: the type in which the data of `comm_hook` are sent.
+        comm_state_option: arguments of torch's `PowerSGDState`, such as `matrix_approximation_rank`.
+
+    Raises:
+        ConfigurationError: a hook is unknown, or a wrapper has no hook to wrap.
+
+    Example:
+        accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     """
 
     dim: int = 0
@@ -143,8 +155,17 @@ class DistributedDataParallelKwargs(KwargsHandler):
 class InitProcessGroupKwargs(KwargsHandler):
     """Arguments of `torch.distributed.init_process_group`.
 
-    `backend="nccl"` is the API's word for the device's own; any other name is used unchanged. `timeout` is how
-    long a collective may wait for the others; None keeps torch's.
+    Fields:
+        backend: name of the backend. The default "nccl" stands for the usual backend of the device, such as gloo on
+            the CPU. Any other name is used unchanged.
+        init_method: URL at which the processes meet. None uses the variables MASTER_ADDR and MASTER_PORT.
+        timeout: the longest time that a collective waits for other ranks. None keeps torch's default.
+
+    Raises:
+        ConfigurationError: `timeout` is not a `datetime.timedelta`.
+
+    Example:
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=60))])
     """
 
     backend: str | None = "nccl"
@@ -167,7 +188,20 @@ class ProfileKwargs(KwargsHandler):
         activities: of cpu, cuda, xpu, mtia, hpu; None takes torch's choice.
         schedule_option: arguments of `torch.profiler.schedule` (wait, warmup, active, repeat, skip_first).
         on_trace_ready: called with the profiler each time a trace is ready.
-        output_trace_dir: folder for one `profile_<rank>.json` a process, in Chrome's trace format.
+        output_trace_dir: folder for one `profile_<rank>.json` for each process, in Chrome's trace format.
+        record_shapes: record the shapes of the inputs of each operation.
+        profile_memory: record allocations.
+        with_stack: record the file and line of each operation.
+        with_flops: estimate the floating point operations of matrix products and convolutions.
+        with_modules: record the modules of a TorchScript model.
+
+    Raises:
+        ConfigurationError: an activity is unknown.
+
+    Example:
+        accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir="traces")])
+        with accelerator.profile():
+            train_some_steps()
     """
 
     activities: list[str] | None = None
@@ -234,9 +268,22 @@ class OptimizerOffloadKwargs(KwargsHandler):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Arguments of `torch.compile`; each one left out is read from ACCELERATE_DYNAMO_*.
+    """Arguments of `torch.compile`. If one is None, the variable ACCELERATE_DYNAMO_* of its name sets it.
 
-    `use_regional_compilation` compiles each repeated block once instead of the entire model.
+    Fields:
+        backend: name of the compiler, such as "inductor". "no" leaves models uncompiled.
+        mode: a named set of the backend's options, such as "max-autotune". Excludes `options`.
+        fullgraph: raise an error where the model cannot be compiled as one graph.
+        dynamic: compile for varying shapes. None lets torch decide.
+        options: the backend's options, a dict. Excludes `mode`.
+        disable: return models uncompiled.
+        use_regional_compilation: compile each repeated block once, instead of the entire model.
+
+    Raises:
+        ConfigurationError: a value is unknown, or `mode` and `options` are both given.
+
+    Example:
+        accelerator = Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="inductor", use_regional_compilation=True))
     """
 
     backend: DynamoBackend = None  # type: ignore[assignment]

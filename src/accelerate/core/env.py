@@ -136,14 +136,26 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of the named libraries that this process has imported already."""
+    """Return those of the named libraries that this process has imported.
+
+    Args:
+        *library_names: names of top-level modules.
+    """
     import sys
 
     return [name for name in library_names if name in sys.modules]
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    """`NAME=value` lines for an environment file; what could break a line is left out with a warning."""
+    """Return lines `NAME=value` for an environment file.
+
+    Args:
+        current_env: name -> value. Entries that are empty, or have a space, a line break or one of `;<>`, are left
+            out with a warning.
+
+    Returns:
+        One text for each line, which ends with a line break.
+    """
     import warnings
 
     lines = []

@@ -53,7 +53,20 @@ def version_of(distribution: str) -> Version:
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Whether a library's installed version (or a version given) stands in `operation` to `requirement_version`."""
+    """Return whether a version compares to another as `operation` states.
+
+    Args:
+        library_or_version: name of an installed package, or a parsed version.
+        operation: one of "<", "<=", "==", "!=", ">=" and ">".
+        requirement_version: the version on the right of the operation.
+
+    Raises:
+        ValueError: the operation is unknown.
+
+    Example:
+        >>> compare_versions("torch", ">=", "2.11")
+        True
+    """
     if operation not in STR_OPERATION_TO_FUNC:
         raise ValueError(f"`operation` must be one of {list(STR_OPERATION_TO_FUNC)}, received {operation}")
     found = version_of(library_or_version) if isinstance(library_or_version, str) else library_or_version

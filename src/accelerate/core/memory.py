@@ -39,7 +39,11 @@ def report_exhausted(error: BaseException) -> None:
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Return the accelerator's unused cached memory to the driver, after a garbage collection if requested."""
+    """Return the accelerator's unused cached memory to the driver.
+
+    Args:
+        garbage_collection: run Python's garbage collection first.
+    """
     if garbage_collection:
         gc.collect()
     devices.empty_cache()

@@ -9,7 +9,15 @@ from typing import Any
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes in words, in steps of 1024: `1.18 MB`."""
+    """Return a number of bytes as text with a unit. 1 KB is 1024 bytes.
+
+    Args:
+        size: number of bytes.
+
+    Example:
+        >>> convert_bytes(1_236_992)
+        '1.18 MB'
+    """
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024.0:
             return f"{round(size, 2)} {unit}"

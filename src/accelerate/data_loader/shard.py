@@ -85,7 +85,8 @@ def check_divisible(batch_size: int | None, shards: int, split: bool, exact: boo
     if batch_size % shards:
         raise PrepareError(
             f"{who}: split_batches=True splits each batch into {shards} slices (one for each process), and the batch "
-            f"size {batch_size} is not a multiple of {shards}. Use one that is, or split_batches=False."
+            f"size {batch_size} is not a multiple of {shards}. Use one that is, another number of processes, or "
+            "split_batches=False."
         )
 
 

@@ -23,7 +23,14 @@ class Placeholder:
 
 
 class DummyOptim(Placeholder):
-    """Stands for the optimizer that a DeepSpeed file describes; its "auto" values are filled from here."""
+    """Stands for the optimizer that a DeepSpeed configuration describes. Pass it to `prepare`.
+
+    Args:
+        params: parameters or groups of parameters, as for an optimizer of torch.
+        lr: learning rate, for an "auto" value of the configuration.
+        weight_decay: weight decay, for an "auto" value of the configuration.
+        **kwargs: further values, in the attribute `kwargs`.
+    """
 
     remedy = (
         "it stands for the `optimizer` of a DeepSpeed configuration. Give it to one call of prepare with its model, "
@@ -38,7 +45,15 @@ class DummyOptim(Placeholder):
 
 
 class DummyScheduler(Placeholder):
-    """Stands for the scheduler that a DeepSpeed file describes, or that `lr_scheduler_callable(optimizer)` makes."""
+    """Stands for the scheduler that a DeepSpeed configuration describes. Pass it to `prepare`.
+
+    Args:
+        optimizer: the optimizer, or the `DummyOptim`.
+        total_num_steps: optimizer steps of the schedule, for an "auto" value of the configuration.
+        warmup_num_steps: optimizer steps of the warm-up, for an "auto" value of the configuration.
+        lr_scheduler_callable: makes the scheduler from the engine's optimizer, instead of the configuration.
+        **kwargs: further values, in the attribute `kwargs`.
+    """
 
     remedy = (
         "it stands for the `scheduler` of a DeepSpeed configuration. Give it to one call of prepare with its model "

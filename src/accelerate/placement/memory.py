@@ -28,11 +28,17 @@ _SLACK = 1.25
 
 
 def get_max_memory(max_memory: MutableMapping[int | str, int | str] | None = None) -> MaxMemory:
-    """The bytes that each device may hold, accelerators by index first, then `mps`, `cpu` and `disk`.
+    """Return the memory that each device may use, in the order accelerators by index, `mps`, `cpu`, `disk`.
 
-    Without an argument: what is free on every accelerator of this machine and in its main memory. Sizes may be text
-    (`"10GiB"`): they are numbers in the argument too afterwards, as callers compare the two. Raises ConfigurationError
-    for a device that is none of these.
+    Args:
+        max_memory: device -> bytes, or text such as "10GiB", which is replaced by the number. Default: the free memory
+            of each accelerator and of this machine.
+
+    Returns:
+        Device -> bytes.
+
+    Raises:
+        ConfigurationError: a device is unknown.
     """
     if max_memory is None:
         return _free_memory()
@@ -89,10 +95,18 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Dtype] | None = None,
     low_zero: bool = False,
 ) -> MaxMemory:
-    """`get_max_memory`, with the accelerators limited so that `infer_auto_device_map` spreads the model evenly.
+    """Return memory limits with which `infer_auto_device_map` spreads a model evenly over the accelerators.
 
-    The last accelerator keeps all it has, in case the shares come out short. `low_zero` leaves device 0 only what the
-    others cannot hold. `dtype` and `special_dtypes` are those of `compute_module_sizes`.
+    Args:
+        model: the model, which may be on the meta device.
+        max_memory: device -> bytes (or text such as "10GiB") that it may hold at most. Default: the free memory.
+        no_split_module_classes: names of classes whose modules stay on one device.
+        dtype: as in `compute_module_sizes`.
+        special_dtypes: as in `compute_module_sizes`.
+        low_zero: leave device 0 only what the others cannot hold.
+
+    Returns:
+        Device -> bytes. The last accelerator keeps its full limit, as the equal shares may be too small.
     """
     limits = get_max_memory(max_memory)
     shared = [device for device in limits if device not in ("cpu", "disk") and limits[device] > 0]

@@ -143,13 +143,26 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """The entries of a state dict that lie in any of the named submodules; the name `""` is all of it."""
+    """Return the entries of a state dict that belong to submodules.
+
+    Args:
+        state_dict: name -> tensor.
+        submodule_names: names of submodules; `""` is the model itself.
+
+    Returns:
+        The entries, under their full names.
+    """
     names = list(submodule_names)
     return {key: value for key, value in state_dict.items() if any(is_within(key, name) for name in names)}
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """The part of a mapping whose keys begin with `prefix`, under the rest of the key."""
+    """A read-only view of the entries of a mapping whose keys begin with a prefix. Its keys lack the prefix.
+
+    Args:
+        dataset: name -> tensor.
+        prefix: what the names begin with.
+    """
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.dataset = dataset

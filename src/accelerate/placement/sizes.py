@@ -110,10 +110,20 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of every tensor and module of `model` by name, with the total under `""`. A tied tensor counts once.
+    """Return the size of each tensor and module of a model.
 
-    `dtype` is what floating point tensors will be stored in (integers, and anything narrower, keep their own type);
-    `special_dtypes` names tensors that are stored in another one. The tensors may be on the meta device.
+    Args:
+        model: the model, which may be on the meta device.
+        dtype: dtype in which floating point tensors will be stored. Integers and narrower types keep their own.
+        special_dtypes: name of a tensor -> its dtype, where it differs.
+        buffers_only: count buffers, and no parameters.
+
+    Returns:
+        Name -> bytes, with the total under `""`. A tied tensor counts once.
+
+    Example:
+        >>> compute_module_sizes(torch.nn.Linear(2, 1))
+        {'': 12, 'weight': 8, 'bias': 4}
     """
     sizes: dict[str, Any] = defaultdict(int)
     wanted = None if dtype is None else dtype_byte_size(dtype)
@@ -151,9 +161,18 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: str | Sequence[str] | None,
 ) -> tuple[int, list[str]]:
-    """The bytes of the largest layer in `modules`, (name, module or tensor) pairs, and the names of all that large.
+    """Return the size of the largest layer, and the names of all layers of that size.
 
-    A layer is what is not split further: a tensor, a module without children, or one of a class not to be split.
+    A layer is what is not split further: a tensor, a module without children, or a module of a class in
+    `no_split_module_classes`.
+
+    Args:
+        modules: pairs of a name and a module or tensor.
+        module_sizes: name -> bytes, from `compute_module_sizes`.
+        no_split_module_classes: names of classes.
+
+    Returns:
+        (bytes, names of layers).
     """
     unsplittable = normalized_classes(no_split_module_classes)
     largest: int = 0

@@ -58,9 +58,14 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: DeviceMap) -> None:
-    """Warn, in the log, of each group of tied parameters that `device_map` spreads over several devices.
+    """Log a warning for each group of tied parameters that a device map puts on several devices.
 
-    Raises ValueError for a parameter without a device in the map.
+    Args:
+        tied_params: groups of names, from `find_tied_parameters`.
+        device_map: name of a module -> device.
+
+    Raises:
+        ValueError: a parameter has no device in the map.
     """
     for group in tied_params:
         devices = {name: device_for(name, device_map) for name in group}

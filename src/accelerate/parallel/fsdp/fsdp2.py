@@ -360,7 +360,11 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, object]) -> dict[str, Any]:
-    """The same mapping under the names that the plain model has."""
+    """Return a mapping under the names of the plain model.
+
+    Args:
+        named_params: name in the prepared model, with the prefixes of wrappers -> value.
+    """
     return {materialize.canonical_name(name): value for name, value in named_params.items()}
 
 
