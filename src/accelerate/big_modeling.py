@@ -299,6 +299,10 @@ def load_checkpoint_and_dispatch(
     Returns:
         The model.
 
+    Raises:
+        ValueError: as from `load_checkpoint_in_model` and `dispatch_model`.
+        CheckpointError: the checkpoint does not belong to the model.
+
     Example:
         with init_empty_weights():
             model = Model(config)

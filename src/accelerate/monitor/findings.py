@@ -55,7 +55,7 @@ class Straggler:
     share: float
     """The share of the summarized steps in which it was slow."""
     excess: float
-    """Seconds of its own time in a step above the median of all ranks, while it was slow."""
+    """Seconds that its own work takes in a step above the median of all ranks, while it was slow."""
     ratio: float
     """Its own time / the median."""
     phase: str

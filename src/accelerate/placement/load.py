@@ -72,29 +72,33 @@ def load_checkpoint_in_model(
     fill_meta: bool = False,
     quantizer: Quantizer | None = None,
 ) -> None:
-    """Load a checkpoint (a file, the index of a sharded one, or a folder with either) into `model`, in place.
+    """Load a checkpoint into a model, in place. Tie the weights of the model first.
 
-    With `device_map` each tensor goes to its entry in it: to a device, or (`"disk"`) stays on disk, and the model may
-    be on the meta device. Tensors on disk are read from the checkpoint when they are needed, if it is in safetensors
-    files and `dtype` is theirs; otherwise they are copied to `offload_folder`. The folder gets the index of both.
-    Without a map the model keeps its devices; weights on the meta device are loaded to the CPU. No more than one
-    tensor of the checkpoint is in memory besides the model's own.
+    No more than one tensor of the checkpoint is in memory besides those of the model.
 
-    `dtype` is what floating point weights are converted to, but for those in `keep_in_fp32_modules` (parts of names).
-    `offload_state_dict` puts the CPU's weights to disk until the last file is read; `offload_buffers` writes buffers
-    to disk like weights; `offload_8bit_bnb` quantises what is offloaded from 8-bit layers. With `strict` a key that
-    the model does not know, or lacks, is a CheckpointError; without, it is named in the log.
+    Args:
+        model: the model. With `device_map` it may be on the meta device.
+        checkpoint: a file of weights, the index of several files, or a folder with either.
+        device_map: name of a module -> device, "cpu" or "disk". None: the model keeps its devices.
+        offload_folder: folder for the weights on the disk and their index. Weights are copied to it only if they
+            cannot be read from the checkpoint: if that is not in safetensors files, or has another dtype.
+        dtype: dtype to which floating point weights are cast.
+        offload_state_dict: keep the weights of the CPU in files until the last file of the checkpoint is read.
+        offload_buffers: keep buffers of modules on the disk there too.
+        keep_in_fp32_modules: pieces of names. Weights with such a name are not cast to `dtype`.
+        offload_8bit_bnb: quantize what is offloaded from 8-bit layers.
+        strict: raise an error if the names in the checkpoint differ from those of the model. Otherwise log them.
+        full_state_dict: False if the checkpoint has the shards of this process, for a sharded model.
+        broadcast_from_rank0: rank 0 reads the checkpoint and sends it to all. Without `device_map` only.
+        fill_meta: raise an error if a weight on the meta device is not in the checkpoint.
+        quantizer: quantizes the weights whose names it contains, each when it is read. With `device_map` only.
 
-    `full_state_dict=False` means that the checkpoint has the shards of this process, for a sharded model;
-    `broadcast_from_rank0` that rank 0 alone reads it and sends it to all (both without a device map).
-
-    With `fill_meta` a weight of the model that is on the meta device and not in the checkpoint is a CheckpointError.
-
-    `quantizer` quantizes the weights whose names it contains, each when it is read (with a device map).
-
-    Tie the weights of the model first. Raises ValueError where a folder for offloaded weights is missing, a tensor
-    has no device in the map, or another shape than the model's; ConfigurationError for a device that this machine does
-    not have; CheckpointError for a checkpoint without any weight of the model. Nothing is loaded then.
+    Raises:
+        ValueError: a folder for offloaded weights is missing, or a tensor has no device in the map, or another shape
+            than in the model. Nothing is loaded.
+        ConfigurationError: this machine does not have a device of the map. Nothing is loaded.
+        CheckpointError: no weight of the checkpoint belongs to the model, or `strict` or `fill_meta` find a
+            difference.
     """
     tied = find_tied_parameters(model)
     casts = _Casts(as_dtype(dtype), keep_in_fp32_modules)

@@ -38,7 +38,7 @@ class MasterPrecision(MixedPrecision):
 
     @torch.no_grad()
     def cast_parameters(self, model: nn.Module) -> bool:
-        """Cast parameters to bf16, and keep fp32 master weights of those that train."""
+        """Cast parameters to bf16, and keep fp32 master weights of the trainable ones."""
         _refuse_sparse(model)
         before = self.changes
         for parameter, owners in _places(model):

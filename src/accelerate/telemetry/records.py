@@ -124,7 +124,7 @@ def read_header(path: Path) -> tuple[StepsHeader, np.dtype[Any]]:
 
 
 def read_steps(path: Path, start: int = 0) -> np.ndarray[Any, np.dtype[Any]]:
-    """The records of a file of steps, in the order of time, without those that are not written yet.
+    """The records of a file of steps, in the order of time, without the records that are not written yet.
 
     Args:
         path: the file. A record that a killed process left incomplete is left out.

@@ -47,7 +47,7 @@ class SequenceRegion:
     layout: SequenceLayout
     group: dist.ProcessGroup
     length: int
-    # Tensors that were split -> what they held before, as long as they are alive.
+    # Tensors that were split -> their former content, as long as they are alive.
     full_tensors: WeakTensorKeyDictionary
     # Whether inputs that are not split are an error. A loop over a split loader may also compute full sequences.
     strict: bool = True
@@ -74,7 +74,7 @@ class SequenceRegion:
         return self.length // self.layout.ranks
 
     def full_of(self, shard: torch.Tensor) -> torch.Tensor | None:
-        """What a tensor held before it was split; None for any other tensor."""
+        """The content of a tensor before it was split; None for any other tensor."""
         found: torch.Tensor | None = self.full_tensors.get(shard)
         return found
 

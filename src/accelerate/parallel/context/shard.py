@@ -114,7 +114,7 @@ def split_in_place(
 ) -> Iterator[list[torch.Tensor]]:
     """A block in which `buffers` hold this rank's rows. After it they are restored, except those in `no_restore`.
 
-    Yields what each buffer held before. Nothing is copied back: the tensor's `data` is replaced and restored. A
+    Yields the former content of each buffer. Nothing is copied back: the tensor's `data` is replaced and restored. A
     backward that saved a buffer inside of the block and runs outside of it (or the reverse) raises torch's error about
     a tensor that was modified in place.
     """

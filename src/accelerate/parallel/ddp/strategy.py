@@ -34,6 +34,9 @@ class ReplicatedModel(PreparedModel):
         super().__init__(module, precision)
         self.element_size = element_size
         self.forwards: Forwards | None = None
+        # Parameters, by name, that DDP reduces, and those that it does not, since they were frozen when it was made.
+        self.reduced: dict[str, torch.nn.Parameter] = {}
+        self.frozen: dict[str, torch.nn.Parameter] = {}
 
     @property
     def inner(self) -> torch.nn.Module:
@@ -48,9 +51,27 @@ class ReplicatedModel(PreparedModel):
             return False
         replica = replica_of(self.module)
         ignored = () if replica is None else replica.parameters_to_ignore
-        reduced = [] if replica is None else replica._module_parameters
         trained = {id(p) for name, p in self.inner.named_parameters() if p.requires_grad and name not in ignored}
-        return trained != set(map(id, reduced))
+        return trained != set(map(id, self.reduced.values()))
+
+    def check_trained(self, replica: DistributedDataParallel) -> None:
+        """Raise PrepareError where other parameters train than those that DDP reduces, before a backward.
+
+        Gradients would not be averaged, and torch's error comes a step later, if at all.
+        """
+        if (name := next((name for name, p in self.frozen.items() if p.requires_grad), None)) is not None:
+            raise PrepareError(
+                f"{name} was frozen when {type(self.inner).__name__} was prepared, and DDP would not average its "
+                "gradient. Unfreeze it before prepare and freeze it again after (with find_unused_parameters=True of "
+                "DistributedDataParallelKwargs), or prepare the model and its optimizer again"
+            )
+        name = next((name for name, p in self.reduced.items() if not p.requires_grad), None)
+        if name is None or replica.find_unused_parameters:
+            return
+        raise PrepareError(
+            f"{name} was frozen after {type(self.inner).__name__} was prepared, and DDP waits for its gradient. Set "
+            "find_unused_parameters=True (DistributedDataParallelKwargs), or prepare the model and its optimizer again"
+        )
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """DDP's own `no_sync`.
@@ -138,15 +159,19 @@ class DataParallel(Strategy):
         if replica is not None and isinstance(prepared, ReplicatedModel):
             prepared.forwards = Forwards()
             replica.register_forward_hook(prepared.forwards)
+            skipped = replica.parameters_to_ignore
+            for name, parameter in replica.module.named_parameters():
+                if name not in skipped:
+                    (prepared.reduced if parameter.requires_grad else prepared.frozen)[name] = parameter
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward. DDP reduces one backward for each forward; it is made ready for the second one, too."""
         synced = []
         for prepared in self.prepared:
-            forwards = prepared.forwards if isinstance(prepared, ReplicatedModel) else None
-            replica = None if forwards is None else replica_of(prepared.module)
-            if replica is None or forwards is None:
+            if not isinstance(prepared, ReplicatedModel) or (forwards := prepared.forwards) is None:
+                continue
+            if (replica := replica_of(prepared.module)) is None:
                 continue
             if replica.static_graph and not forwards.has_run and replica._static_graph_delay_allreduce_enqueued:
                 raise PrepareError(
@@ -157,7 +182,9 @@ class DataParallel(Strategy):
             if not replica.require_backward_grad_sync:
                 continue
             synced.append(forwards)
-            if not forwards.ready:
+            if forwards.ready:
+                prepared.check_trained(replica)
+            else:
                 _expect_backward(replica, loss)
         super().backward(loss, **kwargs)
         for forwards in synced:

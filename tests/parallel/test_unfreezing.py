@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters frozen and unfrozen after `prepare`, against the plain loop in float64; never silently wrong."""
+
+import pytest
+import torch
+from rank_pool import on_ranks
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.parallel import TorchTensorParallelConfig
+from accelerate.config.training import DistributedDataParallelKwargs
+from accelerate.core.errors import PrepareError
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+pytestmark = pytest.mark.usefixtures("float64")
+LAYOUTS = {
+    "ddp": dict,
+    "ddp, unused": lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]},
+    "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, min_num_params=10)},
+    "tp": lambda: {
+        "parallelism_config": ParallelismConfig(
+            tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
+        )
+    },
+}
+
+
+def alternate(step, model, optimizer):
+    model[0].requires_grad_(step % 2 == 0)
+    model[4].requires_grad_(step % 2 == 1)
+
+
+def unfreeze(step, model, optimizer):
+    if step == 2:
+        model[2].requires_grad_(True)
+        optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.02})
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    model[2].requires_grad_(False)
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+
+
+def compare(name, change):
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    run = Accelerator(cpu=True, **LAYOUTS[name]())
+    model, optimizer = run.prepare(*make())
+    expected, plain = make()
+    index, shards = run.strategy.data_shard
+    for step in range(4):
+        parts = torch.randn(shards, 4, 4, generator=torch.Generator().manual_seed(step))
+        change(step, run.unwrap_model(model), optimizer)
+        change(step, expected, plain)
+        run.backward(model(parts[index]).square().mean())
+        expected(parts.flatten(0, 1)).square().mean().backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    state = run.get_state_dict(model)
+    if run.is_main_process:
+        torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=1e-8)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["fsdp2", "tp"])
+def test_equals_the_plain_loop(name):
+    compare(name, alternate)
+    compare(name, unfreeze)
+
+
+@on_ranks(2)
+def test_ddp_is_exact_or_names_the_remedy():
+    compare("ddp, unused", alternate)
+    with pytest.raises(PrepareError, match=r"0\.weight was frozen after .* find_unused_parameters=True"):
+        compare("ddp", lambda step, model, optimizer: alternate(step + 1, model, optimizer))
+    for name in ("ddp", "ddp, unused"):
+        with pytest.raises(PrepareError, match=r"2\.weight was frozen when Sequential was prepared"):
+            compare(name, unfreeze)
