@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from rank_pool import RankPool, Ranks
 
 TESTS = Path(__file__).parent
+# pyarrow's allocator would start a thread in the process that the ranks are forked from.
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own, which selects by marks

@@ -95,29 +95,32 @@ class AccumulatedGradients:
         present = {place.name: getattr(place.owner, place.attribute) for place in self._places()}
         return {name: _saved(gradient) for name, gradient in present.items() if gradient is not None}
 
-    def check_state_dict(self, state: Mapping[str, object]) -> Mapping[str, torch.Tensor]:
-        """The gradients in a state, as they are laid out here; every rank calls it.
+    def check_state_dict(self, state: Mapping[str, object]) -> None:
+        """Raise CheckpointError for places that this rank lacks, or other shapes. Every rank calls it.
 
-        Raises:
-            CheckpointError: the state has places that this rank lacks, or other shapes.
+        Before the first forward nothing is known of some places. Their gradients have the shapes of the model.
         """
+        if self._known:
+            self._laid_out(state)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Replace all gradients by those of `state_dict`; every rank calls it. Raises as `check_state_dict`."""
         if state and not self._known:
             # Some are kept with the unsharded parameters, which a model has from its first forward on.
             for unit in self._units:
                 unit.unshard()
                 unit.reshard()
+        loaded = self._laid_out(state)
+        for place in self._places():
+            setattr(place.owner, place.attribute, loaded.get(place.name))
+
+    def _laid_out(self, state: Mapping[str, object]) -> Mapping[str, torch.Tensor]:
         places = {place.name: place for place in self._places()}
         if strange := [name for name in state if name not in places]:
             raise CheckpointError(
                 f"the saved window holds gradients of {', '.join(strange[:5])}, unknown on this rank"
             )
         return {name: _loaded(name, value, places[name].like) for name, value in state.items()}
-
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Replace all gradients by those of `state_dict`; every rank calls it. Raises as `check_state_dict`."""
-        loaded = self.check_state_dict(state)
-        for place in self._places():
-            setattr(place.owner, place.attribute, loaded.get(place.name))
 
 
 def _saved(gradient: torch.Tensor) -> Any:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from accelerate import Accelerator
 from accelerate.config.parallel import TorchTensorParallelConfig
+from accelerate.parallel.averages import support_mixed_lists
 from accelerate.parallel.tensor import loss as tensor_loss
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -92,6 +93,7 @@ def prepared(**options):
 
 @on_ranks(2)
 def test_nothing_stays():
+    support_mixed_lists()  # once in a process
     table = DTensor._op_dispatcher._custom_op_handlers
     before = dict(table)
     accelerator, model = prepared(loss_parallel=True)
