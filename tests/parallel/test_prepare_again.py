@@ -46,10 +46,25 @@ def test_gradients_of_other_parameters_are_averaged(change, wrapper):
 
 
 @on_ranks(2)
-def test_fsdp2_refuses_what_it_would_not_shard():
-    run = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    model = run.prepare(nn.Sequential(nn.Linear(2, 2, dtype=torch.float64)))
+@pytest.mark.parametrize("change", [add_layer, replace_layer])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fsdp_version": 2},
+        {"fsdp_version": 1, "use_orig_params": True},
+        {"fsdp_version": 1, "use_orig_params": False},
+    ],
+    ids=["fsdp2", "fsdp1", "fsdp1 flat"],
+)
+def test_fsdp_refuses_what_it_would_not_shard(options, change):
+    run = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**options))
+    raw = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64))
+    model = run.prepare(raw)
+    assert run.prepare(model) is run.prepare(raw) is model
+    run.backward(model(torch.ones(3, 2, dtype=torch.float64)).sum())
     assert run.prepare(model) is model
-    add_layer(model)
-    with pytest.raises(ValueError, match=r"adapter\.weight was added or replaced"):
-        run.prepare(model)
+    change(raw)
+    name = "adapter" if change is add_layer else "0"
+    for again in (raw, model):
+        with pytest.raises(ValueError, match=rf"^{name}\.weight was added or replaced"):
+            run.prepare(again)

@@ -29,7 +29,11 @@ from ...runtime.topology import Topology
 from .. import gradients, materialize, norms
 from ..activation import checkpoint_activations
 from ..base import Bundle, Strategy
+<<<<<<< HEAD
 from ..gradient_hooks import refuse_gradient_hooks, refuse_later_hooks
+=======
+from ..materialize import canonical_name
+>>>>>>> main
 from ..optimizer_scope import refuse_flat_shards
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..pretrained import require_state_dict
@@ -101,6 +105,18 @@ class Fsdp1Model(PreparedModel):
     def template(self) -> nn.Module | None:
         """The user's names and shapes."""
         return None if self._plain is None else self._plain.skeleton
+
+    def refuse_new_parameters(self) -> None:
+        """Raise PrepareError for trainable parameters that the model did not have when it was flattened."""
+        if self._plain is None:
+            return
+        for name, parameter in self.inner.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._plain.names:
+                raise PrepareError(
+                    f"{canonical_name(name)} was added or replaced after the model was prepared, and FSDP1 shards a "
+                    "model once. Add adapters and replace layers before prepare, or build the model again, load its "
+                    "state (get_state_dict) and prepare that"
+                )
 
     # -- the step
 
