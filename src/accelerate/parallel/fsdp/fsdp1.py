@@ -29,11 +29,8 @@ from ...runtime.topology import Topology
 from .. import gradients, materialize, norms
 from ..activation import checkpoint_activations
 from ..base import Bundle, Strategy
-<<<<<<< HEAD
 from ..gradient_hooks import refuse_gradient_hooks, refuse_later_hooks
-=======
 from ..materialize import canonical_name
->>>>>>> main
 from ..optimizer_scope import refuse_flat_shards
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..pretrained import require_state_dict
