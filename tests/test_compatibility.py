@@ -2,8 +2,10 @@
 """What public scripts and libraries use beyond the documented names: import paths, attributes, older spellings."""
 
 import importlib
+import json
 import os
 import unittest
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -227,6 +229,22 @@ def test_unknown_arguments_and_names_name_the_nearest_and_the_version_of_the_api
     with pytest.raises(ImportError, match="did you mean Accelerator"):
         from accelerate import Acelerator  # noqa: F401
     assert not hasattr(importlib.import_module("accelerate.state"), "PartialStat")
+
+
+def test_an_argument_of_a_newer_version_is_explained_by_whatever_takes_options():
+    names = json.loads((Path(__file__).parent / "data" / "api-1.15.json").read_text())["modules"]
+    endings = ("Plugin", "Kwargs", "Config", "Configuration")
+    takes_options = {name for module in ("accelerate", "accelerate.utils") for name in names[module]}
+    found = [(accelerate.utils, name) for name in sorted(takes_options) if name.endswith(endings)]
+    found = [(module, name) for module, name in found if isinstance(getattr(module, name, None), type)]
+    assert len(found) > 15
+    found += [(accelerate, name) for name in ("dispatch_model", "infer_auto_device_map", "notebook_launcher")]
+    found += [(accelerate.data_loader, "prepare_data_loader"), (accelerate.utils, "set_seed")]
+    for module, name in found:
+        with pytest.raises(TypeError, match=rf"{name} got an unexpected keyword argument 'newer' .*version 1\.15 of"):
+            getattr(module, name)(newer=1)
+    with pytest.raises(TypeError, match=r"did you mean even_batches=\?"):
+        accelerate.utils.DataLoaderConfiguration(even_batch=True)
 
 
 def test_retired_attributes_name_the_present_ones():

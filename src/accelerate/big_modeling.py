@@ -15,6 +15,7 @@ from torch import nn
 
 from .core import env
 from .core.lazy import public_names
+from .core.retired import explained
 from .hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -96,6 +97,7 @@ def _registering(method: str, table: str, device: Place) -> Iterator[None]:
         setattr(nn.Module, method, former)
 
 
+@explained
 def cpu_offload(
     model: nn.Module,
     execution_device: Place | None = None,
@@ -122,6 +124,7 @@ def cpu_offload(
     return _offload_all(model, execution_device, state_dict, offload_buffers, preload_module_classes)
 
 
+@explained
 def disk_offload(
     model: nn.Module,
     offload_dir: str | os.PathLike[str],
@@ -185,6 +188,7 @@ def _offload_all(
     return model
 
 
+@explained
 def cpu_offload_with_hook(
     model: nn.Module,
     execution_device: Place | None = None,
@@ -204,6 +208,7 @@ def cpu_offload_with_hook(
     return model, UserCpuOffloadHook(model, hook)
 
 
+@explained
 def dispatch_model(
     model: nn.Module,
     device_map: Mapping[str, Any],
@@ -258,6 +263,7 @@ def dispatch_model(
     return model
 
 
+@explained
 def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],

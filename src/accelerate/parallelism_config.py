@@ -19,6 +19,7 @@ from .config.parallel import (
 from .core import env
 from .core.errors import ConfigurationError
 from .core.options import options
+from .core.retired import explained
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +35,7 @@ _HANDLERS: dict[str, type] = {
 }
 
 
+@explained
 @dataclass(repr=False)
 class ParallelismConfig:
     """Sizes of the dimensions of parallelism; their product is the number of processes.
@@ -79,7 +81,7 @@ class ParallelismConfig:
             warnings.warn(
                 f"{given} {'has' if len(idle) == 1 else 'have'} no effect with {ones}: set {sizes} above 1, or leave "
                 f"{given} out",
-                stacklevel=3,
+                stacklevel=4,  # past `explained`
             )
         if self.cp_enabled and self.sp_enabled:
             raise ConfigurationError(

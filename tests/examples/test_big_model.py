@@ -19,7 +19,6 @@ def test_plan(example, monkeypatch, capsys):
     example("big_model/plan").main()
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert {"ddp", "fsdp", "fsdp+ckpt"} <= {name for name, text in lines.items() if text.endswith(", fits")}
-    assert "not estimated" in lines["ep"]
 
 
 @pytest.fixture

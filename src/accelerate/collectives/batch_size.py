@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..core.memory import clear_device_cache, report_exhausted, should_reduce_batch_size
+from ..core.retired import explained
 from ..runtime import group
 from ..runtime.agreement import Round, pauses
 from . import transport
@@ -27,6 +28,7 @@ FITS, MEMORY, BROKEN, FAILED = "fits", "memory", "broken", "failed"
 RESTART, CONTINUE = "restart", "continue"
 
 
+@explained
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,

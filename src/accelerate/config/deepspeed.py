@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
+from ..core.retired import explained
 from . import checks
 from .deepspeed_file import HfDeepSpeedConfig, check_sections, check_tree
 
@@ -43,6 +44,7 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
 _DECIDED_BY_FILE = (*_KEYS, "mixed_precision")
 
 
+@explained
 @dataclass
 class DeepSpeedPlugin:
     """How a DeepSpeed engine trains the model. A field that is None takes its variable, else the default.

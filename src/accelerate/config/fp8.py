@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
+from ..core.retired import explained
 from . import checks
 from .base import KwargsHandler
 
@@ -40,6 +41,7 @@ class _Recipe(KwargsHandler):
         return {name: values[name] for name in names if values[name] != getattr(plain, name)}
 
 
+@explained
 @dataclass
 class AORecipeKwargs(_Recipe):
     """How torchao converts linear layers to float8. A field that is None takes its ACCELERATE_FP8_* variable.
@@ -79,6 +81,7 @@ class AORecipeKwargs(_Recipe):
         )
 
 
+@explained
 @dataclass
 class TERecipeKwargs(_Recipe):
     """How TransformerEngine scales its float8 layers. A field that is None takes its ACCELERATE_FP8_* variable.
@@ -124,6 +127,7 @@ class TERecipeKwargs(_Recipe):
             )
 
 
+@explained
 @dataclass
 class MSAMPRecipeKwargs(_Recipe):
     """How far MS-AMP goes: `opt_level` O1 (gradients and weights) or O2 (optimizer state too)."""
@@ -136,6 +140,7 @@ class MSAMPRecipeKwargs(_Recipe):
         self.opt_level = checks.word("opt_level", self.opt_level, ("O1", "O2"))
 
 
+@explained
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """The API's older object for either of two backends. Use `TERecipeKwargs` or `MSAMPRecipeKwargs` in new code."""

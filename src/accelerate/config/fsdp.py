@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import env
 from ..core.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY, FSDP_STATE_DICT_TYPE
 from ..core.errors import ConfigurationError
+from ..core.retired import explained
 from . import checks, fsdp_words
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
+@explained
 @dataclass
 class FullyShardedDataParallelPlugin:
     """How parameters, gradients and optimizer state are sharded over the data-parallel ranks.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import env
 from ..core.errors import ConfigurationError
 from ..core.pipeline_schedules import PIPELINE_SCHEDULES, PipelineSchedule
+from ..core.retired import explained
 from ..core.strategy_options import SP_ATTENTION
 from . import checks
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@explained
 @dataclass
 class TorchTensorParallelPlugin:
     """The API's older form of tensor parallelism: `tp_size` ranks, on the user's mesh if given.
@@ -41,6 +43,7 @@ class TorchTensorParallelPlugin:
             )
 
 
+@explained
 @dataclass
 class TorchTensorParallelConfig:
     """Options of tensor parallelism.
@@ -79,6 +82,7 @@ class TorchTensorParallelConfig:
             )
 
 
+@explained
 @dataclass
 class TorchContextParallelConfig:
     """How context-parallel ranks exchange keys and values: `cp_comm_strategy` is allgather or alltoall.
@@ -97,6 +101,7 @@ class TorchContextParallelConfig:
             )
 
 
+@explained
 @dataclass
 class DeepSpeedSequenceParallelConfig:
     """Options of Ulysses sequence parallelism. If one is None, the variable PARALLELISM_CONFIG_SP_* sets it.
@@ -144,6 +149,7 @@ class DeepSpeedSequenceParallelConfig:
             )
 
 
+@explained
 @dataclass
 class PipelineParallelConfig:
     """Options of pipeline parallelism (`pp_handler`): where the model is split, and in which order its stages compute.

@@ -6,9 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.errors import ConfigurationError
+from ..core.retired import explained
 from .base import KwargsHandler
 
 
+@explained
 @dataclass
 class AutocastKwargs(KwargsHandler):
     """Options of `torch.autocast`, in which the forward of a prepared model runs.
@@ -26,6 +28,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
 
+@explained
 @dataclass
 class GradScalerKwargs(KwargsHandler):
     """Options of `torch.amp.GradScaler`, which scales the loss with `mixed_precision="fp16"`.
@@ -57,6 +60,7 @@ class GradScalerKwargs(KwargsHandler):
             raise ConfigurationError(f"GradScalerKwargs.backoff_factor={self.backoff_factor} must be between 0 and 1")
 
 
+@explained
 @dataclass
 class MasterWeightsKwargs(KwargsHandler):
     """bf16 parameters and gradients, and an fp32 master of each parameter, which the optimizers step.

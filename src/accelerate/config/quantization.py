@@ -9,8 +9,10 @@ from typing import Any
 
 from ..core.enums import SHORT_DTYPES, CustomDtype
 from ..core.errors import ConfigurationError
+from ..core.retired import explained
 
 
+@explained
 @dataclass
 class BnbQuantizationConfig:
     """Options of `load_and_quantize_model`. Set exactly one of `load_in_8bit` and `load_in_4bit`.

@@ -15,10 +15,12 @@ from ..core.enums import DDPCommunicationHookType, DynamoBackend
 from ..core.errors import ConfigurationError, suggestion
 from ..core.files import path_text
 from ..core.options import DYNAMO_MODES
+from ..core.retired import explained
 from . import checks
 from .base import KwargsHandler
 
 
+@explained
 @dataclass
 class DataLoaderConfiguration:
     """How prepared data loaders share a dataset between processes.
@@ -43,6 +45,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
 
 
+@explained
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
     """How gradients accumulate over batches.
@@ -64,6 +67,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             checks.integer("GradientAccumulationPlugin.num_steps", self.num_steps)
 
 
+@explained
 @dataclass
 class ProjectConfiguration:
     """Where a run keeps what it writes.
@@ -98,6 +102,7 @@ class ProjectConfiguration:
             self.logging_dir = self.project_dir
 
 
+@explained
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of `torch.nn.parallel.DistributedDataParallel` and of its communication hook.
@@ -151,6 +156,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         register(model, self.comm_hook, self.comm_wrapper, self.comm_state_option)
 
 
+@explained
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """Arguments of `torch.distributed.init_process_group`.
@@ -180,6 +186,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             )
 
 
+@explained
 @dataclass
 class ProfileKwargs(KwargsHandler):
     """Options of `torch.profiler.profile`.
@@ -243,6 +250,7 @@ class ProfileKwargs(KwargsHandler):
         )
 
 
+@explained
 @dataclass
 class OptimizerOffloadKwargs(KwargsHandler):
     """Optimizer states are in host memory between steps; a step streams them through the device in chunks.
@@ -266,6 +274,7 @@ class OptimizerOffloadKwargs(KwargsHandler):
             )
 
 
+@explained
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Arguments of `torch.compile`. If one is None, the variable ACCELERATE_DYNAMO_* of its name sets it.
@@ -327,7 +336,7 @@ class TorchDynamoPlugin(KwargsHandler):
             warnings.warn(
                 f"TorchDynamoPlugin: {', '.join(given)} has no effect with backend='no', which compiles nothing. Set "
                 "backend='inductor', or another of torch's",
-                stacklevel=3,
+                stacklevel=4,  # past `explained`
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from .errors import suggestion
 from .version import implemented
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 _LOADER = "dataloader_config=DataLoaderConfiguration({}=...)"
 
@@ -40,27 +41,46 @@ STATE_ATTRIBUTES = {
 }
 
 
-def explain_arguments(retired: dict[str, str]) -> Callable[[F], F]:
-    """Decorate a constructor so that the TypeError for an unknown argument names the present or the nearest spelling.
+def explain_arguments(retired: Mapping[str, str]) -> Callable[[F], F]:
+    """Decorate a function so that the TypeError for an unknown argument names the present or the nearest spelling.
 
     Args:
         retired: the names of arguments, and what to write instead.
     """
 
     def decorate(function: F) -> F:
-        owner = function.__qualname__.partition(".")[0]
-        parameters = list(inspect.signature(function).parameters)
-
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            for name in kwargs:
-                if name in retired:
-                    raise TypeError(f"{owner} no longer takes {name}=: use {retired[name]}")
-                if name not in parameters:
-                    meant = suggestion(name, parameters[1:], "; did you mean {}=?")
-                    raise TypeError(f"{owner} got an unexpected keyword argument {name!r} ({implemented()}{meant})")
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except TypeError:
+                _refuse_unknown(function, kwargs, retired)
+                raise
 
         return wrapper  # type: ignore[return-value]
 
     return decorate
+
+
+def _refuse_unknown(function: Callable[..., Any], arguments: Iterable[str], retired: Mapping[str, str]) -> None:
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    owner = function.__qualname__.removesuffix(".__init__")
+    for name in arguments:
+        if name in retired:
+            raise TypeError(f"{owner} no longer takes {name}=: use {retired[name]}") from None
+        if name not in parameters:
+            meant = suggestion(name, [known for known in parameters if known != "self"], "; did you mean {}=?")
+            message = f"{owner} got an unexpected keyword argument {name!r} ({implemented()}{meant})"
+            raise TypeError(message) from None
+
+
+def explained(target: T) -> T:
+    """Decorate a function, or the constructor of a class, as `explain_arguments` does."""
+    decorate = explain_arguments({})
+    if isinstance(target, type):
+        constructor: Any = target.__init__  # type: ignore[misc]
+        target.__init__ = decorate(constructor)  # type: ignore[misc]
+        return target
+    return decorate(target)  # type: ignore[type-var]

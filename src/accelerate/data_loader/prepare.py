@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from ..core.errors import PrepareError
 from ..core.imports import is_available
+from ..core.retired import explained
 from ..state import PartialState
 from .base import check_loader, loader_class
 from .batch_source import is_iterable, is_native, plan_for
@@ -49,6 +50,7 @@ _LOADER_ARGUMENTS = (
 )
 
 
+@explained
 def prepare_data_loader(
     dataloader: DataLoader[Any],
     device: torch.device | None = None,
@@ -164,6 +166,7 @@ def prepare_data_loader(
     return loader
 
 
+@explained
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Any:
     """Make a loader that skips the first `num_batches` of every pass, to continue in the middle of an epoch.
 

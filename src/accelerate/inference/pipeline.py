@@ -16,6 +16,7 @@ from torch import nn
 
 from ..core import trees
 from ..core.errors import PrepareError
+from ..core.retired import explained
 from ..parallel.pipeline.dataflow import observe
 from ..parallel.pipeline.microbatch import BatchSplitter, Stage, restrict_outputs
 from ..parallel.pipeline.p2p import P2PChannel
@@ -35,6 +36,7 @@ from ..parallel.pipeline.stage_plan import order_conflict
 from ..state import PartialState
 
 
+@explained
 def prepare_pippy(
     model: nn.Module,
     split_points: str | Sequence[str] = "auto",

@@ -14,6 +14,7 @@ from typing import Any
 from ..core import env, system
 from ..core.enums import PrecisionType
 from ..core.errors import ConfigurationError, LaunchError
+from ..core.retired import explained
 from . import capacity
 from .functions import run_functions
 from .ports import ReservedPort
@@ -49,6 +50,7 @@ class PrepareForLaunch:
         return self.launcher(*args)
 
 
+@explained
 def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
@@ -179,6 +181,7 @@ def _mark(variables: Mapping[str, str | None], template: str | None) -> str:
     return string.Template(template).safe_substitute(words)
 
 
+@explained
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
     """Run a function on a few forked CPU processes that communicate, to try out distributed code.
 
@@ -206,7 +209,7 @@ def _check_capacity(processes: int) -> None:
     """ConfigurationError where the memory is too small for the processes; a warning where they share processors."""
     warning = capacity.check_forked(processes)
     if warning:
-        warnings.warn(warning, stacklevel=3)
+        warnings.warn(warning, stacklevel=4)  # past `explained`
 
 
 def _alone(kind: str, published: dict[str, str]) -> dict[str, str]:

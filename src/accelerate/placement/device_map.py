@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..core.errors import ConfigurationError
+from ..core.retired import explained
 from .memory import get_max_memory
 from .names import DeviceMap, entry_for, is_within, join, normalized_classes
 from .sizes import Dtype, NamedPart, children_of, compute_module_sizes, get_max_layer_size
@@ -105,6 +106,7 @@ def check_disk_allowed(
     )
 
 
+@explained
 def infer_auto_device_map(
     model: nn.Module,
     max_memory: MutableMapping[int | str, int | str] | None = None,

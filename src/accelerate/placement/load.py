@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.modules import model_has_dtensor
+from ..core.retired import explained
 from .names import DeviceMap, Place, as_device_map, device_for, entry_for, tensor_at
 from .offload import check_folder, load_offloaded_weight, offload_weight, save_offload_index
 from .sizes import as_dtype
@@ -55,6 +56,7 @@ def load_state_dict(checkpoint_file: str | os.PathLike[str], device_map: DeviceM
     return state
 
 
+@explained
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..core import devices
 from ..core.errors import ConfigurationError
+from ..core.retired import explained
 from .names import normalized_classes
 from .sizes import Dtype, compute_module_sizes, convert_file_size_to_int
 
@@ -87,6 +88,7 @@ def _free_memory() -> MaxMemory:
     return free if shared else {**free, "cpu": main}
 
 
+@explained
 def get_balanced_memory(
     model: nn.Module,
     max_memory: MutableMapping[int | str, int | str] | None = None,

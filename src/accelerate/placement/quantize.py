@@ -15,6 +15,7 @@ from torch import nn
 from ..config.quantization import BnbQuantizationConfig
 from ..core.availability import is_4bit_bnb_available, is_8bit_bnb_available
 from ..core.errors import ConfigurationError
+from ..core.retired import explained
 from .device_map import check_device_map, check_plan_name, infer_auto_device_map
 from .dispatch import dispatch
 from .load import load_checkpoint_in_model
@@ -177,6 +178,7 @@ def _mentions(name: str, fragments: Sequence[str]) -> bool:
     return any(part in name for part in fragments)
 
 
+@explained
 def load_and_quantize_model(
     model: nn.Module,
     bnb_quantization_config: BnbQuantizationConfig | AOBaseConfig,
