@@ -247,6 +247,16 @@ def test_an_argument_of_a_newer_version_is_explained_by_whatever_takes_options()
         accelerate.utils.DataLoaderConfiguration(even_batch=True)
 
 
+def test_names_that_are_public_without_documentation():
+    accelerator = Accelerator(cpu=True)
+    for name in ("ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler"):
+        assert getattr(accelerator, name) is None
+    assert not (accelerator.has_fp8_handler or accelerator.fp8_enabled or accelerator.has_lomo_optimizer)
+    assert accelerate.utils.GPTTrainStep is accelerate.utils.megatron_lm.GPTTrainStep
+    shapes = accelerate.utils.operations.get_shape({"a": torch.ones(2, 3), "b": [torch.ones(())], "c": 3})
+    assert shapes == {"a": [2, 3], "b": [[]], "c": 3}
+
+
 def test_retired_attributes_name_the_present_ones():
     with pytest.raises(AttributeError, match='use mixed_precision == "fp16"'):
         _ = Accelerator(cpu=True).state.use_fp16

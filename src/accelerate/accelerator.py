@@ -633,13 +633,21 @@ class Accelerator(RunInterface):
         Raises:
             ValueError: no LOMO optimizer is prepared.
         """
-        fused = [found for found in self._objects.optimizers if hasattr(found.optimizer, "fused_backward")]
+        fused = self._lomo_optimizers()
         if not fused:
             raise ValueError("lomo_backward needs a prepared LOMO optimizer (package lomo_optim)")
         if self._first_step.active:
             self._first_step.before_backward(loss)
         for optimizer in fused:
             optimizer.optimizer.fused_backward(loss, learning_rate)
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether a prepared optimizer steps in its backward, as LOMO's do."""
+        return bool(self._lomo_optimizers())
+
+    def _lomo_optimizers(self) -> list[Any]:
+        return [found for found in self._objects.optimizers if hasattr(found.optimizer, "fused_backward")]
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> contextlib.AbstractContextManager[None]:
         """Return a context in which operations run in the run's mixed precision.

@@ -242,6 +242,20 @@ class RunInterface(ProcessView):
         handlers = self.plan.handlers
         return handlers.fp8 or handlers.ao or handlers.te or handlers.msamp
 
+    ao_recipe_handler: Any = forwarded("plan.handlers.ao", "The `AORecipeKwargs` of the run, or None.")
+    te_recipe_handler: Any = forwarded("plan.handlers.te", "The `TERecipeKwargs` of the run, or None.")
+    msamp_recipe_handler: Any = forwarded("plan.handlers.msamp", "The `MSAMPRecipeKwargs` of the run, or None.")
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether a recipe of fp8 training was given."""
+        return self.fp8_recipe_handler is not None
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether the run computes in fp8."""
+        return self.mixed_precision == "fp8"
+
     @property
     def fp8_backend(self) -> FP8BackendType:
         """The library that computes in fp8; `NO` for other precisions."""

@@ -417,7 +417,7 @@ class AcceleratorState(ProcessView):
             self.distributed_type = DistributedType.FSDP
 
     def _check_unchanged(self, mixed_precision: str | None, cpu: bool) -> None:
-        if cpu and not self.__dict__["_cpu"]:
+        if cpu and not self.__dict__["_cpu"] and self.device.type != "cpu":
             raise ConfigurationError(
                 "AcceleratorState already exists without cpu=True: pass cpu=True to the first Accelerator() "
                 "or PartialState() of the process, or start a new process"

@@ -168,6 +168,11 @@ def find_device(data: Any) -> torch.device | None:
     return None if found is None else found.device
 
 
+def get_shape(data: Any) -> Any:
+    """The shapes, as lists, of all tensors in nested `data`; other values stay as they are."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
 def find_batch_size(data: Any) -> int | None:
     """The size of dimension 0 of the first tensor in nested `data`.
 

@@ -31,7 +31,14 @@ _MODULES = (
 
 EXPORTS: dict[str, list[str]] = {
     "commands.config.default": ["write_basic_config"],
-    "parallel.placeholders": ["MegatronLMDummyDataLoader", "MegatronLMDummyScheduler"],
+    "parallel.placeholders": [
+        "AbstractTrainStep",
+        "BertTrainStep",
+        "GPTTrainStep",
+        "MegatronLMDummyDataLoader",
+        "MegatronLMDummyScheduler",
+        "T5TrainStep",
+    ],
 }
 for _module in _MODULES:
     for _home, _names in _module.EXPORTS.items():

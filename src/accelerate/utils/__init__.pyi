@@ -196,6 +196,7 @@ from ..core.trees import concatenate as concatenate
 from ..core.trees import convert_to_fp32 as convert_to_fp32
 from ..core.trees import find_batch_size as find_batch_size
 from ..core.trees import find_device as find_device
+from ..core.trees import get_shape as get_shape
 from ..core.trees import honor_type as honor_type
 from ..core.trees import ignorant_find_batch_size as ignorant_find_batch_size
 from ..core.trees import is_namedtuple as is_namedtuple
@@ -229,10 +230,14 @@ from ..parallel.fsdp.fsdp2 import fsdp2_prepare_model as fsdp2_prepare_model
 from ..parallel.fsdp.fsdp2 import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
 from ..parallel.fsdp.fsdp2 import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
 from ..parallel.fsdp.units import get_parameters_from_modules as get_parameters_from_modules
+from ..parallel.placeholders import AbstractTrainStep as AbstractTrainStep
+from ..parallel.placeholders import BertTrainStep as BertTrainStep
 from ..parallel.placeholders import DummyOptim as DummyOptim
 from ..parallel.placeholders import DummyScheduler as DummyScheduler
+from ..parallel.placeholders import GPTTrainStep as GPTTrainStep
 from ..parallel.placeholders import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from ..parallel.placeholders import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from ..parallel.placeholders import T5TrainStep as T5TrainStep
 from ..parallel.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from ..parallel.unwrap import is_peft_model as is_peft_model
 from ..parallelism_config import ParallelismConfig as ParallelismConfig

@@ -22,6 +22,7 @@ EXPORTS = {
         "convert_to_fp32",
         "find_batch_size",
         "find_device",
+        "get_shape",
         "honor_type",
         "ignorant_find_batch_size",
         "is_namedtuple",

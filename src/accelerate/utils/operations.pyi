@@ -19,6 +19,7 @@ from ..core.trees import concatenate as concatenate
 from ..core.trees import convert_to_fp32 as convert_to_fp32
 from ..core.trees import find_batch_size as find_batch_size
 from ..core.trees import find_device as find_device
+from ..core.trees import get_shape as get_shape
 from ..core.trees import honor_type as honor_type
 from ..core.trees import ignorant_find_batch_size as ignorant_find_batch_size
 from ..core.trees import is_namedtuple as is_namedtuple
