@@ -7,6 +7,7 @@ from rank_pool import on_ranks
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate.core.errors import CheckpointError
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin as Plugin
 
@@ -81,3 +82,26 @@ def test_a_resumed_run_equals_one_process(flat, kind, tmp_path):
                 accelerator.load_state(folder)
                 resumed = train(model, optimizer, range(before, STEPS), accelerator)
                 torch.testing.assert_close(resumed, expected[before:], rtol=1e-9, atol=0)
+
+
+class NestedMomentum(torch.optim.SGD):
+    """It has tensors in a dict."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["nested"] = {"average": torch.zeros_like(parameter), "count": 1}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("flat", [False, True], ids=["original parameters", "flat parameters"])
+def test_containers_in_the_state_are_refused_before_anything_is_written(flat, kind, tmp_path):
+    plugin = Plugin(fsdp_version=1, state_dict_type=kind, use_orig_params=not flat)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model, optimizer = accelerator.prepare(*make_run(lambda model: NestedMomentum(model.parameters(), lr=0.1)))
+    train(model, optimizer, range(1), accelerator)
+    with pytest.raises(CheckpointError, match="state .nested. of NestedMomentum is a dict, which FSDP1 cannot save"):
+        accelerator.save_state(str(tmp_path / "saved"))
+    assert not (tmp_path / "saved").exists()

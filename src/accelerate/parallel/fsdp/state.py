@@ -154,6 +154,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, options:
     Where there is none at all, torch makes one by a step, which the optimizer would count.
     """
     if is_fsdp1(model):
+        _refuse_nested(optimizer, options)
         with _only_with_state(model, optimizer) as has_state:
             if has_state:
                 return dict(get_optimizer_state_dict(model, optimizer, options=options))
@@ -169,6 +170,26 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, options:
         for key, value in group.items()
         if key != "params"
     }
+
+
+def _refuse_nested(optimizer: torch.optim.Optimizer, options: StateDictOptions) -> None:
+    """Raise CheckpointError on every rank for values in containers: torch's FSDP1 stores only one rank's part of them.
+
+    A full state without tensors of a parameter's elements is stored as it is.
+    """
+    entries = [(key, value) for entry in optimizer.state.values() for key, value in entry.items()]
+    dims: list[int] = []
+    map_leaves(lambda tensor: dims.append(tensor.dim()), [value for _, value in entries])
+    nested = {str(key): type(value).__name__ for key, value in entries if isinstance(value, (dict, list, tuple))}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (nested, any(dims)))
+    found = {key: kind for kinds, _ in everyone for key, kind in kinds.items()}
+    if found and (options.flatten_optimizer_state_dict or any(has_elements for _, has_elements in everyone)):
+        key, kind = next(iter(found.items()))
+        raise CheckpointError(
+            f"the state {key!r} of {type(optimizer).__name__} is a {kind}, which FSDP1 cannot save: the optimizer "
+            "has to keep its tensors and numbers as separate entries of a parameter's state"
+        )
 
 
 def named_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
