@@ -5,13 +5,13 @@ import copy
 
 import pytest
 import torch
+from layouts import sharded
 from rank_pool import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accelerate import Accelerator
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
@@ -39,17 +39,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.again(torch.tanh(self.head(x))) + self.seen
-
-
-def sharded(version, **options):
-    return {
-        "fsdp_plugin": FullyShardedDataParallelPlugin(
-            fsdp_version=version,
-            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
-            transformer_cls_names_to_wrap=["Sequential"],
-            **options,
-        )
-    }
 
 
 def split(**sizes):

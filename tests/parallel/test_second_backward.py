@@ -3,11 +3,11 @@
 
 import pytest
 import torch
+from layouts import sharded
 from rank_pool import on_ranks
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.training import DistributedDataParallelKwargs
 from accelerate.core.errors import PrepareError
@@ -85,17 +85,6 @@ CASES = [
     two_backwards,
     two_forwards_then_backwards,
 ]
-
-
-def sharded(version, **options):
-    return {
-        "fsdp_plugin": FullyShardedDataParallelPlugin(
-            fsdp_version=version,
-            auto_wrap_policy="TRANSFORMER_BASED_WRAP",
-            transformer_cls_names_to_wrap=["Sequential"],
-            **options,
-        )
-    }
 
 
 def layout(name):

@@ -107,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
     if experts.has_experts(module):
         chosen += layouts.expert_candidates(here.ranks)
     if args.write and args.layout:
-        _check_writable(layouts.find(args.layout, chosen))
+        _refuse_unselectable(layouts.find(args.layout, chosen))
     if args.layouts:
         unknown = [name for name in args.layouts if layouts.find(name, chosen) is None]
         if unknown:
@@ -163,7 +163,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if fitting else 1
 
 
-def _check_writable(layout: PlannedLayout | None) -> None:
+def _refuse_unselectable(layout: PlannedLayout | None) -> None:
     if layout is not None and layout.loading:
         raise ConfigurationError(
             f"--layout {layout.name}: no configuration file selects it. Start a script that loads its model with "

@@ -98,7 +98,7 @@ class ShardedModel(PreparedModel):
     def swappable(self) -> Iterator[None]:
         """FSDP2 ignores replaced parameters in this context."""
         self.reshard()
-        shards = _shards(self.units())
+        shards = shards_of(self.units())
         # torch 2.13 reads the modules' parameters again after each `load_state_dict`, and at the first all-gather.
         for shard in shards:
             shard.reset_sharded_param = _nothing
@@ -257,7 +257,7 @@ class ShardedStrategy(Strategy):
         """
         if not self.precision.cast_parameters(model):
             return
-        for shard in _shards(units or [model]):
+        for shard in shards_of(units or [model]):
             if hasattr(shard, "_unsharded_param"):
                 raise PrepareError(
                     f"MasterWeightsKwargs: {type(model).__name__} was sharded by hand and has run: its parameters "
@@ -292,7 +292,7 @@ def lay_out_step(optimizer: torch.optim.Optimizer) -> None:
         step_unsharded(optimizer)
 
 
-def _shards(units: Iterable[nn.Module]) -> list[Any]:
+def shards_of(units: Iterable[nn.Module]) -> list[Any]:
     """FSDP2's object for each parameter."""
     return [
         shard for unit in units for _, group_, _ in communication.shard_groups(unit) for shard in group_.fsdp_params

@@ -12,6 +12,7 @@ from . import (
     fsdp_utils,
     imports,
     launch,
+    megatron_lm,
     memory,
     modeling,
     offload,
@@ -31,14 +32,7 @@ _MODULES = (
 
 EXPORTS: dict[str, list[str]] = {
     "commands.config.default": ["write_basic_config"],
-    "parallel.placeholders": [
-        "AbstractTrainStep",
-        "BertTrainStep",
-        "GPTTrainStep",
-        "MegatronLMDummyDataLoader",
-        "MegatronLMDummyScheduler",
-        "T5TrainStep",
-    ],
+    "parallel.placeholders": list(megatron_lm.CLASSES),
 }
 for _module in _MODULES:
     for _home, _names in _module.EXPORTS.items():

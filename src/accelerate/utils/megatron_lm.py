@@ -3,16 +3,15 @@
 
 from ..core.lazy import attach
 
-EXPORTS = {
-    "parallel.placeholders": [
-        "AbstractTrainStep",
-        "BertTrainStep",
-        "GPTTrainStep",
-        "MegatronLMDummyDataLoader",
-        "MegatronLMDummyScheduler",
-        "T5TrainStep",
-        "prepare_data_loader",
-    ],
-}
+# Names of `accelerate.utils` too, where `prepare_data_loader` would be that of `accelerate.data_loader`.
+CLASSES = [
+    "AbstractTrainStep",
+    "BertTrainStep",
+    "GPTTrainStep",
+    "MegatronLMDummyDataLoader",
+    "MegatronLMDummyScheduler",
+    "T5TrainStep",
+]
+EXPORTS = {"parallel.placeholders": [*CLASSES, "prepare_data_loader"]}
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -62,6 +62,14 @@ def refuse_unshardable(model: torch.nn.Module, layout: str, ignored: Any) -> Non
             )
 
 
+def added_parameter(name: str, model: str, layout: str) -> PrepareError:
+    """The error for a trainable parameter that `layout` does not know, since `model` has it only after prepare."""
+    return PrepareError(
+        f"{name} was added or replaced after {model} was prepared, and {layout} shards a model once. Add adapters and "
+        "replace layers before prepare, or build the model again, load its state (get_state_dict) and prepare that"
+    )
+
+
 class UnreducedGradients(GradientReducer):
     """Averages gradients that no backward reduces over `group` (None: all), as of parameters FSDP does not shard."""
 

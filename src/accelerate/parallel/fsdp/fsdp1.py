@@ -37,7 +37,7 @@ from ..pretrained import require_state_dict
 from ..report import memory
 from ..report.communication import dtype_name
 from . import fsdp1_communication, fsdp1_state
-from .common import UnreducedGradients, fill_policy, refuse_unshardable
+from .common import UnreducedGradients, added_parameter, fill_policy, refuse_unshardable
 from .fsdp1_state import PlainModel
 from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused
 from .fsdp1_window import FlatGradients
@@ -47,7 +47,6 @@ from .units import find_modules, owning_units, select_units
 
 try:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-    from torch.distributed.fsdp._runtime_utils import _reshard
     from torch.distributed.fsdp.wrap import CustomPolicy
 except ImportError as _error:
     raise ConfigurationError(
@@ -109,11 +108,7 @@ class Fsdp1Model(PreparedModel):
             return
         for name, parameter in self.inner.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._plain.names:
-                raise PrepareError(
-                    f"{canonical_name(name)} was added or replaced after the model was prepared, and FSDP1 shards a "
-                    "model once. Add adapters and replace layers before prepare, or build the model again, load its "
-                    "state (get_state_dict) and prepare that"
-                )
+                raise added_parameter(canonical_name(name), "the model", "FSDP1")
 
     # -- the step
 
@@ -307,10 +302,9 @@ def _refuse_copy(memo: object) -> Any:
 def _free_before_step(models: Iterable[PreparedModel], *_: object) -> None:
     """Free unsharded parameters, which a forward between the backward and the step leaves behind: they get stale."""
     for prepared in models:
-        for unit in FullyShardedDataParallel.fsdp_modules(prepared.uncompiled):
-            handle = unit._handle
-            if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
-                _reshard(unit, handle, True)
+        if isinstance(prepared, Fsdp1Model) and prepared.usage is not None:
+            for unit in prepared.usage.units:
+                unit.free_unsharded()
 
 
 def _shard_mesh(sharding: Any, layout: ParallelismConfig | None, device: torch.device) -> DeviceMesh:

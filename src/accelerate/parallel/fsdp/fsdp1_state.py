@@ -46,7 +46,7 @@ class PlainModel:
 
     def attach(self, sharded: nn.Module) -> None:
         """Record which parameter of the sharded model contains which of the plain model."""
-        self.names = {id(parameter): [canonical_name(name)] for name, parameter in sharded.named_parameters()}
+        self.names = fsdp_state.parameter_names(sharded)
         for prefix, module in sharded.named_modules():
             handle = getattr(module, "_handle", None) if isinstance(module, FullyShardedDataParallel) else None
             if handle is None:
@@ -58,8 +58,6 @@ class PlainModel:
             if handle.uses_sharded_strategy:
                 self.split += members
             if not handle._use_orig_params:
-                inner = {canonical_name(f"{prefix}.{name}" if prefix else name): None for name in flat._fqns}
-                self.names[id(flat)] = [name for name in self.shapes if name in inner]
                 self._flat.append((flat, self.names[id(flat)]))
 
     def groups(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -80,9 +80,11 @@ class _Unit:
         if wrapped.cpu_offload.offload_params:
             current.synchronize()
         flat._post_backward_called = True
-        # SHARD_GRAD_OP has kept the unsharded parameters, which the step makes stale.
-        if handle.uses_sharded_strategy:
-            _reshard(wrapped, handle, True)
+
+    def free_unsharded(self) -> None:
+        """Free the unsharded parameters that a forward without its backward has left."""
+        if self.handle.uses_sharded_strategy and not self.handle.needs_unshard():
+            _reshard(self.wrapped, self.handle, True)
 
     def watch(self) -> None:
         """A forward begins: register hooks on the parameters that have no gradient yet."""

@@ -27,11 +27,11 @@ from ..activation import checkpoint_activations
 from ..adopted.sharing import find_layout, reducers_of
 from ..gradient_hooks import refuse_gradient_hooks, refuse_later_hooks
 from ..remap import ParameterPlaces, switch_parameters
-from ..report.communication import shard_gradients, shard_groups
-from ..sharded import ShardedModel, ShardedStrategy
+from ..report.communication import shard_gradients
+from ..sharded import ShardedModel, ShardedStrategy, shards_of
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
-from .common import UnreducedGradients, fill_policy, refuse_unshardable
+from .common import UnreducedGradients, added_parameter, fill_policy, refuse_unshardable
 from .copies import support_averages
 from .double_backward import KeptUnsharded
 from .inference_mode import allow_inference_mode
@@ -80,11 +80,7 @@ class Fsdp2Model(ShardedModel):
         known = {id(p) for reducer in self.reducers for p in getattr(reducer, "parameters", ())}
         for name, parameter in self.inner.named_parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in known:
-                raise PrepareError(
-                    f"{name} was added or replaced after {type(self.inner).__name__} was prepared, and FSDP2 shards a "
-                    "model once. Add adapters and replace layers before prepare, or build the model again, load its "
-                    "state (get_state_dict) and prepare that"
-                )
+                raise added_parameter(name, type(self.inner).__name__, "FSDP2")
 
     def window_gradients(self) -> int:
         """Those of FSDP2's units, unsharded, and of all others."""
@@ -132,7 +128,7 @@ class FullyShardedDataParallel(ShardedStrategy):
             split = functools.partial(tensor.split_model, ranks=self.mesh["tp"], options=self.layout.tp_handler)
         shard_model(model, self.plugin, self.shards, self.device, split=split, full_outputs=self.full_outputs)
         self.cast_parameters(model)
-        refuse_later_hooks(shard.sharded_param for _, unit, _ in shard_groups(model) for shard in unit.fsdp_params)
+        refuse_later_hooks(shard.sharded_param for shard in shards_of([model]))
         rest = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
         prepared.reducers.append(UnreducedGradients(self.gradient_group, rest))
         return self._watched(prepared)

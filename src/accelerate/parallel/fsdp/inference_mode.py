@@ -55,16 +55,15 @@ class NormalForward:
     """Makes the forward of an FSDP1 model, with all that it gathers, run without inference mode."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._blocks: list[contextlib.ExitStack] = []
+        self._blocks: list[contextlib.AbstractContextManager[None]] = []
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, *_: object) -> None:
         if torch.is_inference_mode_enabled():
-            block = contextlib.ExitStack()
-            block.enter_context(_normal_tensors())
-            self._blocks.append(block)
+            self._blocks.append(_normal_tensors())
+            self._blocks[-1].__enter__()
 
     def _end(self, *_: object) -> None:
         if self._blocks:
-            self._blocks.pop().close()
+            self._blocks.pop().__exit__(None, None, None)
