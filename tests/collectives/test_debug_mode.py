@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_pool import on_ranks
 
 from accelerate.collectives import (
@@ -38,6 +39,12 @@ def my_rank():
     return state.process_index
 
 
+def begin_together():
+    """The limits are for ranks that stay away: on a busy machine one may be forked seconds after another."""
+    my_rank()
+    dist.barrier()
+
+
 def is_last():
     return my_rank() == WORLD - 1
 
@@ -61,6 +68,7 @@ def disagree(needles, function, *args, within=10.0, **kwargs):
 
 @on_three
 def test_agreement_costs_nothing_but_time():
+    begin_together()
     one = torch.ones(1, 5)
     assert gather([one, one]).__class__ is list
     assert gather(one).shape == (3, 5)
@@ -68,6 +76,7 @@ def test_agreement_costs_nothing_but_time():
 
 @on_three
 def test_each_kind_of_disagreement_names_ranks_and_sides():
+    begin_together()
     one, here = torch.ones(1, 5), __file__
     disagree(
         ["rank 2 differs from ranks 0, 1", "disagree on the shape", "`accelerate.gather`", here]
@@ -113,6 +122,7 @@ def test_each_kind_of_disagreement_names_ranks_and_sides():
 
 @on_three
 def test_a_rank_that_comes_late_is_named_and_hears_of_it():
+    begin_together()
     one = torch.ones(1, 5)
     lines = Path(__file__).read_text().splitlines()
     sleeps = next(number for number, line in enumerate(lines, 1) if line.strip().startswith("time.sleep("))
@@ -135,6 +145,7 @@ def test_a_rank_that_comes_late_is_named_and_hears_of_it():
 
 @on_three
 def test_a_rank_that_has_ended_is_named():
+    begin_together()
     one = torch.ones(1, 5)
     if is_last():
         group.leave()
