@@ -6,6 +6,7 @@ import io
 
 import pytest
 import torch
+from allocator import peak_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -137,3 +138,73 @@ def test_models_of_several_ranks(ranks):
     for text in (first, last, scheduled, sharded):
         assert "the model: parameters" in text and "without activations it has" in text
         assert "activations were not traced here, and no change was tried: `accelerate plan`" in text
+
+
+class Block(nn.Module):
+    """Attention and two linear layers; while `fails`, memory runs out in it."""
+
+    fails = False
+
+    def __init__(self, width=128):
+        super().__init__()
+        self.norm, self.inner_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        heads = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        if self.fails and not isinstance(x, FakeTensor):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return x + self.down(nn.functional.gelu(self.up(self.inner_norm(x))))
+
+
+class Transformer(nn.Module):
+    _no_split_modules = ("Block",)
+
+    def __init__(self, width=128, depth=4, vocabulary=512):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), input_ids.flatten())}
+
+
+def train_transformer(options, limit, samples=16, steps=1):
+    """(bytes at the peak of a step that the allocator counts, what is printed where memory of `limit` runs out)."""
+    options = {
+        name: FullyShardedDataParallelPlugin(**value) if name == "fsdp_plugin" else value
+        for name, value in options.items()
+    }
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batch = {"input_ids": torch.zeros(samples, 64, dtype=torch.long)}
+
+    def step():
+        for _ in range(steps):
+            with accelerator.accumulate(model):
+                loss = model(**batch)["loss"]
+                accelerator.backward(loss)
+                del loss
+                optimizer.step()
+                optimizer.zero_grad()
+
+    peak = peak_of(step)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    kept = sum(getattr(one, "_local_tensor", one).nbytes for one in [*model.parameters(), *states])
+    out_of_memory.memory_limit = lambda kept: limit
+    model.get_submodule("blocks.2").fails = True
+    try:
+        step()
+    except torch.OutOfMemoryError as error:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            core_memory.report_exhausted(error)
+    return kept + peak, printed.getvalue()
