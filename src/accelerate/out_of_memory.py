@@ -123,7 +123,7 @@ def _traced(step: _Step, usage: Mapping[str, int], limit: int) -> Iterator[str]:
 
 def _no_change(prepared: PreparedModel, largest: str) -> str:
     if prepared.is_partial:
-        return f"none of those that were traced. {largest} need more ranks, or {prepared.less_memory()}"
+        return f"none of those that were traced: {largest} need more ranks. {prepared.less_memory()}"
     return (
         f"no smaller batch fits, with or without recomputed activations: {largest} need to be sharded. `accelerate "
         "plan` traces tensor parallelism, pipelines and experts on different ranks, not tried here"
@@ -289,7 +289,7 @@ class _Step:
 
         from .parallel.report import ledger as report
 
-        ledger = report.Ledger(fake=True)
+        ledger = report.Ledger(fake=True, sends=False)
         state = GradientState()
         # More batches than two in a window have the memory of two.
         batches = min(2, smaller * state.num_steps) if self.prepared.is_partial else 1

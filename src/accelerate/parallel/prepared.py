@@ -192,7 +192,7 @@ class PreparedModel:
 
     def less_memory(self) -> str:
         """What reduces the memory of a step of this layout, for a model of which this process has a part."""
-        return "less memory: smaller batches with more gradient_accumulation_steps, recomputed activations"
+        return "Less memory: smaller batches with more gradient_accumulation_steps, recomputed activations"
 
     def swappable(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model's parameters may be replaced by other tensors (master weights)."""

@@ -92,13 +92,14 @@ class Ledger(TorchDispatchMode):
     Kinds are given to storages at any time, so that a peak can be divided when the step is over.
 
     Args:
-        fake: the block is inside a fake mode; operations on real tensors only then stay real, and collectives are
-            counted and not run.
+        fake: the block is inside a fake mode; operations on real tensors only then stay real.
+        sends: whether collectives are run; else they are only counted, and those on real tensors raise RuntimeError.
     """
 
-    def __init__(self, fake: bool = False) -> None:
+    def __init__(self, fake: bool = False, sends: bool = True) -> None:
         super().__init__()
         self._is_fake = fake
+        self._sends = sends
         self.work: Work = Work()
         self.blocks: list[Allocation] = []
         self._alive: dict[int, Allocation] = {}
@@ -133,18 +134,19 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         replaced = _REPLACED.get(func._overloadpacket) if any(isinstance(one, FakeTensor) for one in inputs) else None
-        if self._is_fake and func.namespace == "c10d":
+        message = func.namespace in _MESSAGE_SPACES
+        is_real = self._is_fake and not any(isinstance(one, FakeTensor) for one in inputs)
+        if message and is_real and not self._sends:
+            raise RuntimeError(f"{func} on a tensor that is not fake: a trace sends nothing")
+        if func.namespace == "c10d" and not self._sends:
             out = _unsent(func, args)
-        elif inputs and self._is_fake and not any(isinstance(one, FakeTensor) for one in inputs):
-            if func.namespace in _MESSAGE_SPACES:
-                raise RuntimeError(f"{func} on a tensor that is not fake: a trace sends nothing")
+        elif inputs and is_real:
             # A tensor that was there before, as the ranks of a device mesh: its values are known.
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         else:
             out = replaced(*args, **kwargs) if replaced else func(*args, **kwargs)
         outputs = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
-        message = func.namespace in _MESSAGE_SPACES
         for tensor in [*inputs, *outputs]:
             self._seen(tensor, MESSAGES if message else ACTIVATIONS, force=message)
         if message:
