@@ -173,7 +173,7 @@ class Transformer(nn.Module):
 
 
 def train_transformer(limit, samples, steps=1, fsdp=None, sizes=None, depth=4):
-    """(bytes at the peak of a step that the allocator counts, what is printed where memory of `limit` bytes runs out)."""
+    """(bytes at the peak of a step that the allocator counts, what is printed where `limit` bytes run out)."""
     plugin = (
         None if fsdp is None else FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap", **fsdp)
     )
