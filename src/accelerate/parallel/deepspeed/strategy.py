@@ -48,7 +48,7 @@ class EngineModel(PreparedModel):
         super().__init__(engine, precision)
         self.plugin = plugin
         self.state = state
-        self.changes = ParameterChanges(state)
+        self.changes: ParameterChanges = ParameterChanges(state)
         # `load_state_dict` of a module would leave out ZeRO's fp32 weights, and its next step undo the load.
         engine.load_state_dict = self._load  # type: ignore[method-assign]
 
