@@ -49,7 +49,7 @@ def test_penalties_on_parameters_that_the_forward_misses():
     train({0, 1, 2})
     train({1}, find_unused_parameters=True)
     train({0, 1, 2}, static_graph=True)
-    with pytest.raises(PrepareError, match=r"depend on unused\.weight, unused\.bias of Net.*find_unused_parameters=Tr"):
+    with pytest.raises(PrepareError, match=r"depend on unused\.weight, unused\.bias of Net.*find_unused_param"):
         train({0, 2})
 
 
@@ -61,5 +61,5 @@ def test_reentrant_checkpoints():
 
     run = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     model = run.prepare(Checkpointed())
-    with pytest.raises(PrepareError, match=r"first\.(weight|bias) of Checkpointed received a gradient twice.*reentrant=F"):
+    with pytest.raises(PrepareError, match=r"first\.(weight|bias) of Checkpointed received a gradient twice.*reentr"):
         run.backward(model(torch.ones(2, 3, requires_grad=True)).sum())

@@ -114,7 +114,7 @@ class PreparedModel:
         return False
 
     def new_parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters, by name, that were added since `prepare`, where the layout does not train such ones."""
+        """Trainable parameters, by name, that were added since `prepare` and that the layout does not train."""
         return {}
 
     def added_parameter(self, name: str) -> PrepareError:

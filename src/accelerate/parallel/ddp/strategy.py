@@ -25,7 +25,6 @@ from ..base import Strategy
 from ..prepared import CommunicationVolume, PreparedModel
 from ..report import memory
 
-
 # torch's errors, with the indices of parameters.
 _NO_GRADIENT = re.compile(r"which did not receive grad for rank \d+: ([\d ]+)")
 _READY_TWICE = re.compile(r"Parameter at index (\d+)\b.* marked as ready twice")
@@ -75,7 +74,7 @@ class ReplicatedModel(PreparedModel):
         """The error for a parameter of `new_parameters`."""
         return PrepareError(
             f"{name} was added or replaced after {type(self.inner).__name__} was prepared, and DDP does not average "
-            "its gradient. Add adapters and replace layers before prepare, or prepare the model and its optimizer again"
+            "its gradient. Add adapters and replace layers before prepare, or prepare model and optimizer again"
         )
 
     def check_trained(self, replica: DistributedDataParallel | None) -> None:
