@@ -130,8 +130,13 @@ class PreparedModel:
         """Whether other parameters train than when the model was prepared, so that it must be prepared again."""
         return False
 
-    def refuse_new_parameters(self) -> None:
-        """Raise PrepareError for parameters added since `prepare` that the layout cannot train; the base class can."""
+    def new_parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters, by name, that were added since `prepare` and that the layout does not train."""
+        return {}
+
+    def added_parameter(self, name: str) -> PrepareError:
+        """The error for a parameter of `new_parameters`."""
+        return PrepareError(f"{name} was added or replaced after {type(self.inner).__name__} was prepared")
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether `module` is this model, with or without its wrappers."""

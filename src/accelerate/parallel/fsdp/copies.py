@@ -188,7 +188,8 @@ def _unsharded(shard: Any) -> nn.Parameter:
     sharded = shard.sharded_param
     full = torch.empty(shard._orig_size, dtype=sharded.dtype, device=shard.device)
     if shard.is_dtensor:
-        spec = shard._unsharded_dtensor_spec
+        # `_tp_spec` before torch 2.12.
+        spec = shard._unsharded_dtensor_spec if hasattr(shard, "_unsharded_dtensor_spec") else shard._tp_spec
         full = DTensor.from_local(
             full, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
         )

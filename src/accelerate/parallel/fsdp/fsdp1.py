@@ -102,13 +102,18 @@ class Fsdp1Model(PreparedModel):
         """The user's names and shapes."""
         return None if self._plain is None else self._plain.skeleton
 
-    def refuse_new_parameters(self) -> None:
-        """Raise PrepareError for trainable parameters that the model did not have when it was flattened."""
-        if self._plain is None:
-            return
-        for name, parameter in self.inner.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._plain.names:
-                raise added_parameter(canonical_name(name), "the model", "FSDP1")
+    def new_parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters that the model did not have when it was flattened."""
+        known = None if self._plain is None else self._plain.names
+        return {
+            canonical_name(name): parameter
+            for name, parameter in self.inner.named_parameters()
+            if known is not None and parameter.requires_grad and id(parameter) not in known
+        }
+
+    def added_parameter(self, name: str) -> PrepareError:
+        """The error for a parameter of `new_parameters`."""
+        return added_parameter(name, "the model", "FSDP1")
 
     # -- the step
 

@@ -75,12 +75,18 @@ class Fsdp2Model(ShardedModel):
         else:
             super().reshard()
 
-    def refuse_new_parameters(self) -> None:
-        """Raise PrepareError for trainable parameters that no unit has: nothing averages their gradients."""
+    def new_parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters that no unit has: nothing averages their gradients."""
         known = {id(p) for reducer in self.reducers for p in getattr(reducer, "parameters", ())}
-        for name, parameter in self.inner.named_parameters():
-            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in known:
-                raise added_parameter(name, type(self.inner).__name__, "FSDP2")
+        return {
+            name: parameter
+            for name, parameter in self.inner.named_parameters()
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in known
+        }
+
+    def added_parameter(self, name: str) -> PrepareError:
+        """The error for a parameter of `new_parameters`."""
+        return added_parameter(name, type(self.inner).__name__, "FSDP2")
 
     def window_gradients(self) -> int:
         """Those of FSDP2's units, unsharded, and of all others."""
