@@ -191,6 +191,13 @@ class PreparedModel:
             checkpoint_activations(copied, [memo[id(block)] for block in self.blocks()], torch.device("cpu"))
         return copied
 
+    def switch_reduction(self, copied: nn.Module, on: bool) -> None:
+        """Set whether the next backward of a `traced_copy` reduces gradients, where it does so itself."""
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """A context for the step of a `traced_copy`."""
+        return contextlib.nullcontext()
+
     def offloads(self) -> bool:
         """Whether parameters, gradients and the optimizer's state are in host memory between their uses."""
         return False

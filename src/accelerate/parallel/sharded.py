@@ -135,6 +135,12 @@ class ShardedModel(PreparedModel):
 
         return traced.fake_sharded_copy(self.inner, change, self.blocks() if change.checkpointing else ())
 
+    def switch_reduction(self, copied: nn.Module, on: bool) -> None:
+        """Of all units."""
+        for module in copied.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(on, recurse=False)
+
     def offloads(self) -> bool:
         """By the policy of FSDP2's units."""
         from .fsdp import traced
