@@ -177,7 +177,7 @@ def _changes(step: _Step, limit: float) -> Iterator[str]:
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     yield from _smaller_batches(step, limit)
-    changes = step.prepared.changes()
+    changes = step.prepared.traceable_changes()
     for change, text in changes.items():
         needed = step.needed(change=change)
         if needed.total <= limit:

@@ -166,7 +166,7 @@ class PreparedModel:
         names = set(getattr(self.inner, "_no_split_modules", None) or ())
         return [module for module in self.inner.modules() if type(module).__name__ in names]
 
-    def changes(self) -> dict[Change, str]:
+    def traceable_changes(self) -> dict[Change, str]:
         """The changes that `traced_copy` can make, with what they are called."""
         count = len(self.blocks())
         text = f"recompute the activations of {count} blocks (activation_checkpointing)"

@@ -123,11 +123,11 @@ class ShardedModel(PreparedModel):
 
         return traced.inner_units(self.inner) or super()._named_blocks()
 
-    def changes(self) -> dict[Change, str]:
+    def traceable_changes(self) -> dict[Change, str]:
         """Also those of FSDP2's units."""
         from .fsdp import traced
 
-        return {**super().changes(), **traced.changes(self.inner)}
+        return {**super().traceable_changes(), **traced.changes(self.inner)}
 
     def traced_copy(self, change: Change) -> nn.Module:
         """A copy whose units FSDP2 shards over the same ranks, and whose DTensors have local tensors of this size."""

@@ -170,9 +170,9 @@ class Fsdp1Model(PreparedModel):
         units = FullyShardedDataParallel.fsdp_modules(self.inner)
         return [unit.module for unit in units if unit is not self.inner] or super()._named_blocks()
 
-    def changes(self) -> dict[Change, str]:
+    def traceable_changes(self) -> dict[Change, str]:
         """Also those of the units."""
-        return {**super().changes(), **fsdp1_traced.changes(self.inner, self.device.type == "cpu")}
+        return {**super().traceable_changes(), **fsdp1_traced.changes(self.inner, self.device.type == "cpu")}
 
     def traced_copy(self, change: Change) -> nn.Module:
         """A copy whose units FSDP1 shards over the same ranks."""
@@ -181,7 +181,7 @@ class Fsdp1Model(PreparedModel):
     def switch_reduction(self, copied: nn.Module, on: bool) -> None:
         """Of all units."""
         for unit in FullyShardedDataParallel.fsdp_modules(copied):
-            unit._sync_gradients = on
+            unit._sync_gradients = on  # type: ignore[assignment]
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """Addresses for storages without memory."""

@@ -74,7 +74,7 @@ def storage_addresses() -> Iterator[None]:
         return storage._cdata if storage.nbytes() else 0
 
     def of_tensor(tensor: torch.Tensor) -> int:
-        return of_storage(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
+        return of_storage(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
     storages: Any = torch.UntypedStorage
     with mock.patch.object(storages, "data_ptr", of_storage), mock.patch.object(FakeTensor, "data_ptr", of_tensor):
