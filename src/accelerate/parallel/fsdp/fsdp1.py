@@ -39,7 +39,7 @@ from ..report.communication import dtype_name
 from . import fsdp1_communication, fsdp1_state
 from .common import UnreducedGradients, added_parameter, fill_policy, refuse_unshardable
 from .fsdp1_state import PlainModel
-from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused
+from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused, refuse_flat_outside
 from .fsdp1_window import FlatGradients
 from .fsdp2 import upcast
 from .inference_mode import NormalForward
@@ -243,7 +243,11 @@ class FullyShardedDataParallel1(Strategy):
         usages = self._usages()
         for usage in usages:
             usage.begin_backward()
-        super().backward(loss, **kwargs)
+        try:
+            super().backward(loss, **kwargs)
+        except RuntimeError as error:
+            refuse_flat_outside(error, usages)
+            raise
         for usage in usages:
             usage.end_backward()
         for prepared in self.prepared:
