@@ -33,7 +33,7 @@ from .fsdp import state as fsdp_state
 from .gradients import AgreeingScaler, GradientReducer
 from .local_step import step_locally
 from .optimizer_scope import OPT_OUT, Scope, find_scope, is_elementwise
-from .prepared import CommunicationVolume, PreparedModel
+from .prepared import Change, CommunicationVolume, PreparedModel
 from .pretrained import require_state_dict
 from .remap import ParameterPlaces, Replacements, check_trains
 from .report import communication
@@ -108,6 +108,45 @@ class ShardedModel(PreparedModel):
         finally:
             for shard in shards:
                 del shard.reset_sharded_param
+
+    def kept_parameters(self) -> list[torch.Tensor]:
+        """The shards, where a unit is unsharded now."""
+        kept = {
+            id(getattr(shard, "_unsharded_param", shard)): shard.sharded_param for shard in shards_of(self.units())
+        }
+        return [kept.get(id(parameter), parameter) for parameter in self.module.parameters()]
+
+    # -- a traced step
+
+    def _named_blocks(self) -> list[nn.Module]:
+        """The modules of FSDP2's units inside of another; if there is none, those that the model names."""
+        from .fsdp import traced
+
+        return traced.inner_units(self.inner) or super()._named_blocks()
+
+    def traceable_changes(self) -> dict[Change, str]:
+        """Also those of FSDP2's units."""
+        from .fsdp import traced
+
+        return {**super().traceable_changes(), **traced.changes(self.inner)}
+
+    def traced_copy(self, change: Change) -> nn.Module:
+        """A copy whose units FSDP2 shards over the same ranks, and whose DTensors have local tensors of this size."""
+        from .fsdp import traced
+
+        return traced.fake_sharded_copy(self.inner, change, self.blocks() if change.checkpointing else ())
+
+    def switch_reduction(self, copied: nn.Module, on: bool) -> None:
+        """Of all units."""
+        for module in copied.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(on, recurse=False)
+
+    def offloads(self) -> bool:
+        """By the policy of FSDP2's units."""
+        from .fsdp import traced
+
+        return traced.offloads(self.inner)
 
     # -- state
 

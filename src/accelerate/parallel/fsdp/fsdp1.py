@@ -32,11 +32,11 @@ from ..base import Bundle, Strategy
 from ..gradient_hooks import refuse_gradient_hooks, refuse_later_hooks
 from ..materialize import canonical_name
 from ..optimizer_scope import refuse_flat_shards
-from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
+from ..prepared import Change, CommunicationVolume, GroupShapes, PreparedModel
 from ..pretrained import require_state_dict
 from ..report import memory
 from ..report.communication import dtype_name
-from . import fsdp1_communication, fsdp1_state
+from . import fsdp1_communication, fsdp1_state, fsdp1_traced
 from .common import UnreducedGradients, added_parameter, fill_policy, refuse_unshardable
 from .fsdp1_state import PlainModel
 from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused, refuse_flat_outside
@@ -153,6 +153,43 @@ class Fsdp1Model(PreparedModel):
         """Names and shapes in each group, before flattening."""
         plain = self.plain
         return [{name: plain.shapes[name] for name in names} for names in plain.groups(optimizer)]
+
+    # -- a traced step
+
+    def kept_parameters(self) -> list[torch.Tensor]:
+        """The flat parameters, and all that are in none."""
+        flats = [handle.flat_param for _, handle in fsdp1_communication.flat_handles(self.inner)]
+        views = [
+            view for flat in flats for view in (flat, *(flat._params or ()), *(getattr(flat, "_tensors", None) or ()))
+        ]
+        inside = {id(view) for view in views}
+        return [*flats, *(parameter for parameter in self.module.parameters() if id(parameter) not in inside)]
+
+    def _named_blocks(self) -> list[nn.Module]:
+        """The modules of the units inside of the outermost one."""
+        units = FullyShardedDataParallel.fsdp_modules(self.inner)
+        return [unit.module for unit in units if unit is not self.inner] or super()._named_blocks()
+
+    def traceable_changes(self) -> dict[Change, str]:
+        """Also those of the units."""
+        return {**super().traceable_changes(), **fsdp1_traced.changes(self.inner, self.device.type == "cpu")}
+
+    def traced_copy(self, change: Change) -> nn.Module:
+        """A copy whose units FSDP1 shards over the same ranks."""
+        return fsdp1_traced.fake_sharded_copy(self.inner, change)
+
+    def switch_reduction(self, copied: nn.Module, on: bool) -> None:
+        """Of all units."""
+        for unit in FullyShardedDataParallel.fsdp_modules(copied):
+            unit._sync_gradients = on  # type: ignore[assignment]
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """Addresses for storages without memory."""
+        return fsdp1_traced.storage_addresses()
+
+    def offloads(self) -> bool:
+        """By the option of the units."""
+        return fsdp1_traced.offloads(self.inner)
 
     # -- the report
 
@@ -364,7 +401,7 @@ def _shard(
         sync, init = False, None
     with warnings.catch_warnings():
         # torch deprecates this version and NO_SHARD, which the user has chosen.
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
+        warnings.simplefilter("ignore", FutureWarning)
         return FullyShardedDataParallel(
             model,
             sharding_strategy=sharding,
