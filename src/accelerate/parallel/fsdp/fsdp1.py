@@ -318,6 +318,8 @@ class FullyShardedDataParallel1(Strategy):
     def _with_reducers(self, prepared: Fsdp1Model, ignored: list[nn.Module]) -> Fsdp1Model:
         for unit in FullyShardedDataParallel.fsdp_modules(prepared.inner):
             vars(unit)["__deepcopy__"] = _refuse_copy
+            if not self.plugin.use_orig_params:
+                _refuse_freezing(unit)
         # In an order that is the same on all ranks.
         unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
         prepared.usage = ParameterUsage(prepared.module, compiled=bool(self.transforms))
@@ -342,6 +344,25 @@ def _refuse_copy(memo: object) -> Any:
     raise PrepareError(
         "copy.deepcopy of a model that FSDP1 shards, as for averaged weights (AveragedModel, EMA): torch cannot copy "
         "its flat parameters. Set fsdp_version=2 (FSDP_VERSION=2), whose models can be copied"
+    )
+
+
+def _refuse_freezing(unit: FullyShardedDataParallel) -> None:
+    """Make `requires_grad_` of modules inside of a flattened unit an error: they have no parameters, and it would pass."""
+    handle = unit._handle
+    if handle is None:
+        return
+    flattened = {module for _, module, _ in handle.flat_param._param_infos}
+    for name, module in handle._fully_sharded_module.named_modules():
+        if name and not isinstance(module, FullyShardedDataParallel) and not flattened.isdisjoint(module.modules()):
+            vars(module)["requires_grad_"] = functools.partial(_refuse_part, name)
+
+
+def _refuse_part(name: str, requires_grad: bool = True) -> Any:
+    raise PrepareError(
+        f"FSDP1 with use_orig_params=False: {name} is a part of a unit, whose parameters are one flattened parameter, "
+        "and cannot be frozen or unfrozen alone. Set use_orig_params=True (FSDP_USE_ORIG_PARAMS=true) or "
+        "fsdp_version=2, or call requires_grad_ of the unit"
     )
 
 
