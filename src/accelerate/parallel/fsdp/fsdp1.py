@@ -348,7 +348,7 @@ def _refuse_copy(memo: object) -> Any:
 
 
 def _refuse_freezing(unit: FullyShardedDataParallel) -> None:
-    """Make `requires_grad_` of modules inside of a flattened unit an error: they have no parameters, and it would pass."""
+    """Make `requires_grad_` of modules inside of a flattened unit an error: they have no parameters of their own."""
     handle = unit._handle
     if handle is None:
         return
