@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from accelerate import Accelerator, out_of_memory
 from accelerate.core import memory as core_memory
+from accelerate.parallel.fsdp.fsdp1_communication import flat_handles
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, PipelineParallelConfig, find_executable_batch_size
 
@@ -198,7 +199,8 @@ def train_transformer(limit, samples, steps=1, fsdp=None, sizes=None, depth=4):
 
     peak = peak_of(step, steps=2)
     states = [value for state in optimizer.state.values() for value in state.values()]
-    kept = sum(getattr(one, "_local_tensor", one).nbytes for one in [*model.parameters(), *states])
+    parameters = [handle.flat_param for _, handle in flat_handles(model)] or model.parameters()
+    kept = sum(getattr(one, "_local_tensor", one).nbytes for one in [*parameters, *states])
     if limit is None:
         return kept + peak, ""
     out_of_memory.memory_limit = lambda kept: limit
@@ -217,6 +219,7 @@ def size_in(text, pattern):
 
 
 FSDP = {"fsdp_version": 2}
+FSDP1 = {"fsdp_version": 1, "use_orig_params": False, "sharding_strategy": "SHARD_GRAD_OP"}
 KEPT, RESHARDED = {"reshard_after_forward": False}, {"reshard_after_forward": True}
 RECOMPUTED = {"activation_checkpointing": True}
 BATCHES = "batches of 4 instead of 16, with gradient_accumulation_steps x4:"
@@ -231,6 +234,7 @@ BLOCKS = r"recompute the activations of 4 blocks \(activation_checkpointing\):"
         pytest.param(
             FSDP | KEPT | RECOMPUTED, 8, 1, 17.5, "reshard_after_forward=True:", (1, 1, RESHARDED), id="reshard"
         ),
+        pytest.param(FSDP1, 4, 1, 11.4, BLOCKS, (1, 1, RECOMPUTED), id="fsdp1"),
     ],
 )  # fmt: skip
 def test_a_change_of_a_sharded_model_fits(fsdp, depth, samples, limit, change, changed, ranks):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import sys
 import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -175,7 +177,7 @@ def _changes(step: _Step, limit: float) -> Iterator[str]:
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     yield from _smaller_batches(step, limit)
-    changes = step.prepared.changes()
+    changes = step.prepared.traceable_changes()
     for change, text in changes.items():
         needed = step.needed(change=change)
         if needed.total <= limit:
@@ -293,7 +295,7 @@ class _Step:
         state = GradientState()
         # More batches than two in a window have the memory of two.
         batches = min(2, smaller * state.num_steps) if self.prepared.is_partial else 1
-        with FakeTensorMode(allow_non_fake_inputs=True), ledger:
+        with _quietly(), FakeTensorMode(allow_non_fake_inputs=True), self.prepared.tracing(), ledger:
             model = self.prepared.traced_copy(change).train()
             # The copy of a wrapped forward would call the original model.
             vars(model).pop("forward", None)
@@ -302,7 +304,7 @@ class _Step:
             ledger.label([*model.parameters(), *model.buffers()], report.WEIGHTS)
             start = ledger.mark()
             for batch in range(batches):
-                self._synchronize(model, change.reduce or state.sync_each_batch or batch == batches - 1)
+                self.prepared.switch_reduction(model, change.reduce or state.sync_each_batch or batch == batches - 1)
                 self._backward(model, smaller)
                 ledger.label([p.grad for p in model.parameters() if p.grad is not None], report.GRADIENTS)
         if not self.prepared.is_partial:
@@ -320,13 +322,6 @@ class _Step:
         # In a backward, which computes a block again, an error could end the process.
         if time.monotonic() > self._until and torch._C._current_graph_task_id() == -1:
             raise TimeoutError("the time for traces is over")
-
-    @staticmethod
-    def _synchronize(model: nn.Module, last: bool) -> None:
-        """Whether the next backward reduces gradients, of the units of FSDP2."""
-        for module in model.modules():
-            if (switch := getattr(module, "set_requires_gradient_sync", None)) is not None:
-                switch(last, recurse=False)
 
     def _backward(self, model: nn.Module, smaller: int) -> None:
         from .parallel.report.ledger import loss_of
@@ -346,6 +341,19 @@ class _Step:
             return torch.zeros(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
         return map_leaves(shrink, value)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """A block without what libraries say about fake tensors."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before
 
 
 def _values(inputs: tuple[Any, Any]) -> Iterator[Any]:

@@ -166,7 +166,7 @@ class PreparedModel:
         names = set(getattr(self.inner, "_no_split_modules", None) or ())
         return [module for module in self.inner.modules() if type(module).__name__ in names]
 
-    def changes(self) -> dict[Change, str]:
+    def traceable_changes(self) -> dict[Change, str]:
         """The changes that `traced_copy` can make, with what they are called."""
         count = len(self.blocks())
         text = f"recompute the activations of {count} blocks (activation_checkpointing)"
@@ -190,6 +190,13 @@ class PreparedModel:
         if change.checkpointing:
             checkpoint_activations(copied, [memo[id(block)] for block in self.blocks()], torch.device("cpu"))
         return copied
+
+    def switch_reduction(self, copied: nn.Module, on: bool) -> None:
+        """Set whether the next backward of a `traced_copy` reduces gradients, where it does so itself."""
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """A context for the step of a `traced_copy`."""
+        return contextlib.nullcontext()
 
     def offloads(self) -> bool:
         """Whether parameters, gradients and the optimizer's state are in host memory between their uses."""

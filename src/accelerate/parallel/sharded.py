@@ -28,6 +28,7 @@ from .accumulated import AccumulatedGradients
 from .averages import support_mixed_lists
 from .base import Bundle, Strategy
 from .context.region import ContextParallel
+from .dtensor_losses import plain_gradients
 from .fsdp import state as fsdp_state
 from .gradients import AgreeingScaler, GradientReducer
 from .local_step import step_locally
@@ -123,17 +124,23 @@ class ShardedModel(PreparedModel):
 
         return traced.inner_units(self.inner) or super()._named_blocks()
 
-    def changes(self) -> dict[Change, str]:
+    def traceable_changes(self) -> dict[Change, str]:
         """Also those of FSDP2's units."""
         from .fsdp import traced
 
-        return {**super().changes(), **traced.changes(self.inner)}
+        return {**super().traceable_changes(), **traced.changes(self.inner)}
 
     def traced_copy(self, change: Change) -> nn.Module:
         """A copy whose units FSDP2 shards over the same ranks, and whose DTensors have local tensors of this size."""
         from .fsdp import traced
 
         return traced.fake_sharded_copy(self.inner, change, self.blocks() if change.checkpointing else ())
+
+    def switch_reduction(self, copied: nn.Module, on: bool) -> None:
+        """Of all units."""
+        for module in copied.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(on, recurse=False)
 
     def offloads(self) -> bool:
         """By the policy of FSDP2's units."""
@@ -272,7 +279,8 @@ class ShardedStrategy(Strategy):
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward, in which split attention may be recomputed, and the reductions that are left."""
-        with contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing():
+        split = contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing()
+        with split, plain_gradients(loss, self.gradient_group, self.gradient_ranks):
             super().backward(loss, **kwargs)
         for prepared in self.prepared:
             gradients.finish(prepared.reducers)

@@ -327,6 +327,12 @@ def fake_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
         memo: id of an object -> what the copy has instead; extended, as by `copy.deepcopy`.
     """
     memo = {} if memo is None else memo
+    fake_tensors(model, memo)
+    return copy.deepcopy(model, memo)
+
+
+def fake_tensors(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Add a fake tensor to `memo` for each parameter and buffer, and a view for each device mesh, that it has not."""
     for module in model.modules():
         for mesh in [value for value in vars(module).values() if isinstance(value, DeviceMesh)]:
             on_cpu(mesh, memo)
@@ -340,7 +346,6 @@ def fake_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = value
-    return copy.deepcopy(model, memo)
 
 
 def as_dtensor(local: torch.Tensor, spec: Any, memo: dict[int, Any]) -> torch.Tensor:

@@ -53,8 +53,10 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    # torch's DTensor takes long to import: a run without one does not wait for it.
-    return getattr(tensor, "_local_tensor", tensor)
+    # torch's DTensor takes long to import: a run without one does not wait for it. A flat parameter of FSDP1 has its
+    # shard also while it is unsharded.
+    found: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "_local_shard", tensor))
+    return found
 
 
 def allocated_bytes(tensors: Iterable[torch.Tensor]) -> int:
