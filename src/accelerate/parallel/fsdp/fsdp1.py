@@ -490,8 +490,8 @@ def _check_flat(members: list[tuple[str, nn.Parameter]]) -> None:
         if parameter.dtype != usual:
             raise PrepareError(
                 f"{first} has the dtype {usual} and {name}, in the same unit, {parameter.dtype}: FSDP1 flattens them "
-                "into one parameter. Give them one dtype, make their modules units by another auto_wrap_policy, or set "
-                "fsdp_version=2"
+                "into one parameter. Give them one dtype, make their modules units by another auto_wrap_policy, or "
+                "set fsdp_version=2"
             )
 
 

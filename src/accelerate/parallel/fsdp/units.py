@@ -108,11 +108,11 @@ def units_of_rare_dtypes(model: nn.Module, units: list[nn.Module], ignored: set[
         if all(parameter.dtype == usual[min(owners[id(parameter)])] for parameter in own):
             continue
         dtypes = {parameter.dtype for parameter in own}
-        of_unit = dtypes | {usual[min(owners[id(parameter)])] for parameter in own}
+        trained = dtypes | {usual[min(owners[id(parameter)])] for parameter in own}
         if len(dtypes) > 1 or module is model or next(module.children(), None) is not None:
             raise PrepareError(
                 f"FSDP2 shards {name or 'the model'} ({type(module).__name__}) as one unit, which trains parameters "
-                f"of several dtypes ({', '.join(sorted(map(str, of_unit)))}). Give them one dtype, use "
+                f"of several dtypes ({', '.join(sorted(map(str, trained)))}). Give them one dtype, use "
                 "mixed_precision, or put the module into ignored_modules"
             )
         rare.append(module)
