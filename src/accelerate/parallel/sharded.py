@@ -28,6 +28,7 @@ from .accumulated import AccumulatedGradients
 from .averages import support_mixed_lists
 from .base import Bundle, Strategy
 from .context.region import ContextParallel
+from .dtensor_losses import plain_gradients
 from .fsdp import state as fsdp_state
 from .gradients import AgreeingScaler, GradientReducer
 from .local_step import step_locally
@@ -278,7 +279,8 @@ class ShardedStrategy(Strategy):
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward, in which split attention may be recomputed, and the reductions that are left."""
-        with contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing():
+        split = contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing()
+        with split, plain_gradients(loss, self.gradient_group, self.gradient_ranks):
             super().backward(loss, **kwargs)
         for prepared in self.prepared:
             gradients.finish(prepared.reducers)

@@ -39,7 +39,7 @@ from ..report.communication import dtype_name
 from . import fsdp1_communication, fsdp1_state, fsdp1_traced
 from .common import UnreducedGradients, added_parameter, fill_policy, refuse_unshardable
 from .fsdp1_state import PlainModel
-from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused
+from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused, refuse_flat_outside
 from .fsdp1_window import FlatGradients
 from .fsdp2 import upcast
 from .inference_mode import NormalForward
@@ -280,7 +280,11 @@ class FullyShardedDataParallel1(Strategy):
         usages = self._usages()
         for usage in usages:
             usage.begin_backward()
-        super().backward(loss, **kwargs)
+        try:
+            super().backward(loss, **kwargs)
+        except RuntimeError as error:
+            refuse_flat_outside(error, usages)
+            raise
         for usage in usages:
             usage.end_backward()
         for prepared in self.prepared:
@@ -314,6 +318,8 @@ class FullyShardedDataParallel1(Strategy):
     def _with_reducers(self, prepared: Fsdp1Model, ignored: list[nn.Module]) -> Fsdp1Model:
         for unit in FullyShardedDataParallel.fsdp_modules(prepared.inner):
             vars(unit)["__deepcopy__"] = _refuse_copy
+            if not self.plugin.use_orig_params:
+                _refuse_freezing(unit)
         # In an order that is the same on all ranks.
         unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
         prepared.usage = ParameterUsage(prepared.module, compiled=bool(self.transforms))
@@ -338,6 +344,25 @@ def _refuse_copy(memo: object) -> Any:
     raise PrepareError(
         "copy.deepcopy of a model that FSDP1 shards, as for averaged weights (AveragedModel, EMA): torch cannot copy "
         "its flat parameters. Set fsdp_version=2 (FSDP_VERSION=2), whose models can be copied"
+    )
+
+
+def _refuse_freezing(unit: FullyShardedDataParallel) -> None:
+    """Make `requires_grad_` of modules inside of a flattened unit an error: they have no parameters of their own."""
+    handle = unit._handle
+    if handle is None:
+        return
+    flattened = {module for _, module, _ in handle.flat_param._param_infos}
+    for name, module in handle._fully_sharded_module.named_modules():
+        if name and not isinstance(module, FullyShardedDataParallel) and not flattened.isdisjoint(module.modules()):
+            vars(module)["requires_grad_"] = functools.partial(_refuse_part, name)
+
+
+def _refuse_part(name: str, requires_grad: bool = True) -> Any:
+    raise PrepareError(
+        f"FSDP1 with use_orig_params=False: {name} is a part of a unit, whose parameters are one flattened parameter, "
+        "and cannot be frozen or unfrozen alone. Set use_orig_params=True (FSDP_USE_ORIG_PARAMS=true) or "
+        "fsdp_version=2, or call requires_grad_ of the unit"
     )
 
 
@@ -424,28 +449,61 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: l
     options = copy.copy(plugin)
     options.set_auto_wrap_policy(model)
     skipped = {parameter for module in ignored for parameter in module.parameters()}
-    units = select_units(model, options.auto_wrap_policy, skipped)  # type: ignore[arg-type]
-    if not plugin.use_orig_params:
-        _check_frozen(model, units, skipped)
+    # In evaluation this layer gives the weights of the modules inside to a kernel, without calling them.
+    undivided = (nn.TransformerEncoderLayer,)
+    units = select_units(model, options.auto_wrap_policy, skipped, undivided)  # type: ignore[arg-type]
+    for members in _members(model, units, skipped):
+        _check_flat(members)
+        if not plugin.use_orig_params:
+            _check_frozen(members)
     chosen = {id(unit) for unit in units}
     return CustomPolicy(lambda module: id(module) in chosen)
 
 
-def _check_frozen(model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+def _members(
+    model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]
+) -> Iterable[list[tuple[str, nn.Parameter]]]:
+    """The names and parameters of each unit."""
     members: dict[int, list[tuple[str, nn.Parameter]]] = {}
     owners = owning_units(model, units)
     for name, parameter in model.named_parameters():
         if parameter not in ignored:
             members.setdefault(next(iter(owners[id(parameter)])), []).append((name, parameter))
-    for listed in members.values():
-        frozen = [name for name, parameter in listed if not parameter.requires_grad]
-        if frozen and len(frozen) < len(listed):
-            trained = next(name for name, parameter in listed if parameter.requires_grad)
+    return members.values()
+
+
+def _check_flat(members: list[tuple[str, nn.Parameter]]) -> None:
+    """Raise PrepareError for parameters that have no place in one flat parameter."""
+    first, usual = members[0][0], members[0][1].dtype
+    for name, parameter in members:
+        if parameter.ndim == 0:
             raise PrepareError(
-                f"frozen and trained parameters in the same unit ({', '.join(frozen[:5])}; {trained}): "
-                "use_orig_params=False makes one parameter of a unit. Set use_orig_params=True "
-                "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
+                f"{name} is a scalar (a parameter without dimensions), which FSDP1 does not shard. Give it one "
+                "dimension of one element (torch.tensor([value])), put its module into ignored_modules, or set "
+                "fsdp_version=2"
             )
+        if not parameter.is_floating_point():
+            raise PrepareError(
+                f"{name} has the dtype {parameter.dtype}, which FSDP1 does not flatten. Put its module into "
+                "ignored_modules, or set fsdp_version=2"
+            )
+        if parameter.dtype != usual:
+            raise PrepareError(
+                f"{first} has the dtype {usual} and {name}, in the same unit, {parameter.dtype}: FSDP1 flattens them "
+                "into one parameter. Give them one dtype, make their modules units by another auto_wrap_policy, or "
+                "set fsdp_version=2"
+            )
+
+
+def _check_frozen(members: list[tuple[str, nn.Parameter]]) -> None:
+    frozen = [name for name, parameter in members if not parameter.requires_grad]
+    if frozen and len(frozen) < len(members):
+        trained = next(name for name, parameter in members if parameter.requires_grad)
+        raise PrepareError(
+            f"frozen and trained parameters in the same unit ({', '.join(frozen[:5])}; {trained}): "
+            "use_orig_params=False makes one parameter of a unit. Set use_orig_params=True "
+            "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
+        )
 
 
 def _make_equal(model: nn.Module, device: torch.device, init: Callable[[nn.Module], Any] | None, empty: bool) -> None:

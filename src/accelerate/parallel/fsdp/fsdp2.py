@@ -196,6 +196,8 @@ def shard_model(
     options.set_auto_wrap_policy(model)
     ignored = {p for module in find_modules(model, plugin.ignored_modules) for p in module.parameters()}
     ignored.update(unsharded)
+    # `fully_shard` refuses the former, and its reduction of gradients the latter. They stay replicas.
+    ignored.update(p for p in model.parameters() if p.ndim == 0 or p.numel() == 0)
     units = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
     ignored_parameters = _Names(model, ignored)
     upcast(model, plugin)
