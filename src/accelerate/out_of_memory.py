@@ -295,6 +295,7 @@ class _Step:
         state = GradientState()
         # More batches than two in a window have the memory of two.
         batches = min(2, smaller * state.num_steps) if self.prepared.is_partial else 1
+        batches = max(batches, self.prepared.traced_backwards(change))
         with _quietly(), FakeTensorMode(allow_non_fake_inputs=True), self.prepared.tracing(), ledger:
             model = self.prepared.traced_copy(change).train()
             # The copy of a wrapped forward would call the original model.

@@ -48,18 +48,21 @@ def inner_units(model: nn.Module) -> list[nn.Module]:
     return [module for module in found if id(module) not in inside]
 
 
-def fake_sharded_copy(model: nn.Module, change: Change, blocks: Iterable[nn.Module]) -> nn.Module:
+def fake_sharded_copy(
+    model: nn.Module, change: Change, blocks: Iterable[nn.Module], memo: dict[int, Any] | None = None
+) -> nn.Module:
     """The copy, with the change. Call it in a fake mode.
 
     Args:
         model: in any state of a step.
         change: of the copy.
         blocks: modules that recompute their activations.
+        memo: id of an object -> what the copy has instead; extended.
 
     Raises:
         PrepareError: torch keeps too little of the units to shard the copy without other ranks.
     """
-    states, memo = _states(model), dict[int, Any]()
+    states, memo = _states(model), {} if memo is None else memo
     fulls: dict[int, list[nn.Parameter]] = {}
     for state in states:
         memo[id(state)] = NoState(state)
