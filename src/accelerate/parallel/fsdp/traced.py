@@ -7,8 +7,10 @@ sends anything.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ from ..activation import checkpoint_activations
 from ..prepared import Change
 from ..report.ledger import as_dtensor, fake_copy, on_cpu
 from . import units
-from .copies import NoState, forget_state, hook_numbers, shard_unit, shards
+from .copies import NoState, copy_module, forget_state, hook_numbers, shard_unit, shards
 
 
 def changes(model: nn.Module) -> dict[Change, str]:
@@ -67,13 +69,13 @@ def fake_sharded_copy(
     for state in states:
         memo[id(state)] = NoState(state)
         fulls[id(state)] = [_full(shard, memo) for shard in shards(state)]
-    copied = fake_copy(model, memo)
+    with contextlib.ExitStack() as stack:
+        for kind in {type(module) for module in model.modules() if isinstance(module, FSDPModule)}:
+            stack.enter_context(mock.patch.object(kind, "__deepcopy__", copy_module))
+        copied = fake_copy(model, memo)
     handles = {number for state in states for number in hook_numbers(state)}
     for module in copied.modules():
         forget_state(module, handles)
-        kind: Any = type(module)
-        if issubclass(kind, FSDPModule):
-            module.__class__ = next(kind for kind in kind.__mro__ if not issubclass(kind, FSDPModule))
     wrappers: dict[int, nn.Module] = {}
     if change.checkpointing:
         copies = [memo[id(block)] for block in blocks]

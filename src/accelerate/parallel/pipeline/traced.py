@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,29 +65,54 @@ def fake_stages(model: nn.Module, stages: Stages, change: Change) -> nn.Module:
     copied.staged.device = channel.device
     copied.before_backward.append(functools.partial(defer_reduction, copied.stages.values()))
     scheduled = change.scheduled or schedule == "1f1b"
-    copied.splitter.num_microbatches *= 1 + change.microbatches
+    count = runner.splitter.num_microbatches
     size = max(size for _, size in (known.stage_inputs or known.stage_outputs))
-    copied.staged.entry = functools.partial(
-        _call, copied, known, size, size * runner.splitter.num_microbatches, scheduled
-    )
+    step = _TracedStep(copied, known, (size, count * size), count * (1 + change.microbatches), scheduled)
+    copied.staged.entry = step.call
     return copied.staged.model
 
 
-def _call(
-    runner: Runner, known: BatchShapes, former: int, batch_size: int, scheduled: bool, args: Args, kwargs: Kwargs
-) -> Any:
-    """A call of the model. `known` are the shapes of a batch of `batch_size` samples, `former` in a micro-batch."""
-    batch = runner.new_batch(args, kwargs)
-    ahead = runner.channel.size - runner.channel.rank
-    if scheduled and ahead < len(batch.inputs.sizes):
-        # So many micro-batches are kept at a time.
-        kept = sum(batch.inputs.sizes[:ahead])
-        runner.splitter.num_microbatches, total = ahead, batch.inputs.batch_size
-        args, kwargs = trees.map_leaves(functools.partial(_first, kept, total), (args, kwargs))
+@dataclass
+class _TracedStep:
+    """What a call of the copied model runs.
+
+    Fields:
+        runner: of the copy.
+        known: the shapes of a batch, with `samples` = (in a micro-batch, in the batch).
+        count: micro-batches of a batch.
+        scheduled: whether this rank keeps only some of them at a time.
+    """
+
+    runner: Runner
+    known: BatchShapes
+    samples: tuple[int, int]
+    count: int
+    scheduled: bool
+
+    def call(self, args: Args, kwargs: Kwargs) -> Any:
+        runner = self.runner
+        runner.splitter.num_microbatches = self.count
         batch = runner.new_batch(args, kwargs)
-    if batch.is_new:
-        _describe(batch, known, former, batch_size)
-    return runner.forward(batch)
+        ahead = runner.channel.size - runner.channel.rank
+        if self.scheduled and ahead < len(batch.inputs.sizes):
+            kept, total = sum(batch.inputs.sizes[:ahead]), batch.inputs.batch_size
+            runner.splitter.num_microbatches = ahead
+            args, kwargs = trees.map_leaves(functools.partial(_first, kept, total), (args, kwargs))
+            batch = runner.new_batch(args, kwargs)
+        if batch.is_new:
+            self._describe(batch)
+        return runner.forward(batch)
+
+    def _describe(self, batch: Batch) -> None:
+        """Give a batch of other sizes the shapes that follow from the known ones."""
+        former, total = self.samples
+        known, found = self.known, batch.shapes
+        for size in set(batch.inputs.sizes):
+            found.stage_inputs |= _boundaries(known.stage_inputs, former, size)
+            found.stage_outputs |= _boundaries(known.stage_outputs, former, size)
+        found.tail, found.loss_index = known.tail, known.loss_index
+        found.output = _resized(known.output, total, batch.inputs.batch_size)
+        batch.is_new = False
 
 
 def _first(kept: int, total: int, tensor: torch.Tensor) -> torch.Tensor:
