@@ -53,7 +53,7 @@ def fake_stages(model: nn.Module, stages: Stages, change: Change) -> nn.Module:
         raise PrepareError("no batch has shown yet what the stages pass to each other")
     channel = copy.copy(stages.channel)
     channel.device, channel._pending = torch.device("cpu"), []
-    staged, memo = runner.staged, {id(stages.channel): channel}
+    staged, memo = runner.staged, dict[int, Any]({id(stages.channel): channel})
     for module in model.modules():
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, RemoteTensor)}
     # What refers to the run, and what an error may have left.
