@@ -66,7 +66,9 @@ class ReplicatedModel(PreparedModel):
                 "DistributedDataParallelKwargs), or prepare the model and its optimizer again"
             )
         name = next((name for name, p in self.reduced.items() if not p.requires_grad), None)
-        if name is None or replica.find_unused_parameters:
+        # DDP waits once it has a gradient: not where the entire model is frozen, as a GAN's discriminator is.
+        waits = not replica.find_unused_parameters and any(p.requires_grad for p in self.reduced.values())
+        if name is None or not waits:
             return
         raise PrepareError(
             f"{name} was frozen after {type(self.inner).__name__} was prepared, and DDP waits for its gradient. Set "
