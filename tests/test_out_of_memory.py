@@ -3,14 +3,17 @@
 
 import contextlib
 import io
+import re
 
 import pytest
 import torch
+from allocator import peak_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from accelerate import Accelerator, out_of_memory
 from accelerate.core import memory as core_memory
+from accelerate.parallel.fsdp.fsdp1_communication import flat_handles
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, PipelineParallelConfig, find_executable_batch_size
 
@@ -106,14 +109,10 @@ class Sequential(nn.Module):
         return x
 
 
-def explain_on_ranks(schedule):
-    """What is printed on this rank where memory runs out in a loop around a model of several ranks."""
+def explain_in_a_pipeline(schedule):
+    """What is printed on this rank where memory runs out in a loop around a pipeline."""
     sizes = ParallelismConfig(pp_size=2, pp_handler=PipelineParallelConfig(schedule=schedule, num_microbatches=4))
-    options = {"parallelism_config": sizes}
-    if schedule is None:
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
-        options = {"fsdp_plugin": plugin}
-    accelerator = Accelerator(cpu=True, **options)
+    accelerator = Accelerator(cpu=True, parallelism_config=sizes)
     model = Sequential()
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = {"x": torch.ones(8, 8)}
@@ -125,15 +124,135 @@ def explain_on_ranks(schedule):
     return printed.getvalue()
 
 
-def test_models_of_several_ranks(ranks):
+def test_stages_of_a_pipeline(ranks):
     """What is not traced is said, with what this layout has."""
-    first, last = ranks(2).run(explain_on_ranks, "gpipe")
+    first, last = ranks(2).run(explain_in_a_pipeline, "gpipe")
     assert "this rank has stage 0 of 2, schedule gpipe with 4 micro-batches" in first
     assert "1f1b, which keeps the activations of 2 here, where gpipe keeps those of all 4" in first
     assert "stage 1 of 2" in last and "the activations of 1 here" in last
-    (scheduled, _), (sharded, _) = (ranks(2).run(explain_on_ranks, schedule) for schedule in ("1f1b", None))
+    scheduled, _ = ranks(2).run(explain_in_a_pipeline, "1f1b")
     assert "more and smaller micro-batches" in scheduled and "gpipe" not in scheduled
-    assert "smaller batches with more gradient_accumulation_steps" in sharded
-    for text in (first, last, scheduled, sharded):
+    for text in (first, last, scheduled):
         assert "the model: parameters" in text and "without activations it has" in text
-        assert "activations were not traced here, and no change was tried: `accelerate plan`" in text
+        assert "activations were not traced here, and no change was tried (the stages of other ranks" in text
+
+
+class Block(nn.Module):
+    """Attention and two linear layers; while `fails`, memory runs out in it."""
+
+    fails = False
+
+    def __init__(self, width=128):
+        super().__init__()
+        self.norm, self.inner_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+        self.up_proj, self.down_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        normed = self.norm(x)
+        parts = (layer(normed) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        heads = (part.unflatten(-1, (-1, 32)).transpose(1, 2) for part in parts)
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.o_proj(attended.transpose(1, 2).flatten(2))
+        if self.fails and not isinstance(x, FakeTensor):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return x + self.down_proj(nn.functional.gelu(self.up_proj(self.inner_norm(x))))
+
+
+class Transformer(nn.Module):
+    _no_split_modules = ("Block",)
+    _tp_plan = {f"blocks.*.{name}_proj": "colwise" for name in ("q", "k", "v", "up")} | {
+        f"blocks.*.{name}_proj": "rowwise" for name in ("o", "down")
+    }
+
+    def __init__(self, width=128, depth=4, vocabulary=512):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), input_ids.flatten())}
+
+
+def train_transformer(limit, samples, steps, fsdp, sizes, depth):
+    """(bytes at the peak of a step that the allocator counts, what is printed where `limit` bytes run out)."""
+    plugin = (
+        None if fsdp is None else FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap", **fsdp)
+    )
+    layout = None if sizes is None else ParallelismConfig(**sizes)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=steps, fsdp_plugin=plugin, parallelism_config=layout
+    )
+    model = Transformer(depth=depth)
+    block = model.blocks[2]
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    batch = {"input_ids": torch.zeros(samples, 64, dtype=torch.long)}
+
+    def step():
+        for _ in range(steps):
+            split = accelerator.maybe_context_parallel(buffers=[batch["input_ids"]], buffer_seq_dims=[1])
+            with split, accelerator.accumulate(model):
+                loss = model(**batch)["loss"]
+                accelerator.backward(loss)
+                del loss
+                optimizer.step()
+                optimizer.zero_grad()
+
+    peak = peak_of(step, steps=2)
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    parameters = [handle.flat_param for _, handle in flat_handles(model)] or model.parameters()
+    kept = sum(getattr(one, "_local_tensor", one).nbytes for one in [*parameters, *states])
+    if limit is None:
+        return kept + peak, ""
+    out_of_memory.memory_limit = lambda kept: limit
+    block.fails = True
+    try:
+        step()
+    except torch.OutOfMemoryError as error:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            core_memory.report_exhausted(error)
+    return kept + peak, printed.getvalue()
+
+
+def size_in(text, pattern):
+    """The bytes of `... 1.50 MiB`."""
+    return float(re.search(rf"{pattern} ([\d.]+) MiB", text).group(1)) * 2**20
+
+
+FSDP = {"fsdp_version": 2}
+FSDP1 = {"fsdp_version": 1, "use_orig_params": False, "sharding_strategy": "SHARD_GRAD_OP"}
+KEPT, RESHARDED = {"reshard_after_forward": False}, {"reshard_after_forward": True}
+RECOMPUTED = {"activation_checkpointing": True}
+BATCHES = "batches of 4 instead of 16, with gradient_accumulation_steps x4:"
+BLOCKS = r"recompute the activations of 4 blocks \(activation_checkpointing\):"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fsdp", "depth", "samples", "limit", "change", "changed"),
+    [
+        pytest.param(None, FSDP, 4, 16, 24, BATCHES, (4, 4, {}), id="batches"),
+        pytest.param(None, FSDP | KEPT, 4, 1, 11.2, BLOCKS, (1, 1, RECOMPUTED), id="checkpointing"),
+        pytest.param(
+            None, FSDP | KEPT | RECOMPUTED, 8, 1, 17.5, "reshard_after_forward=True:", (1, 1, RESHARDED), id="reshard"
+        ),
+        pytest.param(None, FSDP1, 4, 1, 11.4, BLOCKS, (1, 1, RECOMPUTED), id="fsdp1"),
+        pytest.param({"tp_size": 2}, None, 4, 16, 20, BATCHES, (4, 4, {}), id="tp"),
+        pytest.param({"cp_size": 2}, FSDP, 4, 16, 17, BATCHES, (4, 4, {}), id="cp"),
+    ],
+)  # fmt: skip
+def test_a_change_of_a_sharded_model_fits(sizes, fsdp, depth, samples, limit, change, changed, ranks):
+    """What is traced in the middle of a forward is what the allocator counts in a real step, before and after it."""
+    limit *= 2**20
+    for measured, printed in ranks(2).run(train_transformer, limit, samples, 1, fsdp, sizes, depth):
+        assert measured > limit
+        assert size_in(printed, "together") == pytest.approx(measured, rel=0.1)
+        expected = size_in(printed, f"smallest change that fits: {change}")
+    samples, steps, options = changed
+    for measured, _ in ranks(2).run(train_transformer, None, samples, steps, fsdp and fsdp | options, sizes, depth):
+        assert measured <= limit
+        assert measured == pytest.approx(expected, rel=0.1)

@@ -379,7 +379,8 @@ class Accelerator(RunInterface):
             if not evaluation and prepared.is_outgrown:
                 self._objects.models.remove(prepared)
                 return None
-            prepared.refuse_new_parameters()
+            for name in prepared.new_parameters():
+                raise prepared.added_parameter(name)
             logger.warning(
                 f"{type(plain).__name__} was given to prepare twice: the prepared model is returned, nothing is "
                 "wrapped again"
@@ -416,6 +417,7 @@ class Accelerator(RunInterface):
         if offload is not None and self.device.type != "cpu":
             offload_state(optimizer, offload.chunk_size)
         prepared._before_step = self._first_step.before_step
+        prepared._check_groups = self._first_step.check_groups
         prepared._after_step.extend(self.strategy.after_step)
         if self._planned is not None:
             prepared._after_step.append(self._planned.after_step)

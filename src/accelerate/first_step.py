@@ -147,6 +147,11 @@ class FirstStepCheck:
                 self._compare_ranks(optimizer, objects)
                 self.end()
 
+    def check_groups(self, optimizer: AcceleratedOptimizer) -> None:
+        """Raise PrepareError for parameters that a prepared model has only since `prepare`."""
+        if (objects := self._objects()) is not None:
+            objects.refuse_new_parameters(optimizer)
+
     def check_window(self) -> None:
         """Check the length of the epoch before the first loss is divided by the accumulation steps."""
         loader = self._gradient_state.active_dataloader
@@ -268,8 +273,10 @@ class FirstStepCheck:
                 self._log_once(
                     f"parameter {name} has other values on {ranks_in_words(odd)} than on rank 0 after the first step. "
                     "It was changed on some processes only, or its gradient was not averaged: look for code that runs "
-                    "on one rank between prepare and the step, or for two backwards of one forward without "
-                    "accelerator.backward, of which DDP averages the first only (add the losses)"
+                    "on one rank between prepare and the step, for two backwards of one forward without "
+                    "accelerator.backward, of which DDP averages the first only (add the losses), for a module "
+                    "used twice in checkpoints with use_reentrant=True (set it to False), or for an nn.Embedding "
+                    "with max_norm, whose forward changes the rows that its process reads"
                 )
                 break
 

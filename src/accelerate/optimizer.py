@@ -48,6 +48,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.steps_made: int = 0  # by this process, including steps that the gradient scaler skipped
         # A check of what is trained, called with this optimizer and the closure. It resets this after the second step.
         self._before_step: Callable[[AcceleratedOptimizer, Callable[[], Any] | None], None] | None = None
+        # Checks the parameters before the first step, and before the next one when groups were added.
+        self._check_groups: Callable[[AcceleratedOptimizer], None] | None = None
+        self._has_new_groups = True
         # Averages a closure's loss over the ranks, for optimizers that decide by it; None where that is not needed.
         self._global_loss: Callable[[Any], Any] | None = None
         # Called after each step, when the gradients have been used.
@@ -71,6 +74,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with their own options, as `torch.optim.Optimizer.add_param_group` does."""
         self.optimizer.add_param_group(param_group)
+        self._has_new_groups = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the wrapped optimizer."""
@@ -120,6 +124,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
+        if self._has_new_groups:
+            if self._check_groups is not None:
+                self._check_groups(self)
+            self._has_new_groups = False
         if self._before_step is not None:
             self._before_step(self, closure)
         if closure is not None and self._global_loss is not None:
@@ -167,7 +175,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = dict(self.__dict__)
-        kept.update(_before_step=None, _after_step=[], _global_loss=None)
+        kept.update(_before_step=None, _check_groups=None, _after_step=[], _global_loss=None)
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:

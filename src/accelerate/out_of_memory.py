@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import sys
+import time
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -22,8 +26,10 @@ import torch.distributed as dist
 from torch import nn
 
 from .core import memory, system
-from .core.trees import map_leaves
-from .parallel.prepared import PreparedModel
+from .core.errors import PrepareError
+from .core.trees import convert_to_fp32, map_leaves
+from .gradient_state import GradientState
+from .parallel.prepared import Change, PreparedModel
 from .parallel.report import memory as kinds
 from .precision.base import Precision
 from .run_objects import RunObjects
@@ -31,6 +37,11 @@ from .run_objects import RunObjects
 # A step that fits leaves so much of the memory free.
 _USABLE = 0.95
 _MOST_BATCHES = 64
+# What is traced is expected to fit, or exceeds the memory by little.
+_NEARLY = 0.9
+# For all traces of an explanation.
+_SECONDS = 20.0
+_NO_CHANGE = Change()
 # Of the latest run: references to its objects and precision; the hook before ours; whether an error was explained.
 _state: dict[str, Any] = {"run": None, "hook": None, "reported": False}
 
@@ -78,34 +89,51 @@ def report(error: BaseException, objects: RunObjects, precision: Precision) -> s
     listed = ", ".join(f"{name} {explain.size_of(size)}" for name, size in usage.items() if size)
     lines = [f"out of memory: {_first_line(error)}", f"  the model: {listed}"]
     found = next(_calls(error.__traceback__, objects.models), None)
-    sharded = [one for one in objects.models if one.is_partial] if found is None else [found[0]]
-    if sharded and sharded[0].is_partial:
-        return "\n".join([*lines, *_of_sharded(sharded[0], usage, kept, limit)])
-    if found is None:
-        return "\n".join([*lines, "  the inputs of the model are not known here: no change was tried"])
-    prepared, inputs = found
-    step = _Step(prepared.inner, inputs, precision)
-    needed = kept + step.activations()
-    lines.append(
-        f"  this step, traced: activations {explain.size_of(needed - kept)}, together {explain.size_of(needed)} of "
-        f"{explain.size_of(limit)}"
+    partial = next((one for one in objects.models if one.is_partial), None) if found is None else found[0]
+    if found is not None:
+        step = _Step(*found, precision, usage, kept)
+        why = step.cannot_be_traced()
+    else:
+        why = "the inputs of the model are not known here"
+    if why is None:
+        lines += _traced(step, usage, limit)
+    elif partial is not None:
+        lines += _untraced(partial, usage, kept, limit, why)
+    else:
+        lines.append(f"  {why}: no change was tried")
+    return "\n".join(lines)
+
+
+def _traced(step: _Step, usage: Mapping[str, int], limit: int) -> Iterator[str]:
+    """The step's peak, and what makes it smaller."""
+    from .parallel.report import explain
+
+    needed = step.needed()
+    parts = f"activations {explain.size_of(needed.activations)}"
+    if needed.messages:
+        parts += f", gathered weights and messages {explain.size_of(needed.messages)}"
+    yield f"  this step, traced: {parts}, together {explain.size_of(needed.total)} of {explain.size_of(limit)}"
+    if needed.total <= limit * _USABLE:
+        yield "  it fits by itself: something else in the process uses memory, or there are gaps between blocks"
+        limit = needed.total
+    try:
+        change = next(_changes(step, limit * _USABLE), None) or _no_change(step.prepared, _largest(usage))
+    except TimeoutError:
+        change = f"not found in {_SECONDS:g} s. {step.prepared.less_memory()}"
+    yield f"  smallest change that fits: {change}"
+
+
+def _no_change(prepared: PreparedModel, largest: str) -> str:
+    if prepared.is_partial:
+        return f"none of those that were traced: {largest} need more ranks. {prepared.less_memory()}"
+    return (
+        f"no smaller batch fits, with or without recomputed activations: {largest} need to be sharded. `accelerate "
+        "plan` traces tensor parallelism, pipelines and experts on different ranks, not tried here"
     )
-    if needed <= limit * _USABLE:
-        lines.append(
-            "  it fits by itself: something else in the process uses memory, or there are gaps between blocks"
-        )
-        limit = needed
-    change = next(_changes(step, usage, kept, limit * _USABLE), None)
-    if change is None:
-        change = (
-            f"no smaller batch fits, with or without recomputed activations: {_largest(usage)} need to be sharded. "
-            "`accelerate plan` traces tensor parallelism, pipelines and experts on different ranks, not tried here"
-        )
-    return "\n".join([*lines, f"  smallest change that fits: {change}"])
 
 
-def _of_sharded(prepared: PreparedModel, usage: Mapping[str, int], kept: int, limit: int) -> Iterator[str]:
-    """What is known of a model of which this rank has a part: its step cannot be traced by one rank."""
+def _untraced(prepared: PreparedModel, usage: Mapping[str, int], kept: int, limit: int, why: str) -> Iterator[str]:
+    """What is known of a model of which this rank has a part, where its step was not traced."""
     from .parallel.report import explain
 
     together = f"{explain.size_of(kept)} of {explain.size_of(limit)}"
@@ -114,7 +142,10 @@ def _of_sharded(prepared: PreparedModel, usage: Mapping[str, int], kept: int, li
     else:
         yield f"  without activations it has {together}"
     yield f"  {prepared.less_memory()}"
-    yield "  activations were not traced here, and no change was tried: `accelerate plan` traces them for each layout"
+    yield (
+        f"  activations were not traced here, and no change was tried ({why}): `accelerate plan` traces them for each "
+        "layout"
+    )
 
 
 def _largest(usage: Mapping[str, int]) -> str:
@@ -140,94 +171,190 @@ def memory_limit(kept: int) -> int:
     return max(kept, min(limits, default=kept))
 
 
-def _changes(step: _Step, usage: Mapping[str, int], kept: int, limit: float) -> Iterator[str]:
+def _changes(step: _Step, limit: float) -> Iterator[str]:
     """Changes that fit, the smallest first."""
     from .parallel.report import explain
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    yield from _smaller_batches(step, limit)
+    changes = step.prepared.traceable_changes()
+    for change, text in changes.items():
+        needed = step.needed(change=change)
+        if needed.total <= limit:
+            yield f"{text}: {explain.size_of(needed.total)}"
+    if step.prepared.is_partial:
+        for change, text in changes.items():
+            yield from (f"{text}, and {found}" for found in _smaller_batches(step, limit, change))
+    elif ranks > 1:
+        # Gathered for the computation: the largest block, and the next one.
+        total = step.kept // ranks + step.needed().activations + 2 * step.largest_block()
+        if total <= limit:
+            yield f"shard the model over the {ranks} ranks (FSDP): {explain.size_of(total)}"
+
+
+def _smaller_batches(step: _Step, limit: float, change: Change = _NO_CHANGE) -> Iterator[str]:
+    """The largest of the smaller batches that fits."""
+    from .parallel.report import explain
+
     smaller = 2
     while smaller <= min(_MOST_BATCHES, step.samples):
-        needed = kept + step.activations(smaller)
-        if needed <= limit:
-            yield (
-                f"batches of {-(-step.samples // smaller)} instead of {step.samples}, with "
-                f"gradient_accumulation_steps x{smaller}: {explain.size_of(needed)}"
-            )
-            break
+        if step.expected(smaller, change) * _NEARLY <= limit:
+            needed = step.needed(smaller, change)
+            if needed.total <= limit:
+                yield (
+                    f"batches of {-(-step.samples // smaller)} instead of {step.samples}, with "
+                    f"gradient_accumulation_steps x{smaller}: {explain.size_of(needed.total)}"
+                )
+                return
         smaller *= 2
-    blocks = step.blocks()
-    if blocks:
-        needed = kept + step.activations(checkpointing=True)
-        if needed <= limit:
-            yield f"recompute the activations of {blocks} blocks (activation_checkpointing): {explain.size_of(needed)}"
-    if ranks > 1:
-        # Gathered for the computation: the largest block, and the next one.
-        needed = kept // ranks + step.activations() + 2 * step.largest_block()
-        if needed <= limit:
-            yield f"shard the model over the {ranks} ranks (FSDP): {explain.size_of(needed)}"
+
+
+class _Needed(NamedTuple):
+    """Bytes at the peak of a step: all of them, and those of activations and of gathered weights and messages."""
+
+    total: int
+    activations: int
+    messages: int
 
 
 class _Step:
     """Forward and backward of a model with given inputs, on fake tensors.
 
     Args:
-        model: a plain module.
+        prepared: the model.
         inputs: (positional, named) arguments of its forward.
         precision: of the run.
+        usage: the memory of the run by kind.
+        kept: their sum.
     """
 
-    def __init__(self, model: nn.Module, inputs: tuple[Any, Any], precision: Precision) -> None:
-        self.model = model
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        inputs: tuple[Any, Any],
+        precision: Precision,
+        usage: Mapping[str, int],
+        kept: int,
+    ) -> None:
+        self.prepared = prepared
+        self.kept = kept
         self._inputs = inputs
         self._precision = precision
+        self._until = time.monotonic() + _SECONDS
+        self._traced: dict[tuple[int, Change], _Needed] = {}
+        own = prepared.memory_usage(windows=False)
+        # What the process has besides parameters, gradients and buffers of the model; the same where its shards, and
+        # what the optimizer has for them, are on the host.
+        sharded = own[kinds.PARAMETERS] + own[kinds.GRADIENTS]
+        self._rest = kept - sharded - kinds.of_buffers([prepared.module])
+        self._rest_of_device = kept - sharded - usage[kinds.STATE] - own[kinds.MASTER_WEIGHTS]
         first = Counter(tensor.shape[0] for tensor in kinds.tensors_in(list(_values(inputs))) if tensor.dim())
         self.samples: int = first.most_common(1)[0][0] if first else 1
 
-    def blocks(self) -> int:
-        """The number of blocks that the model names."""
-        return len(self._blocks(self.model))
-
-    def _blocks(self, model: nn.Module) -> list[nn.Module]:
-        names = set(getattr(model, "_no_split_modules", None) or ())
-        return [module for module in model.modules() if type(module).__name__ in names]
-
     def largest_block(self) -> int:
         """Bytes of the parameters of the largest block; of the model if it names none."""
-        found = self._blocks(self.model) or [self.model]
+        found = self.prepared.blocks() or [self.prepared.inner]
         return max(kinds.local_bytes(block.parameters()) for block in found)
 
-    def activations(self, smaller: int = 1, checkpointing: bool = False) -> int:
-        """Bytes at the peak besides weights and gradients, with a batch that is so many times smaller."""
+    def cannot_be_traced(self) -> str | None:
+        """Why the step of this rank cannot be traced without the others; None if it can be."""
+        try:
+            self.needed()
+        except Exception as failure:
+            if not self.prepared.is_partial:
+                raise
+            kind = "" if isinstance(failure, PrepareError) else f"{type(failure).__name__}: "
+            return " ".join(f"{kind}{failure}".split())[:300]
+        return None
+
+    def needed(self, smaller: int = 1, change: Change = _NO_CHANGE) -> _Needed:
+        """The peak with a batch that is so many times smaller, and with a change. Raises TimeoutError."""
+        state = GradientState()
+        if state.sync_each_batch or smaller * state.num_steps == 1:
+            change = replace(change, reduce=False)
+        key = smaller, change
+        if key not in self._traced:
+            self._traced[key] = self._trace(smaller, change)
+        return self._traced[key]
+
+    def expected(self, smaller: int, change: Change) -> float:
+        """About `needed`, from the trace with batches of the present size: activations become smaller with them."""
+        one, windows = self.needed(change=change), 0
+        if not change.reduce and not GradientState().sync_each_batch:
+            windows = self.prepared.window_gradients() or 0
+        if GradientState().num_steps > 1:
+            return one.total - (one.activations - windows) * (1 - 1 / smaller)
+        return one.total - one.activations * (1 - 1 / smaller) + windows
+
+    def _trace(self, smaller: int, change: Change) -> _Needed:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        from .parallel.activation import checkpoint_activations
-        from .parallel.report.ledger import ACTIVATIONS, GRADIENTS, WEIGHTS, Ledger, fake_copy, loss_of
+        from .parallel.report import ledger as report
 
-        ledger = Ledger(fake=True)
-        with FakeTensorMode(allow_non_fake_inputs=True), ledger:
-            model = fake_copy(self.model).train()
+        ledger = report.Ledger(fake=True, sends=False)
+        state = GradientState()
+        # More batches than two in a window have the memory of two.
+        batches = min(2, smaller * state.num_steps) if self.prepared.is_partial else 1
+        with _quietly(), FakeTensorMode(allow_non_fake_inputs=True), self.prepared.tracing(), ledger:
+            model = self.prepared.traced_copy(change).train()
             # The copy of a wrapped forward would call the original model.
             vars(model).pop("forward", None)
-            if checkpointing:
-                checkpoint_activations(model, self._blocks(model), torch.device("cpu"))
-            ledger.label([*model.parameters(), *model.buffers()], WEIGHTS)
-            args, kwargs = (self._shrunk(value, smaller) for value in self._inputs)
-            # Not on the device type of the run: the trace is on the CPU.
-            dtype = torch.get_autocast_dtype("cpu")
-            with torch.autocast("cpu", dtype, enabled=self._precision.computes_in in ("bfloat16", "float16")):
-                loss = loss_of(model(*args, **kwargs))
-            loss.backward()
-            ledger.label([p.grad for p in model.parameters() if p.grad is not None], GRADIENTS)
-        return ledger.peak()[ACTIVATIONS]
+            for module in model.modules():
+                module.register_forward_pre_hook(self._check_time, prepend=True)
+            ledger.label([*model.parameters(), *model.buffers()], report.WEIGHTS)
+            start = ledger.mark()
+            for batch in range(batches):
+                self.prepared.switch_reduction(model, change.reduce or state.sync_each_batch or batch == batches - 1)
+                self._backward(model, smaller)
+                ledger.label([p.grad for p in model.parameters() if p.grad is not None], report.GRADIENTS)
+        if not self.prepared.is_partial:
+            activations = ledger.peak(start)[report.ACTIVATIONS]
+            return _Needed(self.kept + activations, activations, 0)
+        granularity = 512 if torch.cuda.is_initialized() else 64
+        if change.offload or self.prepared.offloads():
+            peak = ledger.peak(start, granularity, (report.ACTIVATIONS, report.MESSAGES))
+            rest = self._rest_of_device
+        else:
+            peak, rest = ledger.peak(start, granularity), self._rest
+        return _Needed(rest + sum(peak.values()), peak[report.ACTIVATIONS], peak[report.MESSAGES])
+
+    def _check_time(self, *_: object) -> None:
+        # In a backward, which computes a block again, an error could end the process.
+        if time.monotonic() > self._until and torch._C._current_graph_task_id() == -1:
+            raise TimeoutError("the time for traces is over")
+
+    def _backward(self, model: nn.Module, smaller: int) -> None:
+        from .parallel.report.ledger import loss_of
+
+        args, kwargs = (self._shrunk(value, smaller) for value in self._inputs)
+        lower = self._precision.native_amp
+        # Not on the device type of the run: the trace is on the CPU.
+        with torch.autocast("cpu", getattr(self._precision, "dtype", None), enabled=lower):
+            outputs = model(*args, **kwargs)
+        loss_of(convert_to_fp32(outputs) if lower else outputs).backward()
 
     def _shrunk(self, value: Any, smaller: int) -> Any:
         def shrink(tensor: torch.Tensor) -> torch.Tensor:
-            shape = list(tensor.shape)
+            shape = list(self.prepared.traced_shape(tensor.shape))
             if shape and shape[0] == self.samples:
                 shape[0] = -(-shape[0] // smaller)
             return torch.zeros(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
         return map_leaves(shrink, value)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """A block without what libraries say about fake tensors, which leaves the random states as they are."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.disabled = before
 
 
 def _values(inputs: tuple[Any, Any]) -> Iterator[Any]:

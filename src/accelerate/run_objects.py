@@ -41,10 +41,26 @@ class RunObjects:
         """The prepared model whose parameters an optimizer steps; None where it is no prepared model."""
         return next((model for model in self.models if model.trains_with(optimizer.optimizer)), None)
 
+    def refuse_new_parameters(self, optimizer: AcceleratedOptimizer) -> None:
+        """Raise PrepareError for a parameter of an optimizer that a model has only since `prepare`.
+
+        That is, where the model's layout would not average its gradients, and no other prepared model does.
+        """
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for model in self.models:
+            for name, parameter in model.new_parameters().items():
+                if id(parameter) in own and not any(_trains(other, parameter) for other in self.models):
+                    raise model.added_parameter(name)
+
     def clear(self) -> None:
         """Forget what was prepared; what was registered stays."""
         for listed in (self.models, self.optimizers, self.schedulers, self.dataloaders):
             listed.clear()
+
+
+def _trains(model: PreparedModel, parameter: torch.Tensor) -> bool:
+    new = {id(p) for p in model.new_parameters().values()}
+    return id(parameter) not in new and any(p is parameter for p in model.module.parameters())
 
 
 def check_preparable(objects: Sequence[Any]) -> None:

@@ -49,7 +49,7 @@ def is_last():
     return my_rank() == WORLD - 1
 
 
-def disagree(needles, function, *args, within=10.0, **kwargs):
+def disagree(needles, function, *args, within=30.0, **kwargs):
     """All ranks raise the same words, `within` seconds, and understand each other afterwards."""
     begin = time.monotonic()
     try:
@@ -137,7 +137,7 @@ def test_a_rank_that_comes_late_is_named_and_hears_of_it():
         ],
         gather,
         one,
-        within=15.0,
+        within=30.0,
     )
     for turn in range(20):
         assert gather(torch.tensor(turn)).tolist() == [turn] * WORLD
@@ -157,4 +157,4 @@ def test_a_rank_that_has_ended_is_named():
             assert "rank 2 did not call it and has ended" in str(error), error
         else:
             raise AssertionError("went on without rank 2")
-        assert time.monotonic() - begin < 10.0
+        assert time.monotonic() - begin < 30.0

@@ -168,9 +168,9 @@ def test_nobody_is_left_behind(tmp_path, number):
     )  # fmt: skip
     pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
     launcher.send_signal(number)
-    launcher.communicate(timeout=20)
+    launcher.communicate(timeout=40)
     assert launcher.returncode == (-9 if number == signal.SIGKILL else 128 + number)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while any(_alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank outlived its launcher"
         time.sleep(0.02)
@@ -196,7 +196,7 @@ def test_what_a_failed_rank_started_is_killed_with_it(launch):
         "--cpu", "--num_processes", "2",
     )  # fmt: skip
     assert done.returncode == 3
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while _alive(int(done.stdout.split()[1])):
         assert time.monotonic() < deadline, "a child outlived its rank"
         time.sleep(0.02)

@@ -66,7 +66,7 @@ def test_a_failure_on_one_machine_stops_both(machines, meeting):
     """
     began = time.monotonic()
     (code, _, errors), (other_code, _, other_errors) = machines(source, RANKS, *meeting, "--num_processes", "4")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
     assert code == other_code == 1
     assert "rank 3 on" in errors and "KeyError: 'the cause'" in errors and "Traceback" not in errors
     assert "rank 3 failed: KeyError: 'the cause'" in other_errors and other_errors.count("Traceback") == 1

@@ -78,7 +78,7 @@ def strike(target: str, pids: list[int], launcher: subprocess.Popen) -> None:
 
 def gone(pids: list[int]) -> bool:
     """Whether none of the processes is left, within seconds."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         if not any(Path(f"/proc/{pid}").exists() for pid in pids):
             return True

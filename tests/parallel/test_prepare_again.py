@@ -68,3 +68,38 @@ def test_fsdp_refuses_what_it_would_not_shard(options, change):
     for again in (raw, model):
         with pytest.raises(ValueError, match=rf"^{name}\.weight was added or replaced"):
             run.prepare(again)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_optimizers_do_not_step_on_parameters_that_the_layout_does_not_train(version):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=True) if version else None
+    run = Accelerator(cpu=True, fsdp_plugin=plugin)
+    raw = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64))
+    model, optimizer = run.prepare(raw, torch.optim.SGD(raw.parameters(), 0.1))
+    inner = run.unwrap_model(model)
+
+    def step():
+        run.backward(model(torch.ones(3, 2, dtype=torch.float64)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    # Parameters of no prepared model, and of one that is prepared later.
+    other = nn.Linear(2, 2, dtype=torch.float64)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2)), *other.parameters()]})
+    step()
+    if version == 0:
+        inner.other = other
+        run.prepare(other)
+        step()
+    add_layer(inner)
+    step()
+    before = inner[0].weight.detach().clone()
+    optimizer.add_param_group({"params": list(inner.adapter.parameters())})
+    with pytest.raises(ValueError, match=r"^adapter\.weight was added or replaced after"):
+        step()
+    assert torch.equal(inner[0].weight, before)
+    if version == 0:
+        model, optimizer = run.prepare(model, optimizer)
+        step()

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.config.training import DistributedDataParallelKwargs
 from accelerate.core.errors import PrepareError
+from accelerate.parallel.fsdp import units
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -220,7 +221,7 @@ def test_gradients_are_cleared_between_forward_and_backward():
 @on_ranks(2)
 def test_units_are_sharded_again_at_the_step():
     run, model, optimizer = prepared("fsdp2")
-    groups = [module._get_fsdp_state()._fsdp_param_groups[0] for module in (model, *model.blocks)]
+    groups = [units.groups(module._get_fsdp_state())[0] for module in (model, *model.blocks)]
     penalty(model, batches(1)[0][0], run.backward)
     assert all(group.is_unsharded for group in groups)
     # Saving reshards; the graph can still be used.

@@ -19,6 +19,7 @@ LAYOUTS = {
     "ddp": dict,
     "ddp, unused": lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]},
     "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, min_num_params=10)},
+    "fsdp1": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)},
     "tp": lambda: {
         "parallelism_config": ParallelismConfig(
             tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
@@ -67,7 +68,7 @@ def compare(name, change):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["fsdp2", "tp"])
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "tp"])
 def test_equals_the_plain_loop(name):
     compare(name, alternate)
     compare(name, unfreeze)
@@ -114,3 +115,18 @@ def test_a_discriminator_frozen_for_the_generators_step(name):
         state = run.get_state_dict(model)
         if run.is_main_process:
             torch.testing.assert_close(dict(state), dict(reference.state_dict()), rtol=0, atol=1e-8)
+
+
+@on_ranks(2)
+def test_parts_of_flattened_units_are_not_left_as_they_are_in_silence():
+    options = {"fsdp_version": 1, "use_orig_params": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    plugin = FullyShardedDataParallelPlugin(**options, transformer_cls_names_to_wrap=["Sequential"])
+    run = Accelerator(cpu=True, fsdp_plugin=plugin)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model = run.prepare(nn.Sequential(nn.Linear(4, 4), inner))
+    unit = model.module[1]
+    with pytest.raises(PrepareError, match=r"use_orig_params=False: 0 is a part of a unit"):
+        unit.module[0].requires_grad_(False)
+    unit.requires_grad_(False)
+    run.backward(model(torch.ones(2, 4)).sum())
+    assert [parameter.grad is None for parameter in model.parameters()] == [False, True]

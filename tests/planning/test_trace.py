@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traced steps against real ones: the peak that torch's own allocator counts, on one rank and on several."""
 
-import ctypes
-import gc
-from pathlib import Path
-
 import pytest
 import torch
+from allocator import peak_of
 from torch import nn
 
 from accelerate import Accelerator
@@ -51,48 +48,29 @@ def traced(name: str, ranks: int) -> trace.Step:
     return step
 
 
-def allocations(profile: torch.profiler.profile) -> list:
-    """The allocations and frees of the profiled thread in order, each with the allocator's count."""
-    found, nodes = [], list(profile.profiler.kineto_results.experimental_event_tree())
-    while nodes:
-        node = nodes.pop()
-        nodes += node.children
-        if hasattr(node.extra_fields, "total_allocated"):
-            found.append(node)
-    return [node.extra_fields for node in sorted(found, key=lambda node: node.start_time_ns)]
-
-
 def measured(variables: dict, batch: BatchShape) -> int:
     """The lowest peak of four steps: what is kept between steps, and torch's allocator."""
     from accelerate.core import env
 
-    # The allocator counts in all threads, gloo's among them, and not only in the profiled one.
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    counts_always = ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage")
-    counts_always.value = True
     env.publish(variables)
     accelerator = Accelerator(cpu=True)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
-    peaks = []
-    for _ in range(5):
-        gc.collect()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            loss = loss_of(model(**fake_batch(model, batch)))
-            accelerator.backward(loss)
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
-        events = allocations(profile)
-        before = events[0].total_allocated - events[0].alloc_size
-        peaks.append(max(one.total_allocated for one in events) - before)
-    counts_always.value = False
+
+    def step():
+        loss = loss_of(model(**fake_batch(model, batch)))
+        accelerator.backward(loss)
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+
+    peak = peak_of(step)
     states = [value for state in optimizer.state.values() for value in state.values()]
     kept = sum(getattr(one, "_local_tensor", one).nbytes for one in [*model.parameters(), *states])
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         kept += sum(one.nbytes for one in model.parameters())  # its buckets
-    return kept + min(peaks[1:])
+    return kept + peak
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.errors import PrepareError
 from ..precision.base import Precision
 from .gradients import GradientReducer
 from .report import memory
@@ -42,6 +43,23 @@ class CommunicationVolume:
     sent: float
     unit: str = ""
     about: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is different in a traced step.
+
+    Fields:
+        checkpointing: blocks recompute their activations in the backward.
+        reshard: units are resharded after their forward.
+        reduce: each backward of a window reduces gradients.
+        offload: shards are in host memory between their uses.
+    """
+
+    checkpointing: bool = False
+    reshard: bool = False
+    reduce: bool = False
+    offload: bool = False
 
 
 class VolumeCounter:
@@ -112,8 +130,13 @@ class PreparedModel:
         """Whether other parameters train than when the model was prepared, so that it must be prepared again."""
         return False
 
-    def refuse_new_parameters(self) -> None:
-        """Raise PrepareError for parameters added since `prepare` that the layout cannot train; the base class can."""
+    def new_parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters, by name, that were added since `prepare` and that the layout does not train."""
+        return {}
+
+    def added_parameter(self, name: str) -> PrepareError:
+        """The error for a parameter of `new_parameters`."""
+        return PrepareError(f"{name} was added or replaced after {type(self.inner).__name__} was prepared")
 
     def is_of(self, module: nn.Module) -> bool:
         """Whether `module` is this model, with or without its wrappers."""
@@ -132,9 +155,64 @@ class PreparedModel:
     def reshard(self) -> None:
         """Keep only this rank's shards of the parameters, as between two steps."""
 
+    # -- a traced step
+
+    def blocks(self) -> list[nn.Module]:
+        """The modules whose activations may be recomputed; none if some are already."""
+        recomputes = any(
+            type(module).__name__ == "CheckpointWrapper" or vars(module).get("gradient_checkpointing")
+            for module in self.inner.modules()
+        )
+        return [] if recomputes else self._named_blocks()
+
+    def _named_blocks(self) -> list[nn.Module]:
+        """The modules that the model names."""
+        names = set(getattr(self.inner, "_no_split_modules", None) or ())
+        return [module for module in self.inner.modules() if type(module).__name__ in names]
+
+    def traceable_changes(self) -> dict[Change, str]:
+        """The changes that `traced_copy` can make, with what they are called."""
+        count = len(self.blocks())
+        text = f"recompute the activations of {count} blocks (activation_checkpointing)"
+        return {Change(checkpointing=True): text} if count else {}
+
+    def traced_copy(self, change: Change) -> nn.Module:
+        """A copy of the module on fake tensors on the CPU, with a change; call it in a fake mode.
+
+        The module may be in the middle of a step, and no other rank takes part.
+
+        Raises:
+            PrepareError: one rank cannot trace a step of this layout.
+        """
+        from .activation import checkpoint_activations
+        from .report.ledger import fake_copy
+
+        if self.is_partial:
+            raise PrepareError("one rank has a part of the model, and the others would have to take part")
+        memo: dict[int, Any] = {}
+        copied = fake_copy(self.inner, memo)
+        if change.checkpointing:
+            checkpoint_activations(copied, [memo[id(block)] for block in self.blocks()], torch.device("cpu"))
+        return copied
+
+    def switch_reduction(self, copied: nn.Module, on: bool) -> None:
+        """Set whether the next backward of a `traced_copy` reduces gradients, where it does so itself."""
+
+    def traced_shape(self, shape: Sequence[int]) -> Sequence[int]:
+        """The shape of an input as this process computes it, of the one that was given to the model."""
+        return shape
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """A context for the step of a `traced_copy`."""
+        return contextlib.nullcontext()
+
+    def offloads(self) -> bool:
+        """Whether parameters, gradients and the optimizer's state are in host memory between their uses."""
+        return False
+
     def less_memory(self) -> str:
         """What reduces the memory of a step of this layout, for a model of which this process has a part."""
-        return "less memory: smaller batches with more gradient_accumulation_steps, recomputed activations"
+        return "Less memory: smaller batches with more gradient_accumulation_steps, recomputed activations"
 
     def swappable(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model's parameters may be replaced by other tensors (master weights)."""
@@ -200,10 +278,14 @@ class PreparedModel:
             windows: gradients accumulate over several backwards and are averaged in the last one only.
             seen: ids of tensors that were counted for another model; extended.
         """
-        found = memory.of_model(self.module, self.master_weights(), set() if seen is None else seen)
+        found = memory.of_model(self.kept_parameters(), self.master_weights(), set() if seen is None else seen)
         if windows and (size := self.window_gradients()) is not None:
             found[memory.GRADIENTS] = size
         return found
+
+    def kept_parameters(self) -> Iterable[torch.Tensor]:
+        """The parameters that this process keeps between two steps, also while it has others for a computation."""
+        return self.module.parameters()
 
     def window_gradients(self) -> int | None:
         """Bytes of the unsharded gradients that this rank keeps until a window's last backward, with all others.

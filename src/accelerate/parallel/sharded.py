@@ -29,11 +29,12 @@ from .accumulated import AccumulatedGradients
 from .averages import support_mixed_lists
 from .base import Bundle, Strategy
 from .context.region import ContextParallel
+from .dtensor_losses import plain_gradients
 from .fsdp import state as fsdp_state
 from .gradients import AgreeingScaler, GradientReducer
 from .local_step import step_locally
 from .optimizer_scope import OPT_OUT, Scope, find_scope, is_elementwise
-from .prepared import CommunicationVolume, PreparedModel
+from .prepared import Change, CommunicationVolume, PreparedModel
 from .pretrained import require_state_dict
 from .remap import ParameterPlaces, Replacements, check_trains
 from .report import communication
@@ -112,6 +113,58 @@ class ShardedModel(PreparedModel):
         finally:
             for shard in shards:
                 del shard.reset_sharded_param
+
+    def kept_parameters(self) -> list[torch.Tensor]:
+        """The shards, where a unit is unsharded now."""
+        kept = {
+            id(getattr(shard, "_unsharded_param", shard)): shard.sharded_param for shard in shards_of(self.units())
+        }
+        return [kept.get(id(parameter), parameter) for parameter in self.module.parameters()]
+
+    # -- a traced step
+
+    def _named_blocks(self) -> list[nn.Module]:
+        """The modules of FSDP2's units inside of another; if there is none, those that the model names."""
+        from .fsdp import traced
+
+        return traced.inner_units(self.inner) or super()._named_blocks()
+
+    def traceable_changes(self) -> dict[Change, str]:
+        """Also those of FSDP2's units."""
+        from .fsdp import traced
+
+        return {**super().traceable_changes(), **traced.changes(self.inner)}
+
+    def traced_copy(self, change: Change) -> nn.Module:
+        """A copy whose units FSDP2 shards over the same ranks, and whose DTensors have local tensors of this size."""
+        from .fsdp import traced
+
+        return traced.fake_sharded_copy(self.inner, change, self.blocks() if change.checkpointing else ())
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Attention sends what it sent in the last batch with split sequences."""
+        if self.sequence is None:
+            yield
+            return
+        with self.sequence.tracing():
+            yield
+
+    def traced_shape(self, shape: Sequence[int]) -> Sequence[int]:
+        """The part of split sequences that this rank computes."""
+        return shape if self.sequence is None else self.sequence.local_shape(shape)
+
+    def switch_reduction(self, copied: nn.Module, on: bool) -> None:
+        """Of all units."""
+        for module in copied.modules():
+            if isinstance(module, FSDPModule):
+                module.set_requires_gradient_sync(on, recurse=False)
+
+    def offloads(self) -> bool:
+        """By the policy of FSDP2's units."""
+        from .fsdp import traced
+
+        return traced.offloads(self.inner)
 
     # -- state
 
@@ -244,7 +297,8 @@ class ShardedStrategy(Strategy):
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The backward, in which split attention may be recomputed, and the reductions that are left."""
-        with contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing():
+        split = contextlib.nullcontext() if self.sequence is None else self.sequence.recomputing()
+        with split, plain_gradients(loss, self.gradient_group, self.gradient_ranks):
             super().backward(loss, **kwargs)
         for prepared in self.prepared:
             gradients.finish(prepared.reducers)

@@ -42,7 +42,7 @@ def batches(steps):
         yield tokens[:, :-1].contiguous(), labels
 
 
-def plain_run(steps, mean_of_batches):
+def plain_run(steps, mean_of_batches, change=None):
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     norms, window = [], []
@@ -50,6 +50,8 @@ def plain_run(steps, mean_of_batches):
         window.append((ids, labels))
         if len(window) < ACCUMULATION:
             continue
+        if change is not None:
+            change(len(norms), model)
         items = sum((labels != -100).sum() for _, labels in window)
         for ids, labels in window:
             if mean_of_batches:
@@ -76,7 +78,7 @@ def start(**kwargs):
     )
 
 
-def run(accelerator, steps, mean_of_batches=False):
+def run(accelerator, steps, mean_of_batches=False, change=None):
     """The loop as a user writes it."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -86,6 +88,8 @@ def run(accelerator, steps, mean_of_batches=False):
     for ids, labels in batches(steps):
         ids, labels = ids.chunk(count)[index].clone(), labels.chunk(count)[index].clone()
         whole = ids.clone()
+        if change is not None:
+            change(len(norms), accelerator.unwrap_model(model))
         with (
             accelerator.accumulate(model),
             accelerator.maybe_context_parallel([ids, labels], [1, 1], no_restore_buffers={labels}),
@@ -133,6 +137,20 @@ def test_two_ranks(sizes, expected):
     compare(accelerator, model, norms, expected)
     told = str(accelerator.explain())
     assert ("heads for rows over sp" if "sp_size" in sizes else "keys and values over cp") in told, told
+
+
+def freeze_in_turn(step, model):
+    model.requires_grad_(True)
+    model.layers[0].requires_grad_(step % 2 == 0)
+    model.layers[1].requires_grad_(step % 3 != 1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sizes", [{"cp_size": 2, "strategy": "alltoall"}, {"sp_size": 2}], ids=["cp", "sp"])
+def test_frozen_in_turn(sizes):
+    accelerator = start(**sizes)
+    model, _, norms = run(accelerator, 4, change=freeze_in_turn)
+    compare(accelerator, model, norms, plain_run(4, False, freeze_in_turn))
 
 
 @on_ranks(2)

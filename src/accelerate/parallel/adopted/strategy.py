@@ -25,16 +25,27 @@ from ..base import Bundle
 from ..fsdp.copies import support_averages
 from ..fsdp.fsdp2 import Fsdp2Model
 from ..fsdp.inference_mode import allow_inference_mode
+from ..gradient_hooks import refuse_later_hooks
 from ..prepared import CommunicationVolume, PreparedModel
 from ..report import communication
-from ..sharded import ShardedStrategy
+from ..sharded import ShardedStrategy, shards_of
 from ..tensor import plan as tensor_plan
 from ..tensor import random as tensor_random
 from .sharing import Averages, Ranks, declared, find_layout, parameters_of, reducers_of, tensor_parallel_mesh
 
 
 class AdoptedModel(Fsdp2Model):
-    """A model that was sharded before `prepare`."""
+    """A model that was sharded before `prepare`.
+
+    Attributes:
+        replicated: the ids of the parameters that are no shards and that it had when it was prepared.
+    """
+
+    replicated: frozenset[int] = frozenset()
+
+    def new_parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters that the model did not have when it was prepared."""
+        return {name: p for name, p in super().new_parameters().items() if id(p) not in self.replicated}
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume] | None:
         """Messages of FSDP2 and of this library; None if layers of the model send messages as well."""
@@ -131,6 +142,9 @@ class Adopted(ShardedStrategy):
         _sum_once(model)
         prepared = self.as_prepared(model)
         prepared.reducers = reducers_of(model, self._averages, self.data_group)
+        # Where all ranks read the same samples, no reducer has them.
+        prepared.replicated = frozenset(id(p) for p in model.parameters() if not isinstance(p, DTensor))
+        refuse_later_hooks(shard.sharded_param for shard in shards_of([model]))
         support_averages(model)
         return prepared
 

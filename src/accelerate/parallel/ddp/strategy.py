@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
@@ -23,6 +25,10 @@ from ..base import Strategy
 from ..prepared import CommunicationVolume, PreparedModel
 from ..report import memory
 
+# torch's errors, with the indices of parameters.
+_NO_GRADIENT = re.compile(r"which did not receive grad for rank \d+: ([\d ]+)")
+_READY_TWICE = re.compile(r"Parameter at index (\d+)\b.* marked as ready twice")
+
 
 class ReplicatedModel(PreparedModel):
     """A model of which each process has all parameters, inside torch's DDP if any of them trains.
@@ -35,6 +41,7 @@ class ReplicatedModel(PreparedModel):
         self.element_size = element_size
         self.forwards: Forwards | None = None
         # Parameters, by name, that DDP reduces, and those that it does not, since they were frozen when it was made.
+        # Empty for a model that was prepared for evaluation.
         self.reduced: dict[str, torch.nn.Parameter] = {}
         self.frozen: dict[str, torch.nn.Parameter] = {}
 
@@ -47,14 +54,30 @@ class ReplicatedModel(PreparedModel):
     @property
     def is_outgrown(self) -> bool:
         """Whether DDP reduces other parameters than the trainable ones, or there is no DDP although some do."""
-        if not dist.is_initialized():  # XLA on one process
-            return False
+        # XLA on one process has no group.
+        return dist.is_initialized() and set(map(id, self._trained())) != set(map(id, self.reduced.values()))
+
+    def _trained(self) -> dict[nn.Parameter, str]:
+        """The trainable parameters that DDP is not told to ignore."""
         replica = replica_of(self.module)
         ignored = () if replica is None else replica.parameters_to_ignore
-        trained = {id(p) for name, p in self.inner.named_parameters() if p.requires_grad and name not in ignored}
-        return trained != set(map(id, self.reduced.values()))
+        return {p: name for name, p in self.inner.named_parameters() if p.requires_grad and name not in ignored}
 
-    def check_trained(self, replica: DistributedDataParallel) -> None:
+    def new_parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters that DDP does not know: it does not average their gradients."""
+        if not dist.is_initialized() or not (self.reduced or self.frozen):
+            return {}
+        known = {id(p) for p in (*self.reduced.values(), *self.frozen.values())}
+        return {name: p for p, name in self._trained().items() if id(p) not in known}
+
+    def added_parameter(self, name: str) -> PrepareError:
+        """The error for a parameter of `new_parameters`."""
+        return PrepareError(
+            f"{name} was added or replaced after {type(self.inner).__name__} was prepared, and DDP does not average "
+            "its gradient. Add adapters and replace layers before prepare, or prepare model and optimizer again"
+        )
+
+    def check_trained(self, replica: DistributedDataParallel | None) -> None:
         """Raise PrepareError where other parameters train than those that DDP reduces, before a backward.
 
         Gradients would not be averaged, and torch's error comes a step later, if at all.
@@ -66,14 +89,48 @@ class ReplicatedModel(PreparedModel):
                 "DistributedDataParallelKwargs), or prepare the model and its optimizer again"
             )
         name = next((name for name, p in self.reduced.items() if not p.requires_grad), None)
-        # DDP waits once it has a gradient: not where the entire model is frozen, as a GAN's discriminator is.
-        waits = not replica.find_unused_parameters and any(p.requires_grad for p in self.reduced.values())
-        if name is None or not waits:
+        if name is None or replica is None or replica.find_unused_parameters:
+            return
+        if not any(parameter.requires_grad for parameter in self.reduced.values()):
+            # DDP waits once it has a gradient: not where the entire model is frozen, as a GAN's discriminator is.
             return
         raise PrepareError(
             f"{name} was frozen after {type(self.inner).__name__} was prepared, and DDP waits for its gradient. Set "
             "find_unused_parameters=True (DistributedDataParallelKwargs), or prepare the model and its optimizer again"
         )
+
+    def check_reduced(self, replica: DistributedDataParallel) -> None:
+        """Raise PrepareError where a backward has left gradients out for which DDP waits.
+
+        torch raises its error in the next forward: after the step, and not at all where no forward follows.
+        """
+        try:
+            replica.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            if (found := _NO_GRADIENT.search(str(error))) is None:
+                raise
+            missing = self._names_at(map(int, found[1].split()))
+            raise PrepareError(
+                f"the loss does not depend on {missing} of {type(self.inner).__name__}, and DDP waits for the "
+                "gradient. Set find_unused_parameters=True (DistributedDataParallelKwargs), freeze what is not "
+                "trained before prepare, or add a term that uses it to the loss"
+            ) from error
+
+    def raise_twice(self, error: RuntimeError) -> None:
+        """Raise PrepareError for torch's error about a parameter whose gradient came twice in a backward."""
+        if (found := _READY_TWICE.search(str(error))) is None:
+            return
+        raise PrepareError(
+            f"{self._names_at([int(found[1])])} of {type(self.inner).__name__} received a gradient twice in one "
+            "backward, and DDP had reduced the first. Activation checkpointing with use_reentrant=True has this "
+            "effect with find_unused_parameters=True, and where several segments use one parameter: set "
+            "use_reentrant=False"
+        ) from error
+
+    def _names_at(self, indices: Iterable[int]) -> str:
+        names = list(self.reduced)
+        found = [names[index] for index in indices]
+        return ", ".join(found[:5]) + (f" and {len(found) - 5} more parameters" if len(found) > 5 else "")
 
     def no_sync(self) -> contextlib.AbstractContextManager[Any]:
         """DDP's own `no_sync`.
@@ -157,12 +214,13 @@ class DataParallel(Strategy):
     def lay_out(self, model: torch.nn.Module) -> PreparedModel:
         """Wrap one model, and watch its forwards."""
         prepared = super().lay_out(model)
-        replica = replica_of(prepared.module)
-        if replica is not None and isinstance(prepared, ReplicatedModel):
-            prepared.forwards = Forwards()
-            replica.register_forward_hook(prepared.forwards)
-            skipped = replica.parameters_to_ignore
-            for name, parameter in replica.module.named_parameters():
+        if isinstance(prepared, ReplicatedModel) and dist.is_initialized():
+            replica = replica_of(prepared.module)
+            if replica is not None:
+                prepared.forwards = Forwards()
+                replica.register_forward_hook(prepared.forwards)
+            skipped = () if replica is None else replica.parameters_to_ignore
+            for name, parameter in prepared.inner.named_parameters():
                 if name not in skipped:
                     (prepared.reduced if parameter.requires_grad else prepared.frozen)[name] = parameter
         return prepared
@@ -171,9 +229,11 @@ class DataParallel(Strategy):
         """The backward. DDP reduces one backward for each forward; it is made ready for the second one, too."""
         synced = []
         for prepared in self.prepared:
-            if not isinstance(prepared, ReplicatedModel) or (forwards := prepared.forwards) is None:
+            if not isinstance(prepared, ReplicatedModel):
                 continue
-            if (replica := replica_of(prepared.module)) is None:
+            replica, forwards = replica_of(prepared.module), prepared.forwards
+            if replica is None or forwards is None:
+                prepared.check_trained(None)
                 continue
             if replica.static_graph and not forwards.has_run and replica._static_graph_delay_allreduce_enqueued:
                 raise PrepareError(
@@ -183,14 +243,21 @@ class DataParallel(Strategy):
             forwards.has_run = True
             if not replica.require_backward_grad_sync:
                 continue
-            synced.append(forwards)
+            synced.append((prepared, replica, forwards))
             if forwards.ready:
                 prepared.check_trained(replica)
-            else:
-                _expect_backward(replica, loss)
-        super().backward(loss, **kwargs)
-        for forwards in synced:
+            if not forwards.ready or (replica.find_unused_parameters and not replica.static_graph):
+                # DDP has looked for unused parameters in the outputs; the loss may use others, as in a penalty.
+                _expect_backward(replica, loss, forwards.ready)
+        try:
+            super().backward(loss, **kwargs)
+        except RuntimeError as error:
+            for prepared, _, _ in synced:
+                prepared.raise_twice(error)
+            raise
+        for prepared, replica, forwards in synced:
             forwards.ready = False
+            prepared.check_reduced(replica)
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of DDP besides the model."""
@@ -245,8 +312,11 @@ def _sent_as(hook: DDPCommunicationHookType) -> int | None:
     return 2 if hook in halves else None
 
 
-def _expect_backward(replica: DistributedDataParallel, loss: torch.Tensor) -> None:
-    """Make DDP reduce the gradients of a backward without its own forward."""
+def _expect_backward(replica: DistributedDataParallel, loss: torch.Tensor, has_forward: bool) -> None:
+    """Make DDP reduce the gradients of this loss, which may be without its own forward."""
+    if has_forward:
+        replica.reducer.prepare_for_backward([loss])
+        return
     if replica._join_config.enable:
         raise PrepareError(
             "join_uneven_inputs: a second backward of one forward. DDP reduces one backward for each forward there: "

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -182,9 +183,36 @@ def start_engine(
     elif type(scheduler).__name__ in VALID_LR_SCHEDULES:
         arguments["lr_scheduler"] = scheduler
     engine, own_optimizer, _, own_scheduler = deepspeed.initialize(**arguments)
+    _refuse_other_backwards(engine)
     wrapped = None if optimizer is None else DeepSpeedOptimizerWrapper(own_optimizer)
     moved = None if scheduler is None or own_scheduler is None else DeepSpeedSchedulerWrapper(own_scheduler, wrapped)
     return engine, wrapped, moved
+
+
+_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _refuse_other_backwards(engine: Any) -> None:
+    """Make a backward through an engine's outputs an error while no engine runs one.
+
+    The engine would take whatever it computes for the gradients of a step: of `loss.backward()`, after which nothing
+    steps, or of `torch.autograd.grad`, which leaves gradients of parameters out.
+    """
+    begin = getattr(engine, "_backward_prologue", None)
+    if begin is None:
+        return  # DeepSpeed before 0.18 has no hooks on outputs
+    _ENGINES.add(engine)
+
+    def check() -> None:
+        if not any(one._running_engine_backward for one in _ENGINES):
+            raise PrepareError(
+                "a backward through the output of a DeepSpeed engine which is not accelerator.backward: call "
+                "accelerator.backward(loss) instead of loss.backward(); take gradients with respect to inputs "
+                "(torch.autograd.grad) from the module, accelerator.unwrap_model(model)"
+            )
+        begin()
+
+    engine._backward_prologue = check
 
 
 def _check_given(name: str, given: Any, placeholder: type, plugin: DeepSpeedPlugin) -> None:

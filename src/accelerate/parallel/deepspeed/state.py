@@ -54,7 +54,7 @@ class EngineState:
     def _full_value(value: torch.Tensor) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param
 
-        found: torch.Tensor | None = safe_get_full_fp32_param(value) if _has_master(value) else None
+        found: torch.Tensor | None = safe_get_full_fp32_param(value) if has_master(value) else None
         if found is not None:
             return found.view(getattr(value, "ds_shape", value.shape))
         with GatheredParameters(value):
@@ -68,14 +68,55 @@ class EngineState:
             raise CheckpointError(
                 f"the state and the model differ in {len(differing)} names: {', '.join(differing[:5])}"
             )
+        for name, value in full.items():
+            shape = getattr(self.light[name], "shape", None)
+            if isinstance(value, torch.Tensor) and value.shape != shape:
+                sharded = " ZeRO stage 3 had sharded it when the state was taken: accelerator.get_state_dict gathers."
+                raise CheckpointError(
+                    f"{name} has the shape {list(value.shape)} in the state and {list(shape or ())} in the model."
+                    + ("" if value.numel() else sharded)
+                )
         for name, target in self.module.state_dict(keep_vars=True).items():
             value = full.get(canonical_name(name))
             if not isinstance(target, torch.Tensor) or value is None:
                 continue
             with GatheredParameters(target, modifier_rank=0):
                 target.data.copy_(value)
-            if _has_master(target):
+            if has_master(target):
                 self._set(target, value, None)
+
+    @torch.no_grad()
+    def take_over(self, parameter: Any) -> bool:
+        """Copy what the program has changed in an unsharded parameter into this rank's fp32 weights.
+
+        Returns whether there was a change. Fp32 weights that round to the parameter's value keep their precision.
+        """
+        if hasattr(parameter, "ds_id"):
+            if parameter.numel() != parameter.ds_numel:
+                return False
+            shard = parameter.ds_tensor
+            changed, kept = self._own(parameter, parameter), shard.data.view(-1)
+            if torch.equal(changed, kept):
+                return False
+            kept.copy_(changed)
+            self._set(parameter, parameter, None)
+            return True
+        fragment = getattr(parameter, "_hp_mapping", None)
+        if fragment is None:
+            return False
+        computing, master = fragment.lp_fragment, fragment.hp_fragment
+        rounded = master.to(device=computing.device, dtype=computing.dtype)
+        if torch.equal(rounded, computing):
+            return False
+        master.copy_(torch.where(rounded == computing, master.to(computing.device), computing.to(master.dtype)))
+        return True
+
+    @staticmethod
+    def _own(parameter: Any, value: torch.Tensor) -> torch.Tensor:
+        """This rank's padded part of a full value of a parameter that ZeRO-3 shards."""
+        size = parameter.ds_tensor.ds_numel
+        own = value.detach().flatten()[size * dist.get_rank() :][:size]
+        return torch.nn.functional.pad(own, (0, size - own.numel()))
 
     # -- optimizer
 
@@ -170,9 +211,7 @@ class EngineState:
         if hasattr(parameter, "ds_id"):
             # The last rank's partition is padded, which DeepSpeed's functions for full values do not handle.
             set_weights, set_entry = safe_set_local_fp32_param, safe_set_local_optimizer_state
-            size = parameter.ds_tensor.ds_numel
-            own = value.flatten()[size * dist.get_rank() :][:size]
-            value = torch.nn.functional.pad(own, (0, size - own.numel()))
+            value = self._own(parameter, value)
         elif not hasattr(parameter, "_hp_mapping"):
             return
         if key is None:
@@ -226,7 +265,7 @@ def GatheredParameters(
         yield
 
 
-def _has_master(value: torch.Tensor) -> bool:
+def has_master(value: torch.Tensor) -> bool:
     """Whether an engine trains a parameter. Stage 3 also shards models for inference, without an optimizer."""
     return value.requires_grad and (hasattr(value, "_z3_optimizer") or not hasattr(value, "ds_id"))
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from ...config.deepspeed import DeepSpeedPlugin, get_active_deepspeed_plugin
 from ...core import env
@@ -26,6 +27,7 @@ from ..optimizer_scope import refuse_flat_shards
 from ..placeholders import DummyOptim, DummyScheduler
 from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
 from ..report.communication import dtype_name
+from .changes import ParameterChanges
 from .engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -46,6 +48,17 @@ class EngineModel(PreparedModel):
         super().__init__(engine, precision)
         self.plugin = plugin
         self.state = state
+        self.changes: ParameterChanges = ParameterChanges(state)
+        # `load_state_dict` of a module would leave out ZeRO's fp32 weights, and its next step undo the load.
+        engine.load_state_dict = self._load  # type: ignore[method-assign]
+
+    def _load(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if assign:
+            raise ConfigurationError("load_state_dict(assign=True): a DeepSpeed engine steps the parameters it has")
+        state = {name.removeprefix("module."): value for name, value in state_dict.items()}
+        known = set(self.state.light)
+        self.load_state_dict(state, strict)
+        return _IncompatibleKeys(sorted(known - set(state)), sorted(set(state) - known))
 
     @property
     def inner(self) -> nn.Module:
@@ -59,15 +72,18 @@ class EngineModel(PreparedModel):
 
     def state_dict(self) -> dict[str, Any]:
         """The weights that the engine computes with. Raises ValueError if stage 3 is not configured to gather them."""
+        self.changes.take_over()
         return computing_weights(self.module, self.plugin)
 
     def checkpoint_state_dict(self) -> dict[str, Any]:
         """The full state with the optimizer's fp32 weights: on the host of rank 0, empty on the other ranks."""
+        self.changes.take_over()
         return self.state.model_state()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load a full state, which every rank has."""
         self.state.load_model_state(state, strict)
+        self.changes.record()
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the engine made this optimizer."""
@@ -139,6 +155,13 @@ class DeepSpeedZero(Strategy):
             env.publish({"LOCAL_RANK": PartialState().local_process_index})
         deepspeed_comm.start(device)
         self.engine: DeepSpeedEngineWrapper | None = None
+        # Of that engine.
+        self._trained: EngineModel | None = None
+        self._optimizer: DeepSpeedOptimizerWrapper | None = None
+        self._trains = False
+        # `steps_made` of the optimizer when the engine stepped last.
+        self._known_steps = -1
+        self._warned_steps = False
         # Of the engines that `prepare_together` has started and `prepare` has not seen yet.
         self._started: list[EngineModel] = []
         self._warned = False
@@ -215,20 +238,23 @@ class DeepSpeedZero(Strategy):
             plugin, model, optimizer, scheduler, micro_batch_size=micro, gradient_accumulation_steps=steps,
             world_size=dist.get_world_size(),
         )  # fmt: skip
-        self._started.append(EngineModel(engine, self.precision, plugin, EngineState(engine, groups)))
+        prepared = EngineModel(engine, self.precision, plugin, EngineState(engine, groups))
+        self._started.append(prepared)
         if wrapped is not None and _stage(plugin):
             self._watch(engine.module)
         for transform in self.transforms:
             if isinstance(transform, Compile):
                 _compile(engine, transform)
-        if wrapped is not None or self.engine is None:
-            if self.engine is not None:
-                warnings.warn(
-                    "this Accelerator has a DeepSpeed engine already; accelerator.backward uses the first "
-                    "one. Make an Accelerator for each model that trains."
-                )
-            else:
-                self.engine = DeepSpeedEngineWrapper(engine)
+        if self.engine is None or not self._trains:
+            # One without an optimizer, such as a teacher, gives way to the one that trains.
+            self.engine = DeepSpeedEngineWrapper(engine)
+            self._trained, self._optimizer = prepared, wrapped
+            self._trains = wrapped is not None or plugin.get_value("optimizer") is not None
+        elif wrapped is not None:
+            warnings.warn(
+                "this Accelerator has a DeepSpeed engine already; accelerator.backward uses the first "
+                "one. Make an Accelerator for each model that trains."
+            )
         return engine, wrapped, moved
 
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
@@ -253,10 +279,12 @@ class DeepSpeedZero(Strategy):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """The engine's backward, and its step where the window ends."""
-        synchronise = GradientState().sync_gradients
-        self._driven().backward(loss, sync_gradients=synchronise, **kwargs)
-        if self._watches and synchronise:
-            self._warn_unreached()
+        engine, steps = self._driven(), GradientState().sync_gradients
+        if steps:
+            self._before_step()
+        engine.backward(loss, sync_gradients=steps, **kwargs)
+        if steps:
+            self._after_step()
 
     def backward_items(
         self,
@@ -266,8 +294,33 @@ class DeepSpeedZero(Strategy):
         **kwargs: Any,
     ) -> None:
         """The engine's backward; its step multiplies the gradients."""
-        self._driven().backward_items(loss, factor, **kwargs)
-        if self._watches and factor is not None:
+        engine, steps = self._driven(), factor is not None
+        if steps:
+            self._before_step()
+        engine.backward_items(loss, factor, **kwargs)
+        if steps:
+            self._after_step()
+
+    def _before_step(self) -> None:
+        """A backward is about to step the engine."""
+        assert self._trained is not None
+        self._trained.changes.take_over()
+        optimizer = self._optimizer
+        if optimizer is None or self._warned_steps:
+            return
+        if optimizer.steps_made == self._known_steps:
+            self._warned_steps = True
+            warnings.warn(
+                "accelerator.backward steps the DeepSpeed engine again, without an optimizer.step() since its last "
+                "step: with DeepSpeed each backward that completes an accumulation window is a step of the optimizer. "
+                "Add the losses of a step and call backward once, or use `with accelerator.accumulate(model):`"
+            )
+        self._known_steps = optimizer.steps_made
+
+    def _after_step(self) -> None:
+        assert self._trained is not None
+        self._trained.changes.record()
+        if self._watches:
             self._warn_unreached()
 
     def _watch(self, model: nn.Module) -> None:
@@ -323,7 +376,8 @@ class DeepSpeedZero(Strategy):
     def release(self) -> None:
         """Destroy the engines."""
         super().release()
-        self.engine = None
+        self.engine = self._trained = self._optimizer = None
+        self._trains = False
         self._started.clear()
 
 

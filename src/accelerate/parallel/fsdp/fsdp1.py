@@ -32,14 +32,14 @@ from ..base import Bundle, Strategy
 from ..gradient_hooks import refuse_gradient_hooks, refuse_later_hooks
 from ..materialize import canonical_name
 from ..optimizer_scope import refuse_flat_shards
-from ..prepared import CommunicationVolume, GroupShapes, PreparedModel
+from ..prepared import Change, CommunicationVolume, GroupShapes, PreparedModel
 from ..pretrained import require_state_dict
 from ..report import memory
 from ..report.communication import dtype_name
-from . import fsdp1_communication, fsdp1_state
+from . import fsdp1_communication, fsdp1_state, fsdp1_traced
 from .common import UnreducedGradients, added_parameter, fill_policy, refuse_unshardable
 from .fsdp1_state import PlainModel
-from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused
+from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused, refuse_flat_outside
 from .fsdp1_window import FlatGradients
 from .fsdp2 import upcast
 from .inference_mode import NormalForward
@@ -102,13 +102,18 @@ class Fsdp1Model(PreparedModel):
         """The user's names and shapes."""
         return None if self._plain is None else self._plain.skeleton
 
-    def refuse_new_parameters(self) -> None:
-        """Raise PrepareError for trainable parameters that the model did not have when it was flattened."""
-        if self._plain is None:
-            return
-        for name, parameter in self.inner.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._plain.names:
-                raise added_parameter(canonical_name(name), "the model", "FSDP1")
+    def new_parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters that the model did not have when it was flattened."""
+        known = None if self._plain is None else self._plain.names
+        return {
+            canonical_name(name): parameter
+            for name, parameter in self.inner.named_parameters()
+            if known is not None and parameter.requires_grad and id(parameter) not in known
+        }
+
+    def added_parameter(self, name: str) -> PrepareError:
+        """The error for a parameter of `new_parameters`."""
+        return added_parameter(name, "the model", "FSDP1")
 
     # -- the step
 
@@ -149,6 +154,43 @@ class Fsdp1Model(PreparedModel):
         plain = self.plain
         return [{name: plain.shapes[name] for name in names} for names in plain.groups(optimizer)]
 
+    # -- a traced step
+
+    def kept_parameters(self) -> list[torch.Tensor]:
+        """The flat parameters, and all that are in none."""
+        flats = [handle.flat_param for _, handle in fsdp1_communication.flat_handles(self.inner)]
+        views = [
+            view for flat in flats for view in (flat, *(flat._params or ()), *(getattr(flat, "_tensors", None) or ()))
+        ]
+        inside = {id(view) for view in views}
+        return [*flats, *(parameter for parameter in self.module.parameters() if id(parameter) not in inside)]
+
+    def _named_blocks(self) -> list[nn.Module]:
+        """The modules of the units inside of the outermost one."""
+        units = FullyShardedDataParallel.fsdp_modules(self.inner)
+        return [unit.module for unit in units if unit is not self.inner] or super()._named_blocks()
+
+    def traceable_changes(self) -> dict[Change, str]:
+        """Also those of the units."""
+        return {**super().traceable_changes(), **fsdp1_traced.changes(self.inner, self.device.type == "cpu")}
+
+    def traced_copy(self, change: Change) -> nn.Module:
+        """A copy whose units FSDP1 shards over the same ranks."""
+        return fsdp1_traced.fake_sharded_copy(self.inner, change)
+
+    def switch_reduction(self, copied: nn.Module, on: bool) -> None:
+        """Of all units."""
+        for unit in FullyShardedDataParallel.fsdp_modules(copied):
+            unit._sync_gradients = on  # type: ignore[assignment]
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        """Addresses for storages without memory."""
+        return fsdp1_traced.storage_addresses()
+
+    def offloads(self) -> bool:
+        """By the option of the units."""
+        return fsdp1_traced.offloads(self.inner)
+
     # -- the report
 
     def communication_volume(self, backwards: int) -> list[CommunicationVolume]:
@@ -158,7 +200,7 @@ class Fsdp1Model(PreparedModel):
 
     def window_gradients(self) -> int:
         """Those of flat parameters, unsharded, and of all others."""
-        shards = memory.local_bytes(p for p in self.module.parameters() if p.requires_grad)
+        shards = memory.local_bytes(p for p in self.kept_parameters() if p.requires_grad)
         return shards + fsdp1_communication.unsharded_gradients(self.inner)
 
     def dtypes(self) -> tuple[str, str]:
@@ -238,7 +280,11 @@ class FullyShardedDataParallel1(Strategy):
         usages = self._usages()
         for usage in usages:
             usage.begin_backward()
-        super().backward(loss, **kwargs)
+        try:
+            super().backward(loss, **kwargs)
+        except RuntimeError as error:
+            refuse_flat_outside(error, usages)
+            raise
         for usage in usages:
             usage.end_backward()
         for prepared in self.prepared:
@@ -272,6 +318,8 @@ class FullyShardedDataParallel1(Strategy):
     def _with_reducers(self, prepared: Fsdp1Model, ignored: list[nn.Module]) -> Fsdp1Model:
         for unit in FullyShardedDataParallel.fsdp_modules(prepared.inner):
             vars(unit)["__deepcopy__"] = _refuse_copy
+            if not self.plugin.use_orig_params:
+                _refuse_freezing(unit)
         # In an order that is the same on all ranks.
         unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
         prepared.usage = ParameterUsage(prepared.module, compiled=bool(self.transforms))
@@ -296,6 +344,25 @@ def _refuse_copy(memo: object) -> Any:
     raise PrepareError(
         "copy.deepcopy of a model that FSDP1 shards, as for averaged weights (AveragedModel, EMA): torch cannot copy "
         "its flat parameters. Set fsdp_version=2 (FSDP_VERSION=2), whose models can be copied"
+    )
+
+
+def _refuse_freezing(unit: FullyShardedDataParallel) -> None:
+    """Make `requires_grad_` of modules inside of a flattened unit an error: they have no parameters of their own."""
+    handle = unit._handle
+    if handle is None:
+        return
+    flattened = {module for _, module, _ in handle.flat_param._param_infos}
+    for name, module in handle._fully_sharded_module.named_modules():
+        if name and not isinstance(module, FullyShardedDataParallel) and not flattened.isdisjoint(module.modules()):
+            vars(module)["requires_grad_"] = functools.partial(_refuse_part, name)
+
+
+def _refuse_part(name: str, requires_grad: bool = True) -> Any:
+    raise PrepareError(
+        f"FSDP1 with use_orig_params=False: {name} is a part of a unit, whose parameters are one flattened parameter, "
+        "and cannot be frozen or unfrozen alone. Set use_orig_params=True (FSDP_USE_ORIG_PARAMS=true) or "
+        "fsdp_version=2, or call requires_grad_ of the unit"
     )
 
 
@@ -355,7 +422,7 @@ def _shard(
         sync, init = False, None
     with warnings.catch_warnings():
         # torch deprecates this version and NO_SHARD, which the user has chosen.
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.fsdp")
+        warnings.simplefilter("ignore", FutureWarning)
         return FullyShardedDataParallel(
             model,
             sharding_strategy=sharding,
@@ -382,28 +449,61 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: l
     options = copy.copy(plugin)
     options.set_auto_wrap_policy(model)
     skipped = {parameter for module in ignored for parameter in module.parameters()}
-    units = select_units(model, options.auto_wrap_policy, skipped)  # type: ignore[arg-type]
-    if not plugin.use_orig_params:
-        _check_frozen(model, units, skipped)
+    # In evaluation this layer gives the weights of the modules inside to a kernel, without calling them.
+    undivided = (nn.TransformerEncoderLayer,)
+    units = select_units(model, options.auto_wrap_policy, skipped, undivided)  # type: ignore[arg-type]
+    for members in _members(model, units, skipped):
+        _check_flat(members)
+        if not plugin.use_orig_params:
+            _check_frozen(members)
     chosen = {id(unit) for unit in units}
     return CustomPolicy(lambda module: id(module) in chosen)
 
 
-def _check_frozen(model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+def _members(
+    model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]
+) -> Iterable[list[tuple[str, nn.Parameter]]]:
+    """The names and parameters of each unit."""
     members: dict[int, list[tuple[str, nn.Parameter]]] = {}
     owners = owning_units(model, units)
     for name, parameter in model.named_parameters():
         if parameter not in ignored:
             members.setdefault(next(iter(owners[id(parameter)])), []).append((name, parameter))
-    for listed in members.values():
-        frozen = [name for name, parameter in listed if not parameter.requires_grad]
-        if frozen and len(frozen) < len(listed):
-            trained = next(name for name, parameter in listed if parameter.requires_grad)
+    return members.values()
+
+
+def _check_flat(members: list[tuple[str, nn.Parameter]]) -> None:
+    """Raise PrepareError for parameters that have no place in one flat parameter."""
+    first, usual = members[0][0], members[0][1].dtype
+    for name, parameter in members:
+        if parameter.ndim == 0:
             raise PrepareError(
-                f"frozen and trained parameters in the same unit ({', '.join(frozen[:5])}; {trained}): "
-                "use_orig_params=False makes one parameter of a unit. Set use_orig_params=True "
-                "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
+                f"{name} is a scalar (a parameter without dimensions), which FSDP1 does not shard. Give it one "
+                "dimension of one element (torch.tensor([value])), put its module into ignored_modules, or set "
+                "fsdp_version=2"
             )
+        if not parameter.is_floating_point():
+            raise PrepareError(
+                f"{name} has the dtype {parameter.dtype}, which FSDP1 does not flatten. Put its module into "
+                "ignored_modules, or set fsdp_version=2"
+            )
+        if parameter.dtype != usual:
+            raise PrepareError(
+                f"{first} has the dtype {usual} and {name}, in the same unit, {parameter.dtype}: FSDP1 flattens them "
+                "into one parameter. Give them one dtype, make their modules units by another auto_wrap_policy, or "
+                "set fsdp_version=2"
+            )
+
+
+def _check_frozen(members: list[tuple[str, nn.Parameter]]) -> None:
+    frozen = [name for name, parameter in members if not parameter.requires_grad]
+    if frozen and len(frozen) < len(members):
+        trained = next(name for name, parameter in members if parameter.requires_grad)
+        raise PrepareError(
+            f"frozen and trained parameters in the same unit ({', '.join(frozen[:5])}; {trained}): "
+            "use_orig_params=False makes one parameter of a unit. Set use_orig_params=True "
+            "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
+        )
 
 
 def _make_equal(model: nn.Module, device: torch.device, init: Callable[[nn.Module], Any] | None, empty: bool) -> None:

@@ -8,6 +8,7 @@ a step. And it reduces the gradients of a unit only in a backward that uses the 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -179,6 +180,7 @@ class ParameterUsage(GradientReducer):
             unit = _Unit(module, handle, prefix)
             self.units.append(unit)
             _refuse_unsupported(handle)
+            _refuse_outside(unit)
             _reduce_rest_before(handle, unit)
             _watch_views(handle, unit, compiled)
 
@@ -271,6 +273,40 @@ def _reduce_rest_before(handle: Any, unit: _Unit) -> None:
         prepare()
 
     handle.prepare_gradient_for_optim = reduced
+
+
+def _refuse_outside(unit: _Unit) -> None:
+    """Make a backward raise PrepareError where a loss uses the slices that are parameters outside of the forward."""
+    for name, parameter in zip(unit.names, unit.originals, strict=False):
+        if parameter.requires_grad:
+            # Not the instance's own method, which refuses. A forward uses views of the flattened parameter.
+            torch.Tensor.register_hook(parameter, functools.partial(_raise_outside, name))
+
+
+def _raise_outside(name: str, _: torch.Tensor) -> None:
+    raise outside_forward(name)
+
+
+def outside_forward(name: str) -> PrepareError:
+    """The error for a loss that uses a parameter where it is a slice."""
+    return PrepareError(
+        f"FSDP1: the loss uses {name} outside of its module's forward, where a rank has a slice of it, as in "
+        "sum(p.norm() for p in model.parameters()). Set fsdp_version=2 (FSDP_VERSION=2), which supports this, compute "
+        "the term in the module's forward, or use the optimizer's weight_decay"
+    )
+
+
+def refuse_flat_outside(error: RuntimeError, models: Sequence[ParameterUsage]) -> None:
+    """Raise PrepareError for torch's error about a loss that uses a flattened parameter outside of the forward.
+
+    Its gradients from the forward and from elsewhere have the sizes of the unsharded parameter and of the shard.
+    """
+    sizes = re.findall(r"returned an invalid gradient.* - got \[(\d+)\] but expected shape .* \[(\d+)\]", str(error))
+    for unit in (unit for model in models for unit in model.units):
+        of_unit = {unit.flat._unpadded_unsharded_size.numel(), unit.flat._sharded_size.numel()}
+        of_unit.add(unit.flat._padded_unsharded_size.numel() if hasattr(unit.flat, "_padded_unsharded_size") else 0)
+        if any({int(one), int(other)} <= of_unit for one, other in sizes):
+            raise outside_forward(", ".join(unit.names[:5])) from error
 
 
 def _refuse_unsupported(handle: Any) -> None:

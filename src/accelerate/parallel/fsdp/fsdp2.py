@@ -76,12 +76,18 @@ class Fsdp2Model(ShardedModel):
         else:
             super().reshard()
 
-    def refuse_new_parameters(self) -> None:
-        """Raise PrepareError for trainable parameters that no unit has: nothing averages their gradients."""
+    def new_parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters that no unit has: nothing averages their gradients."""
         known = {id(p) for reducer in self.reducers for p in getattr(reducer, "parameters", ())}
-        for name, parameter in self.inner.named_parameters():
-            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in known:
-                raise added_parameter(name, type(self.inner).__name__, "FSDP2")
+        return {
+            name: parameter
+            for name, parameter in self.inner.named_parameters()
+            if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in known
+        }
+
+    def added_parameter(self, name: str) -> PrepareError:
+        """The error for a parameter of `new_parameters`."""
+        return added_parameter(name, type(self.inner).__name__, "FSDP2")
 
     def window_gradients(self) -> int:
         """Those of FSDP2's units, unsharded, and of all others."""
@@ -195,6 +201,8 @@ def shard_model(
     options.set_auto_wrap_policy(model)
     ignored = {p for module in find_modules(model, plugin.ignored_modules) for p in module.parameters()}
     ignored.update(unsharded)
+    # `fully_shard` refuses the former, and its reduction of gradients the latter. They stay replicas.
+    ignored.update(p for p in model.parameters() if p.ndim == 0 or p.numel() == 0)
     units = select_units(model, options.auto_wrap_policy, ignored)  # type: ignore[arg-type]
     ignored_parameters = _Names(model, ignored)
     upcast(model, plugin)

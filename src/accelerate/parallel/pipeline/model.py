@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...core.errors import CheckpointError
+from ...core.errors import CheckpointError, PrepareError
 from ..accumulated import AccumulatedGradients
 from ..fsdp import units
 from ..gradients import GradientReducer, all_reduce, buckets, deferred, gradients_of, local
-from ..prepared import CommunicationVolume, GroupShapes
+from ..prepared import Change, CommunicationVolume, GroupShapes
 from ..report import memory
 from ..report.communication import shard_gradients, shard_volume, tensor_parallel_volume
 from ..sharded import ShardedModel
@@ -109,6 +109,10 @@ class PipelinedModel(ShardedModel):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients without communicating them between replicas."""
         return deferred([self.stages])
+
+    def traced_copy(self, change: Change) -> nn.Module:
+        """Raise PrepareError."""
+        raise PrepareError("the stages of other ranks take part in a step")
 
     def less_memory(self) -> str:
         """What reduces the memory of this rank's stages: how many micro-batches' activations it keeps."""

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -91,11 +93,13 @@ class Ledger(TorchDispatchMode):
 
     Args:
         fake: the block is inside a fake mode; operations on real tensors only then stay real.
+        sends: whether collectives are run; else they are only counted, and those on real tensors raise RuntimeError.
     """
 
-    def __init__(self, fake: bool = False) -> None:
+    def __init__(self, fake: bool = False, sends: bool = True) -> None:
         super().__init__()
         self._is_fake = fake
+        self._sends = sends
         self.work: Work = Work()
         self.blocks: list[Allocation] = []
         self._alive: dict[int, Allocation] = {}
@@ -130,13 +134,19 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
         replaced = _REPLACED.get(func._overloadpacket) if any(isinstance(one, FakeTensor) for one in inputs) else None
-        if inputs and self._is_fake and not any(isinstance(one, FakeTensor) for one in inputs):
+        message = func.namespace in _MESSAGE_SPACES
+        is_real = self._is_fake and not any(isinstance(one, FakeTensor) for one in inputs)
+        if message and is_real and not self._sends:
+            raise RuntimeError(f"{func} on a tensor that is not fake: a trace sends nothing")
+        if func.namespace == "c10d" and not self._sends:
+            out = _unsent(func, args)
+        elif inputs and is_real:
             # A tensor that was there before, as the ranks of a device mesh: its values are known.
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
-        out = replaced(*args, **kwargs) if replaced else func(*args, **kwargs)
+        else:
+            out = replaced(*args, **kwargs) if replaced else func(*args, **kwargs)
         outputs = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
-        message = func.namespace in _MESSAGE_SPACES
         for tensor in [*inputs, *outputs]:
             self._seen(tensor, MESSAGES if message else ACTIVATIONS, force=message)
         if message:
@@ -197,10 +207,14 @@ class Ledger(TorchDispatchMode):
         """The current event, to give to `peak`."""
         return self._events
 
-    def peak(self, since: int = 0, granularity: int = 1) -> dict[str, int]:
-        """Bytes by kind at the event after `since` at which most are alive, each block rounded up."""
+    def peak(self, since: int = 0, granularity: int = 1, of: Iterable[str] = KINDS) -> dict[str, int]:
+        """Bytes by kind at the event after `since` at which most are alive, each block rounded up.
+
+        `of` are the kinds that are counted.
+        """
         changes: list[tuple[int, int, Allocation]] = []
-        for block in self.blocks:
+        blocks = [block for block in self.blocks if block.kind in of]
+        for block in blocks:
             size = -(-block.size // granularity) * granularity
             changes.append((max(block.born, since), size, block))
             if block.freed is not None:
@@ -215,7 +229,7 @@ class Ledger(TorchDispatchMode):
             if now > best:
                 best, at = now, event
         found = dict.fromkeys(KINDS, 0)
-        for block in self.blocks:
+        for block in blocks:
             if block.born <= max(at, since) and (block.freed is None or block.freed > at):
                 found[block.kind] += block.size
                 found[ROUNDING] += -block.size % granularity
@@ -282,6 +296,13 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
 }
 
 
+def _unsent(func: Any, args: Any) -> Any:
+    """What a collective of c10d returns, without sending anything: its first argument, and what is waited for."""
+    work = FakeWork().boxed()
+    returned = [args[0] if "Tensor" in str(one.type) else work for one in func._schema.returns]
+    return returned[0] if len(returned) == 1 else tuple(returned)
+
+
 def _group_size(args: Any) -> int:
     """The number of ranks of the group among the arguments of a collective."""
     for one in args:
@@ -298,17 +319,58 @@ def _group_size(args: Any) -> int:
     return dist.get_world_size()
 
 
-def fake_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model with fake tensors on the CPU; ties stay. Call it in a fake mode."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+def fake_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of a model with fake tensors on the CPU; ties stay. Call it in a fake mode.
+
+    Args:
+        model: with plain tensors and DTensors.
+        memo: id of an object -> what the copy has instead; extended, as by `copy.deepcopy`.
+    """
+    memo = {} if memo is None else memo
+    fake_tensors(model, memo)
+    return copy.deepcopy(model, memo)
+
+
+def fake_tensors(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Add a fake tensor to `memo` for each tensor of the modules, and a view for each device mesh, that it has not."""
+    others = [value for module in model.modules() for value in vars(module).values()]
+    for mesh in [value for value in others if isinstance(value, DeviceMesh)]:
+        on_cpu(mesh, memo)
+    kept = [value for value in others if isinstance(value, torch.Tensor)]
+    for tensor in [*model.parameters(), *model.buffers(), *kept]:
         if id(tensor) in memo:
             continue
-        value: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        local = getattr(tensor, "_local_tensor", tensor)
+        value: Any = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="cpu")
+        if isinstance(tensor, DTensor):
+            value = as_dtensor(value, tensor._spec, memo)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = value
-    return copy.deepcopy(model, memo)
+
+
+def as_dtensor(local: torch.Tensor, spec: Any, memo: dict[int, Any]) -> torch.Tensor:
+    """A DTensor of a fake local tensor on the CPU, placed as `spec` says."""
+    mesh = on_cpu(spec.mesh, memo)
+    made: torch.Tensor = DTensor.from_local(
+        local, mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+    return made
+
+
+def on_cpu(mesh: DeviceMesh, memo: dict[int, Any]) -> DeviceMesh:
+    """A view of a device mesh as one of the CPU: with the groups of the mesh, to which a trace sends nothing.
+
+    `memo` has the views, by the ids of the meshes.
+    """
+    if id(mesh) not in memo:
+        view = memo[id(mesh)] = DeviceMesh.__new__(DeviceMesh)
+        vars(view).update(vars(mesh), _device_type="cpu", _hash=None)
+        view._flatten_mapping = {name: on_cpu(flat, memo) for name, flat in mesh._flatten_mapping.items()}
+        if mesh._root_mesh is not None:
+            view._root_mesh = on_cpu(mesh._root_mesh, memo)
+    found: DeviceMesh = memo[id(mesh)]
+    return found
 
 
 def loss_of(outputs: Any) -> torch.Tensor:

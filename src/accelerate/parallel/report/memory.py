@@ -14,9 +14,9 @@ PARAMETERS, BUFFERS, GRADIENTS, MASTER_WEIGHTS = "parameters", "buffers", "gradi
 STATE, BUCKETS = "optimizer state", "buckets"
 
 
-def of_model(model: nn.Module, master_weights: Iterable[torch.Tensor], seen: set[int]) -> dict[str, int]:
-    """Bytes of a model whose gradients have the layout of its parameters; `seen` has the ids of tensors to skip."""
-    parameters = list(_unseen(model.parameters(), seen))
+def of_model(kept: Iterable[torch.Tensor], master_weights: Iterable[torch.Tensor], seen: set[int]) -> dict[str, int]:
+    """Bytes of a model that keeps parameters, and gradients in their layout; `seen` has the ids of tensors to skip."""
+    parameters = list(_unseen(kept, seen))
     return {
         PARAMETERS: local_bytes(parameters),
         GRADIENTS: local_bytes(p for p in parameters if p.requires_grad),
@@ -53,8 +53,10 @@ def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    # torch's DTensor takes long to import: a run without one does not wait for it.
-    return getattr(tensor, "_local_tensor", tensor)
+    # torch's DTensor takes long to import: a run without one does not wait for it. A flat parameter of FSDP1 has its
+    # shard also while it is unsharded.
+    found: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "_local_shard", tensor))
+    return found
 
 
 def allocated_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP and losses that use other parameters than the forward: against the plain loop, or an error before the step."""
+
+import pytest
+import torch
+from rank_pool import on_ranks
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.config.training import DistributedDataParallelKwargs
+from accelerate.core.errors import PrepareError
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.unused, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def penalty(model):
+    return sum(parameter.square().sum() for parameter in model.parameters())
+
+
+def train(steps, **options):
+    """Three steps; in those of `steps` the loss has the penalty."""
+    run = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**options)])
+    plain, module = Net(), Net()
+    model, optimizer = run.prepare(module, torch.optim.SGD(module.parameters(), 0.1))
+    expected = torch.optim.SGD(plain.parameters(), 0.1)
+    for step in range(3):
+        x = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(step))
+        with_penalty = step in steps
+        run.backward(model(x[run.process_index]).square().mean() + (penalty(model) if with_penalty else 0))
+        (plain(x.flatten(0, 1)).square().mean() + (penalty(plain) if with_penalty else 0)).backward()
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-12)
+
+
+@on_ranks(2)
+def test_penalties_on_parameters_that_the_forward_misses():
+    train({0, 1, 2})
+    train({1}, find_unused_parameters=True)
+    train({0, 1, 2}, static_graph=True)
+    with pytest.raises(PrepareError, match=r"depend on unused\.weight, unused\.bias of Net.*find_unused_param"):
+        train({0, 2})
+
+
+@on_ranks(2)
+def test_reentrant_checkpoints():
+    class Checkpointed(Net):
+        def forward(self, x):
+            return self.last(torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=True))
+
+    run = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    model = run.prepare(Checkpointed())
+    with pytest.raises(PrepareError, match=r"first\.(weight|bias) of Checkpointed received a gradient twice.*reentr"):
+        run.backward(model(torch.ones(2, 3, requires_grad=True)).sum())

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses with terms of `model.parameters()`, against the plain loop in float64; never silently wrong."""
+
+import pytest
+import torch
+from rank_pool import on_ranks
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.parallel import TorchTensorParallelConfig
+from accelerate.core.errors import PrepareError
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def fsdp(version, **options):
+    wrap = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10}
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=version, **wrap, **options)}
+
+
+def split(**sizes):
+    plan = TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
+    return {"parallelism_config": ParallelismConfig(tp_size=2, tp_handler=plan, **sizes)}
+
+
+LAYOUTS = {
+    "ddp": dict,
+    "fsdp2": lambda: fsdp(2),
+    "fsdp2, unsharded after forward": lambda: fsdp(2, reshard_after_forward=False),
+    "tp": split,
+    "fsdp2 and tp": lambda: fsdp(2) | split(dp_shard_size=2),
+    "fsdp1": lambda: fsdp(1, use_orig_params=True),
+    "fsdp1, flat": lambda: fsdp(1, use_orig_params=False),
+}
+LOSSES = {
+    "squares": lambda model, x: model(x).square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters()),
+    "before": lambda model, x: 0.1 * sum(p.norm() for p in model.parameters()) + model(x).square().mean(),
+    "stacked": lambda model, x: (
+        0.5 * (model(x).square().mean() - 0.1 * torch.stack([p.abs().mean() for p in model.parameters()]).sum())
+    ),
+    "unsharded": lambda model, x: (
+        model(x).square().mean() + sum(getattr(p.norm(), "full_tensor", p.norm)() for p in model.parameters())
+    ),
+    "weighted": lambda model, x: (
+        model(x).square().mean() + x.abs().mean() * sum(p.square().sum() for p in model.parameters())
+    ),
+    "product": lambda model, x: model(x).square().mean() * next(model.parameters()).square().sum(),
+}
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def compare(layout, loss, windows=2):
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    run = Accelerator(cpu=True, gradient_accumulation_steps=2, **LAYOUTS[layout]())
+    model, optimizer = run.prepare(*make())
+    expected, plain = make()
+    index, shards = run.strategy.data_shard
+    for step in range(2 * windows):
+        parts = torch.randn(shards, 4, 4, generator=torch.Generator().manual_seed(step))
+        with run.accumulate(model):
+            run.backward(LOSSES[loss](model, parts[index]))
+            optimizer.step()
+            optimizer.zero_grad()
+        (sum(LOSSES[loss](expected, rows) for rows in parts) / shards / 2).backward()
+        if step % 2:
+            plain.step()
+            plain.zero_grad()
+    state = run.get_state_dict(model)
+    if run.is_main_process:
+        torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=1e-8)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2, unsharded after forward", "tp"])
+def test_equals_the_plain_loop(layout):
+    for loss in LOSSES:
+        if loss != "product" or not layout.startswith("fsdp2"):
+            compare(layout, loss)
+    if layout == "fsdp2":
+        with pytest.raises(PrepareError, match=r"data \(MulBackward0\).*Add terms of model"):
+            compare(layout, "product")
+
+
+@on_ranks(4)
+def test_equals_the_plain_loop_on_two_dimensions():
+    compare("fsdp2 and tp", "unsharded")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp1, flat"])
+@pytest.mark.parametrize("loss", ["squares", "before"])
+def test_fsdp1_names_the_parameter_and_the_remedy(layout, loss):
+    with pytest.raises(PrepareError, match=r"the loss uses 4\.[\w., ]+ outside of its module's forward.*fsdp_v"):
+        compare(layout, loss, windows=1)
