@@ -136,6 +136,19 @@ class ShardedModel(PreparedModel):
 
         return traced.fake_sharded_copy(self.inner, change, self.blocks() if change.checkpointing else ())
 
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Attention sends what it sent in the last batch with split sequences."""
+        if self.sequence is None:
+            yield
+            return
+        with self.sequence.tracing():
+            yield
+
+    def traced_shape(self, shape: Sequence[int]) -> Sequence[int]:
+        """The part of split sequences that this rank computes."""
+        return shape if self.sequence is None else self.sequence.local_shape(shape)
+
     def switch_reduction(self, copied: nn.Module, on: bool) -> None:
         """Of all units."""
         for module in copied.modules():
