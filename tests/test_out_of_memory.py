@@ -145,20 +145,25 @@ class Block(nn.Module):
     def __init__(self, width=128):
         super().__init__()
         self.norm, self.inner_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+        self.up_proj, self.down_proj = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
-        heads = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        normed = self.norm(x)
+        parts = (layer(normed) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        heads = (part.unflatten(-1, (-1, 32)).transpose(1, 2) for part in parts)
         attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        x = x + self.o_proj(attended.transpose(1, 2).flatten(2))
         if self.fails and not isinstance(x, FakeTensor):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return x + self.down(nn.functional.gelu(self.up(self.inner_norm(x))))
+        return x + self.down_proj(nn.functional.gelu(self.up_proj(self.inner_norm(x))))
 
 
 class Transformer(nn.Module):
     _no_split_modules = ("Block",)
+    _tp_plan = {f"blocks.*.{name}_proj": "colwise" for name in ("q", "k", "v", "up")} | {
+        f"blocks.*.{name}_proj": "rowwise" for name in ("o", "down")
+    }
 
     def __init__(self, width=128, depth=4, vocabulary=512):
         super().__init__()
@@ -173,7 +178,7 @@ class Transformer(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), input_ids.flatten())}
 
 
-def train_transformer(limit, samples, steps=1, fsdp=None, sizes=None, depth=4):
+def train_transformer(limit, samples, steps, fsdp, sizes, depth):
     """(bytes at the peak of a step that the allocator counts, what is printed where `limit` bytes run out)."""
     plugin = (
         None if fsdp is None else FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap", **fsdp)
@@ -190,7 +195,8 @@ def train_transformer(limit, samples, steps=1, fsdp=None, sizes=None, depth=4):
 
     def step():
         for _ in range(steps):
-            with accelerator.accumulate(model):
+            split = accelerator.maybe_context_parallel(buffers=[batch["input_ids"]], buffer_seq_dims=[1])
+            with split, accelerator.accumulate(model):
                 loss = model(**batch)["loss"]
                 accelerator.backward(loss)
                 del loss
@@ -227,24 +233,26 @@ BLOCKS = r"recompute the activations of 4 blocks \(activation_checkpointing\):"
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "depth", "samples", "limit", "change", "changed"),
+    ("sizes", "fsdp", "depth", "samples", "limit", "change", "changed"),
     [
-        pytest.param(FSDP, 4, 16, 24, BATCHES, (4, 4, {}), id="batches"),
-        pytest.param(FSDP | KEPT, 4, 1, 11.2, BLOCKS, (1, 1, RECOMPUTED), id="checkpointing"),
+        pytest.param(None, FSDP, 4, 16, 24, BATCHES, (4, 4, {}), id="batches"),
+        pytest.param(None, FSDP | KEPT, 4, 1, 11.2, BLOCKS, (1, 1, RECOMPUTED), id="checkpointing"),
         pytest.param(
-            FSDP | KEPT | RECOMPUTED, 8, 1, 17.5, "reshard_after_forward=True:", (1, 1, RESHARDED), id="reshard"
+            None, FSDP | KEPT | RECOMPUTED, 8, 1, 17.5, "reshard_after_forward=True:", (1, 1, RESHARDED), id="reshard"
         ),
-        pytest.param(FSDP1, 4, 1, 11.4, BLOCKS, (1, 1, RECOMPUTED), id="fsdp1"),
+        pytest.param(None, FSDP1, 4, 1, 11.4, BLOCKS, (1, 1, RECOMPUTED), id="fsdp1"),
+        pytest.param({"tp_size": 2}, None, 4, 16, 20, BATCHES, (4, 4, {}), id="tp"),
+        pytest.param({"cp_size": 2}, FSDP, 4, 16, 17, BATCHES, (4, 4, {}), id="cp"),
     ],
 )  # fmt: skip
-def test_a_change_of_a_sharded_model_fits(fsdp, depth, samples, limit, change, changed, ranks):
+def test_a_change_of_a_sharded_model_fits(sizes, fsdp, depth, samples, limit, change, changed, ranks):
     """What is traced in the middle of a forward is what the allocator counts in a real step, before and after it."""
     limit *= 2**20
-    for measured, printed in ranks(2).run(train_transformer, limit, samples, fsdp=fsdp, depth=depth):
+    for measured, printed in ranks(2).run(train_transformer, limit, samples, 1, fsdp, sizes, depth):
         assert measured > limit
         assert size_in(printed, "together") == pytest.approx(measured, rel=0.1)
         expected = size_in(printed, f"smallest change that fits: {change}")
     samples, steps, options = changed
-    for measured, _ in ranks(2).run(train_transformer, None, samples, steps, fsdp | options, depth=depth):
+    for measured, _ in ranks(2).run(train_transformer, None, samples, steps, fsdp and fsdp | options, sizes, depth):
         assert measured <= limit
         assert measured == pytest.approx(expected, rel=0.1)

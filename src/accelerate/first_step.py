@@ -274,8 +274,9 @@ class FirstStepCheck:
                     f"parameter {name} has other values on {ranks_in_words(odd)} than on rank 0 after the first step. "
                     "It was changed on some processes only, or its gradient was not averaged: look for code that runs "
                     "on one rank between prepare and the step, for two backwards of one forward without "
-                    "accelerator.backward, of which DDP averages the first only (add the losses), or for a module "
-                    "used twice in checkpoints with use_reentrant=True (set it to False)"
+                    "accelerator.backward, of which DDP averages the first only (add the losses), for a module "
+                    "used twice in checkpoints with use_reentrant=True (set it to False), or for an nn.Embedding "
+                    "with max_norm, whose forward changes the rows that its process reads"
                 )
                 break
 
@@ -327,7 +328,7 @@ def _parameters(optimizer: Any) -> list[torch.Tensor]:
 
 def _trains(optimizer: Any, objects: RunObjects) -> bool | None:
     """Whether parameters of an optimizer belong to a prepared model; None where it has no parameters."""
-    prepared = {id(parameter) for model in objects.models for parameter in model.module.parameters()}
+    prepared = {id(parameter) for model in objects.models for parameter in model.trained_parameters()}
     own = _parameters(optimizer)
     return any(id(parameter) in prepared for parameter in own) if own else None
 

@@ -335,7 +335,7 @@ class _Step:
 
     def _shrunk(self, value: Any, smaller: int) -> Any:
         def shrink(tensor: torch.Tensor) -> torch.Tensor:
-            shape = list(tensor.shape)
+            shape = list(self.prepared.traced_shape(tensor.shape))
             if shape and shape[0] == self.samples:
                 shape[0] = -(-shape[0] // smaller)
             return torch.zeros(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
@@ -345,11 +345,12 @@ class _Step:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """A block without what libraries say about fake tensors."""
+    """A block without what libraries say about fake tensors, which leaves the random states as they are."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices):
             warnings.simplefilter("ignore")
             yield
     finally:

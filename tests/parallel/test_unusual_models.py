@@ -69,6 +69,71 @@ def test_equals_one_process(layout):
         torch.testing.assert_close(dict(found), dict(expected.state_dict()), rtol=0, atol=1e-10)
 
 
+class Scales(nn.Module):
+    """A scalar and an empty parameter, which FSDP2 leaves unsharded, around a layer that evaluates by a kernel."""
+
+    def __init__(self, scalar):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(6, 2, 12, 0.0, batch_first=True)
+        self.scale = nn.Parameter(torch.full(() if scalar else (1,), 0.7))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x):
+        return self.layer(x[:, None].repeat(1, 3, 1))[:, 0] * self.scale.exp() + self.empty.sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+def test_scalars_and_layers_that_read_the_weights_of_others(layout, tmp_path):
+    torch.manual_seed(0)
+    expected = Scales(layout == "fsdp2").double()
+    plain = torch.optim.AdamW(expected.parameters(), lr=0.01)
+    accelerator = Accelerator(cpu=True, **LAYOUTS[layout])
+    torch.manual_seed(0)
+    model = Scales(layout == "fsdp2").double()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    for number in range(4):
+        rows = ROWS[number : number + 4]
+        expected(rows).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+        accelerator.backward(model(rows.chunk(2)[accelerator.process_index]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:
+            accelerator.save_state(tmp_path / "checkpoint")
+            with torch.no_grad():
+                model(ROWS)
+            accelerator.load_state(tmp_path / "checkpoint")
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(ROWS), expected.eval()(ROWS), rtol=0, atol=1e-9)
+    found = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        torch.testing.assert_close(dict(found), dict(expected.state_dict()), rtol=0, atol=1e-9)
+
+
+class Mixed(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 2).double(), nn.Linear(2, 2))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_fsdp_cannot_shard_is_refused_by_name(version):
+    cases = [
+        (lambda: nn.Sequential(nn.Embedding(5, 6, max_norm=1.0)), (1, 2), r"^0 \(Embedding\) has max_norm=1\.0"),
+        (lambda: nn.Sequential(nn.Embedding(5, 6, sparse=True)), (1, 2), r"^0 \(Embedding\) gives sparse gradients"),
+        (lambda: nn.Sequential(torch.jit.script(nn.Tanh()), torch.jit.script(nn.Linear(6, 2))), (1, 2), r"torch\.jit"),
+        (lambda: Scales(True), (1,), "^scale is a scalar"),
+        (lambda: nn.Linear(6, 6, dtype=torch.complex64), (1,), r"^weight has the dtype torch\.complex64"),
+        (Mixed, (1,), r"^0\.weight has the dtype torch\.float64 and 1\.weight, in the same unit, torch\.float32"),
+    ]
+    for make, versions, message in cases:
+        if version in versions:
+            with pytest.raises(PrepareError, match=message):
+                Accelerator(cpu=True, fsdp_plugin=Plugin(fsdp_version=version)).prepare(make())
+
+
 @dataclass
 class Output:
     values: torch.Tensor

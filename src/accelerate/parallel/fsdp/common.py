@@ -36,14 +36,9 @@ def fill_policy(plugin: FullyShardedDataParallelPlugin, version: int, precision:
 
 
 def refuse_unshardable(model: torch.nn.Module, layout: str, ignored: Any) -> None:
-    """Raise PrepareError for parameters that torch's FSDP cannot shard, or whose gradients it cannot reduce."""
+    """Raise PrepareError for modules and parameters that torch's FSDP cannot shard, or whose gradients it loses."""
     skipped = {id(parameter) for module in find_modules(model, ignored) for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 0 and id(parameter) not in skipped:
-            raise PrepareError(
-                f"{name} is a scalar (a parameter without dimensions), which {layout} does not shard. Give it one "
-                "dimension of one element (torch.tensor([value])), or put its module into ignored_modules"
-            )
         # A tensor with this method describes its own sharding, as the fp8 weights of training do.
         shards_itself = hasattr(parameter, "fsdp_pre_all_gather")
         if is_quantized_tensor(parameter) and not shards_itself and id(parameter) not in skipped:
@@ -53,12 +48,24 @@ def refuse_unshardable(model: torch.nn.Module, layout: str, ignored: Any) -> Non
                 "process, or a device map; or put its module into ignored_modules"
             )
     for name, module in model.named_modules():
-        if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or not module.sparse:
+        if all(id(parameter) in skipped for parameter in module.parameters()):
             continue
-        if module.weight.requires_grad:
+        what = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, torch.jit.ScriptModule):
             raise PrepareError(
-                f"{name} ({type(module).__name__}) gives sparse gradients, which {layout} does not reduce. Build it "
-                "with sparse=False"
+                f"{what} is compiled by torch.jit, and {layout} does not shard it. Give the module from which it was "
+                "made (torch.compile works), or put it into ignored_modules"
+            )
+        if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag):
+            continue
+        if module.max_norm is not None:
+            raise PrepareError(
+                f"{what} has max_norm={module.max_norm}: its forward changes the rows that it reads, and {layout} "
+                "would lose the change. Leave max_norm out, and limit the norms after each step"
+            )
+        if module.sparse and module.weight.requires_grad:
+            raise PrepareError(
+                f"{what} gives sparse gradients, which {layout} does not reduce. Build it with sparse=False"
             )
 
 

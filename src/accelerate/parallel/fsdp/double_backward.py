@@ -74,6 +74,12 @@ class KeptUnsharded:
         for module, _ in self._groups():
             module.unshard()  # type: ignore[operator]
 
+    def show_shards(self) -> None:
+        """After a backward: let the modules have the shards, which have the gradients, until the next unshard."""
+        for _, group in self._groups():
+            for shard in group.fsdp_params:
+                shard._setattr_on_modules(shard.sharded_param)
+
     def reduce(self) -> None:
         """After a backward: reduce the gradients of units whose outputs, and thus FSDP2's hooks, it did not reach."""
         for _, group in self._groups():
@@ -141,6 +147,9 @@ def _watched(kind: Any) -> type[Any]:
                 if self.is_unsharded and versions != self._versions:
                     self._to_sharded()
                 self._versions = versions
+                if self.is_unsharded:
+                    for shard in self.fsdp_params:
+                        shard._setattr_on_modules(shard.unsharded_param)
             super().unshard(*args, **kwargs)
 
     return Watched

@@ -200,7 +200,7 @@ class Fsdp1Model(PreparedModel):
 
     def window_gradients(self) -> int:
         """Those of flat parameters, unsharded, and of all others."""
-        shards = memory.local_bytes(p for p in self.module.parameters() if p.requires_grad)
+        shards = memory.local_bytes(p for p in self.kept_parameters() if p.requires_grad)
         return shards + fsdp1_communication.unsharded_gradients(self.inner)
 
     def dtypes(self) -> tuple[str, str]:
@@ -449,28 +449,61 @@ def _policy(model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: l
     options = copy.copy(plugin)
     options.set_auto_wrap_policy(model)
     skipped = {parameter for module in ignored for parameter in module.parameters()}
-    units = select_units(model, options.auto_wrap_policy, skipped)  # type: ignore[arg-type]
-    if not plugin.use_orig_params:
-        _check_frozen(model, units, skipped)
+    # In evaluation this layer gives the weights of the modules inside to a kernel, without calling them.
+    undivided = (nn.TransformerEncoderLayer,)
+    units = select_units(model, options.auto_wrap_policy, skipped, undivided)  # type: ignore[arg-type]
+    for members in _members(model, units, skipped):
+        _check_flat(members)
+        if not plugin.use_orig_params:
+            _check_frozen(members)
     chosen = {id(unit) for unit in units}
     return CustomPolicy(lambda module: id(module) in chosen)
 
 
-def _check_frozen(model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]) -> None:
+def _members(
+    model: nn.Module, units: list[nn.Module], ignored: set[nn.Parameter]
+) -> Iterable[list[tuple[str, nn.Parameter]]]:
+    """The names and parameters of each unit."""
     members: dict[int, list[tuple[str, nn.Parameter]]] = {}
     owners = owning_units(model, units)
     for name, parameter in model.named_parameters():
         if parameter not in ignored:
             members.setdefault(next(iter(owners[id(parameter)])), []).append((name, parameter))
-    for listed in members.values():
-        frozen = [name for name, parameter in listed if not parameter.requires_grad]
-        if frozen and len(frozen) < len(listed):
-            trained = next(name for name, parameter in listed if parameter.requires_grad)
+    return members.values()
+
+
+def _check_flat(members: list[tuple[str, nn.Parameter]]) -> None:
+    """Raise PrepareError for parameters that have no place in one flat parameter."""
+    first, usual = members[0][0], members[0][1].dtype
+    for name, parameter in members:
+        if parameter.ndim == 0:
             raise PrepareError(
-                f"frozen and trained parameters in the same unit ({', '.join(frozen[:5])}; {trained}): "
-                "use_orig_params=False makes one parameter of a unit. Set use_orig_params=True "
-                "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
+                f"{name} is a scalar (a parameter without dimensions), which FSDP1 does not shard. Give it one "
+                "dimension of one element (torch.tensor([value])), put its module into ignored_modules, or set "
+                "fsdp_version=2"
             )
+        if not parameter.is_floating_point():
+            raise PrepareError(
+                f"{name} has the dtype {parameter.dtype}, which FSDP1 does not flatten. Put its module into "
+                "ignored_modules, or set fsdp_version=2"
+            )
+        if parameter.dtype != usual:
+            raise PrepareError(
+                f"{first} has the dtype {usual} and {name}, in the same unit, {parameter.dtype}: FSDP1 flattens them "
+                "into one parameter. Give them one dtype, make their modules units by another auto_wrap_policy, or "
+                "set fsdp_version=2"
+            )
+
+
+def _check_frozen(members: list[tuple[str, nn.Parameter]]) -> None:
+    frozen = [name for name, parameter in members if not parameter.requires_grad]
+    if frozen and len(frozen) < len(members):
+        trained = next(name for name, parameter in members if parameter.requires_grad)
+        raise PrepareError(
+            f"frozen and trained parameters in the same unit ({', '.join(frozen[:5])}; {trained}): "
+            "use_orig_params=False makes one parameter of a unit. Set use_orig_params=True "
+            "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
+        )
 
 
 def _make_equal(model: nn.Module, device: torch.device, init: Callable[[nn.Module], Any] | None, empty: bool) -> None:

@@ -15,22 +15,33 @@ from ...core.errors import PrepareError
 Policy = Callable[..., bool]
 
 
-def select_units(model: nn.Module, policy: Policy | None, ignored: set[nn.Parameter]) -> list[nn.Module]:
+def select_units(
+    model: nn.Module,
+    policy: Policy | None,
+    ignored: set[nn.Parameter],
+    undivided: tuple[type[nn.Module], ...] = (),
+) -> list[nn.Module]:
     """The modules that are units of their own, children before parents, without the model itself.
 
     `policy(module=, recurse=, nonwrapped_numel=)` is called as torch's `auto_wrap_policy`. A unit with a parameter
     that is tied to one outside is dropped: both ends of a tie must be gathered together. A container that computes
-    nothing (nn.ParameterDict) is never a unit: its parameters are gathered by what encloses it.
+    nothing (nn.ParameterDict) is never a unit: its parameters are gathered by what encloses it. There are no units
+    inside of modules of the `undivided` classes.
     """
     if policy is None:
         return []
     ignored_ids = {id(parameter) for parameter in ignored}
-    units, _ = _descend(model, policy, ignored_ids, is_root=True, seen=set())
+    units, _ = _descend(model, policy, ignored_ids, True, set(), undivided)
     return _keep_ties_together(model, units, ignored_ids)
 
 
 def _descend(
-    module: nn.Module, policy: Policy, ignored: set[int], is_root: bool, seen: set[int]
+    module: nn.Module,
+    policy: Policy,
+    ignored: set[int],
+    is_root: bool,
+    seen: set[int],
+    undivided: tuple[type[nn.Module], ...],
 ) -> tuple[list[nn.Module], int]:
     """(units below and at `module`, parameters in them)."""
     numel = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in ignored)
@@ -39,8 +50,8 @@ def _descend(
     seen.add(id(module))
     units: list[nn.Module] = []
     wrapped = 0
-    for child in module.children():
-        below, count = _descend(child, policy, ignored, False, seen)
+    for child in () if isinstance(module, undivided) else module.children():
+        below, count = _descend(child, policy, ignored, False, seen, undivided)
         units += below
         wrapped += count
     rest = numel - wrapped
@@ -97,10 +108,11 @@ def units_of_rare_dtypes(model: nn.Module, units: list[nn.Module], ignored: set[
         if all(parameter.dtype == usual[min(owners[id(parameter)])] for parameter in own):
             continue
         dtypes = {parameter.dtype for parameter in own}
+        trained = dtypes | {usual[min(owners[id(parameter)])] for parameter in own}
         if len(dtypes) > 1 or module is model or next(module.children(), None) is not None:
             raise PrepareError(
                 f"FSDP2 shards {name or 'the model'} ({type(module).__name__}) as one unit, which trains parameters "
-                f"of several dtypes ({', '.join(sorted(str(dtype) for dtype in dtypes))}). Give them one dtype, use "
+                f"of several dtypes ({', '.join(sorted(map(str, trained)))}). Give them one dtype, use "
                 "mixed_precision, or put the module into ignored_modules"
             )
         rare.append(module)

@@ -332,11 +332,12 @@ def fake_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module
 
 
 def fake_tensors(model: nn.Module, memo: dict[int, Any]) -> None:
-    """Add a fake tensor to `memo` for each parameter and buffer, and a view for each device mesh, that it has not."""
-    for module in model.modules():
-        for mesh in [value for value in vars(module).values() if isinstance(value, DeviceMesh)]:
-            on_cpu(mesh, memo)
-    for tensor in [*model.parameters(), *model.buffers()]:
+    """Add a fake tensor to `memo` for each tensor of the modules, and a view for each device mesh, that it has not."""
+    others = [value for module in model.modules() for value in vars(module).values()]
+    for mesh in [value for value in others if isinstance(value, DeviceMesh)]:
+        on_cpu(mesh, memo)
+    kept = [value for value in others if isinstance(value, torch.Tensor)]
+    for tensor in [*model.parameters(), *model.buffers(), *kept]:
         if id(tensor) in memo:
             continue
         local = getattr(tensor, "_local_tensor", tensor)

@@ -115,6 +115,10 @@ class SharedInput:
         self._replicated: torch.Tensor | None = None
         self._left = 0
 
+    def __deepcopy__(self, memo: object) -> SharedInput:
+        # A model may be copied in the middle of a forward.
+        return SharedInput(self.layers)
+
     def take(self, given: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return the input replicated on all ranks. The last layer that takes it releases it."""
         if given is not self._input or self._replicated is None:
