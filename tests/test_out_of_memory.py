@@ -195,7 +195,8 @@ def train_transformer(limit, samples, steps, fsdp, sizes, depth):
 
     def step():
         for _ in range(steps):
-            with accelerator.accumulate(model):
+            split = accelerator.maybe_context_parallel(buffers=[batch["input_ids"]], buffer_seq_dims=[1])
+            with split, accelerator.accumulate(model):
                 loss = model(**batch)["loss"]
                 accelerator.backward(loss)
                 del loss
@@ -241,6 +242,7 @@ BLOCKS = r"recompute the activations of 4 blocks \(activation_checkpointing\):"
         ),
         pytest.param(None, FSDP1, 4, 1, 11.4, BLOCKS, (1, 1, RECOMPUTED), id="fsdp1"),
         pytest.param({"tp_size": 2}, None, 4, 16, 20, BATCHES, (4, 4, {}), id="tp"),
+        pytest.param({"cp_size": 2}, FSDP, 4, 16, 17, BATCHES, (4, 4, {}), id="cp"),
     ],
 )  # fmt: skip
 def test_a_change_of_a_sharded_model_fits(sizes, fsdp, depth, samples, limit, change, changed, ranks):

@@ -335,7 +335,7 @@ class _Step:
 
     def _shrunk(self, value: Any, smaller: int) -> Any:
         def shrink(tensor: torch.Tensor) -> torch.Tensor:
-            shape = list(tensor.shape)
+            shape = list(self.prepared.traced_shape(tensor.shape))
             if shape and shape[0] == self.samples:
                 shape[0] = -(-shape[0] // smaller)
             return torch.zeros(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)

@@ -148,6 +148,10 @@ class PreparedModel:
         """A context in which backwards accumulate gradients without communicating."""
         return contextlib.nullcontext()
 
+    def trained_parameters(self) -> Iterator[torch.Tensor]:
+        """The parameters that an optimizer has, also while the module shows unsharded ones."""
+        return self.module.parameters()
+
     def reshard(self) -> None:
         """Keep only this rank's shards of the parameters, as between two steps."""
 
@@ -193,6 +197,10 @@ class PreparedModel:
 
     def switch_reduction(self, copied: nn.Module, on: bool) -> None:
         """Set whether the next backward of a `traced_copy` reduces gradients, where it does so itself."""
+
+    def traced_shape(self, shape: Sequence[int]) -> Sequence[int]:
+        """The shape of an input as this process computes it, of the one that was given to the model."""
+        return shape
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """A context for the step of a `traced_copy`."""

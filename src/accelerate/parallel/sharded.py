@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -91,6 +92,10 @@ class ShardedModel(PreparedModel):
         """Backwards in this context leave to a later one what they do not reduce themselves."""
         return gradients.deferred(self.reducers)
 
+    def trained_parameters(self) -> Iterator[torch.Tensor]:
+        """Those of the module, and the shards."""
+        return itertools.chain(self.module.parameters(), (shard.sharded_param for shard in shards_of(self.units())))
+
     def reshard(self) -> None:
         """Reshard all FSDP2 units."""
         reshard(self.units())
@@ -135,6 +140,19 @@ class ShardedModel(PreparedModel):
         from .fsdp import traced
 
         return traced.fake_sharded_copy(self.inner, change, self.blocks() if change.checkpointing else ())
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Attention sends what it sent in the last batch with split sequences."""
+        if self.sequence is None:
+            yield
+            return
+        with self.sequence.tracing():
+            yield
+
+    def traced_shape(self, shape: Sequence[int]) -> Sequence[int]:
+        """The part of split sequences that this rank computes."""
+        return shape if self.sequence is None else self.sequence.local_shape(shape)
 
     def switch_reduction(self, copied: nn.Module, on: bool) -> None:
         """Of all units."""

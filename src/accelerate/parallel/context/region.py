@@ -6,9 +6,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -211,6 +212,18 @@ class ContextParallel:
         with self.loader_block():
             self._batch = self._last
             yield
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """A block in which a copy of a model computes as in the block that is open, or else in the last one."""
+        with mock.patch.object(self.random, "seeded", contextlib.nullcontext), self.recomputing():
+            yield
+
+    def local_shape(self, shape: Sequence[int]) -> Sequence[int]:
+        """The shape of this rank's rows of a tensor; buffers of a block are full again after it."""
+        if self._block is not None or self._last is None or len(shape) < 2 or shape[1] != self._last.length:
+            return shape
+        return [shape[0], self._last.rows, *shape[2:]]
 
     def _region(
         self, length: int, pieces: Iterable[torch.Tensor], full_tensors: Iterable[torch.Tensor], strict: bool = True

@@ -200,7 +200,7 @@ class Fsdp1Model(PreparedModel):
 
     def window_gradients(self) -> int:
         """Those of flat parameters, unsharded, and of all others."""
-        shards = memory.local_bytes(p for p in self.module.parameters() if p.requires_grad)
+        shards = memory.local_bytes(p for p in self.kept_parameters() if p.requires_grad)
         return shards + fsdp1_communication.unsharded_gradients(self.inner)
 
     def dtypes(self) -> tuple[str, str]:

@@ -43,7 +43,8 @@ def shard_volume(model: nn.Module, backwards: int) -> list[CommunicationVolume]:
 def shard_gradients(model: nn.Module) -> int:
     """FSDP2: bytes of the gradients before they are scattered, which a window accumulates unsharded."""
     shards = [(p, group.mp_policy) for _, group, _ in shard_groups(model) for p in group.fsdp_params]
-    inside = {id(p.sharded_param) for p, _ in shards}
+    # In a step, units have other parameters.
+    inside = {id(getattr(p, name, None)) for p, _ in shards for name in ("sharded_param", "_unsharded_param")}
     unsharded: int = sum(
         p._orig_size.numel() * (policy.reduce_dtype or policy.param_dtype or p.sharded_param.dtype).itemsize
         for p, policy in shards
