@@ -4,6 +4,8 @@
 import importlib
 import json
 import os
+import pickle
+import socket
 import unittest
 from pathlib import Path
 from types import SimpleNamespace
@@ -256,6 +258,34 @@ def test_names_that_are_public_without_documentation():
     shapes = accelerate.utils.operations.get_shape({"a": torch.ones(2, 3), "b": [torch.ones(())], "c": 3})
     assert shapes == {"a": [2, 3], "b": [[]], "c": 3}
 
+    assert not accelerator.delayed_fp8_autocast and accelerate.state.is_initialized()
+    optimizer = accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
+    assert vars(optimizer.accelerator_state) is vars(accelerator.state)
+    assert accelerate.state.do_nothing(1, key=2) is None
+    with socket.create_server(("", accelerate.utils.other.get_free_port())):
+        pass
+    accelerator.state._reset_state()
+    assert not accelerate.state.is_initialized()
+
+
+def test_outputs_are_converted_by_an_object_that_is_not_pickled():
+    forward = accelerate.utils.operations.ConvertOutputsToFp32(torch.nn.Linear(2, 2).bfloat16())
+    assert forward(torch.ones(1, 2, dtype=torch.bfloat16)).dtype is torch.float32
+    with pytest.raises(pickle.PicklingError, match="unwrap_model"):
+        pickle.dumps(forward)
+
+
+def test_adapters_have_the_state_of_a_stateful_loader():
+    pytest.importorskip("torchdata")
+    adapter = accelerate.data_loader.DataLoaderAdapter
+    first, second = (adapter(range(6), use_stateful_dataloader=True, batch_size=2) for _ in range(2))
+    batches = iter(first.base_dataloader)
+    next(batches)
+    second.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in second.base_dataloader] == [[2, 3], [4, 5]]
+    with pytest.raises(AttributeError, match="'DataLoader' object has no attribute 'state_dict'"):
+        adapter(range(6)).state_dict()
+
 
 def test_retired_attributes_name_the_present_ones():
     with pytest.raises(AttributeError, match='use mixed_precision == "fp16"'):
@@ -267,3 +297,5 @@ def test_steps_of_megatron_models_are_refused():
 
     with pytest.raises(ValueError, match="GPTTrainStep drives a model class of Megatron-LM"):
         GPTTrainStep(None, None)
+    with pytest.raises(ValueError, match="nothing here is translated into arguments of Megatron-LM"):
+        accelerate.utils.add_model_config_to_megatron_parser("gpt2")

@@ -328,7 +328,7 @@ def _parameters(optimizer: Any) -> list[torch.Tensor]:
 
 def _trains(optimizer: Any, objects: RunObjects) -> bool | None:
     """Whether parameters of an optimizer belong to a prepared model; None where it has no parameters."""
-    prepared = {id(parameter) for model in objects.models for parameter in model.module.parameters()}
+    prepared = {id(parameter) for model in objects.models for parameter in model.trained_parameters()}
     own = _parameters(optimizer)
     return any(id(parameter) in prepared for parameter in own) if own else None
 

@@ -12,7 +12,7 @@ import torch
 from .core.lazy import public_names
 from .core.objects import forwarded
 from .core.trees import send_to_device
-from .state import GradientState
+from .state import AcceleratorState, GradientState
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -66,6 +66,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
                     state[name] = send_to_device(value, parameter.device)
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The shared options of the run."""
+        return AcceleratorState()
 
     state: Any = forwarded("optimizer.state", "The state of each parameter.", settable=True)
     param_groups: Any = forwarded("optimizer.param_groups", "The parameters in groups with options.", settable=True)

@@ -256,6 +256,9 @@ class RunInterface(ProcessView):
         """Whether the run computes in fp8."""
         return self.mixed_precision == "fp8"
 
+    # Transformer Engine's autocast is put around the forward before the model is laid out, in every layout.
+    delayed_fp8_autocast = False
+
     @property
     def fp8_backend(self) -> FP8BackendType:
         """The library that computes in fp8; `NO` for other precisions."""

@@ -526,6 +526,15 @@ def _parse_precision(requested: str | None) -> str:
     return text
 
 
+def is_initialized() -> bool:
+    """Whether the shared options exist, as they do once there was an `Accelerator`."""
+    return bool(AcceleratorState._shared_state)
+
+
+def do_nothing(*args: object, **kwargs: object) -> None:
+    """Return None."""
+
+
 def wait_for_everyone() -> None:
     """Return when every process has called this."""
     PartialState().wait_for_everyone()

@@ -23,6 +23,13 @@ from accelerate.collectives.metrics import gather_counted
 from accelerate.core.errors import DistributedOperationException
 from accelerate.runtime import group
 from accelerate.state import PartialState
+from accelerate.utils import avg_losses_across_data_parallel_group
+from accelerate.utils.operations import (
+    TENSOR_INT_TO_DTYPE,
+    chained_operation,
+    gather_tensor_shape,
+    verify_operation,
+)
 
 on_three = on_ranks(3, env={"ACCELERATE_DEBUG_MODE": "1", "ACCELERATE_DEBUG_TIMEOUT": "2"})
 WORLD = 3
@@ -64,6 +71,31 @@ def disagree(needles, function, *args, within=30.0, **kwargs):
         assert needle in told, f"{needle!r} is not in:\n{told}"
     assert gather_object([told]) == [told] * WORLD
     return told
+
+
+@on_three
+def test_operations_of_users():
+    begin_together()
+
+    @verify_operation
+    def total(tensor, scale=1):
+        summed = tensor.clone()
+        dist.all_reduce(summed)
+        return summed * scale
+
+    @chained_operation
+    def twice(size):
+        return total(tensor=torch.ones(size)) + total(torch.ones(size), scale=2)
+
+    assert twice(2).tolist() == [3 * WORLD] * 2
+    disagree([".total`", "rank 2 differs"], total, torch.ones(2 + is_last()))
+    disagree(["Error found while calling", ".twice`", "the earlier error"], twice, 2 + is_last())
+
+    owned = torch.ones(4, 0, 2, dtype=torch.bfloat16) if is_last() else None
+    sizes, kind = gather_tensor_shape(owned)
+    assert (sizes.tolist(), sizes.dtype, TENSOR_INT_TO_DTYPE[kind]) == ([[4], [0], [2]], torch.int32, torch.bfloat16)
+    losses = [torch.tensor(float(my_rank()), requires_grad=True), torch.tensor([6.0])]
+    assert avg_losses_across_data_parallel_group(losses).tolist() == [1.0, 6.0]
 
 
 @on_three

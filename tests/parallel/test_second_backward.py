@@ -126,6 +126,7 @@ def plain(case, shards):
         optimizer.zero_grad()
         for x in parts:
             case(model, x, lambda loss, **options: (loss / shards).backward(**options))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     return model.state_dict()
 
@@ -144,6 +145,7 @@ def check(name):
         for parts in batches(shards):
             optimizer.zero_grad()
             case(model, parts[index], run.backward)
+            run.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
         state = run.get_state_dict(model)
         if run.is_main_process:
@@ -194,6 +196,26 @@ def test_static_graph_names_the_cause():
     run, model, _ = prepared("ddp, static")
     with pytest.raises(PrepareError, match="static_graph"):
         penalty(model, batches(1)[0][0], run.backward)
+
+
+@on_ranks(2)
+def test_gradients_are_cleared_between_forward_and_backward():
+    run, model, optimizer = prepared("fsdp2")
+    expected, plain_optimizer = make()
+    for parts in batches(2):
+        loss = model(parts[run.process_index]).square().mean()
+        model.zero_grad()
+        run.backward(loss)
+        plain_loss = expected(torch.cat(parts)).square().mean()
+        expected.zero_grad()
+        plain_loss.backward()
+        optimizer.step()
+        plain_optimizer.step()
+    model.zero_grad(set_to_none=False)
+    assert all(parameter.grad.full_tensor().eq(0).all() for parameter in model.parameters())
+    state = run.get_state_dict(model)
+    if run.is_main_process:
+        torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=1e-8)
 
 
 @on_ranks(2)

@@ -85,6 +85,39 @@ def test_ddp_is_exact_or_names_the_remedy():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_a_discriminator_frozen_for_the_generators_step(name):
+    def models():
+        torch.manual_seed(0)
+        made = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, size)) for size in (4, 1)]
+        return made, [torch.optim.Adam(model.parameters(), lr=0.05) for model in made]
+
+    def step(generator, discriminator, optimizers, x, backward):
+        fake = generator(x)
+        optimizers[1].zero_grad()
+        backward((discriminator(fake.detach()) - discriminator(x)).mean())
+        optimizers[1].step()
+        discriminator.requires_grad_(False)
+        optimizers[0].zero_grad()
+        backward(-discriminator(fake).mean())
+        optimizers[0].step()
+        discriminator.requires_grad_(True)
+
+    run = Accelerator(cpu=True, **LAYOUTS[name]())
+    made, optimizers = models()
+    *made, first, second = run.prepare(*made, *optimizers)
+    expected, plain = models()
+    for seed in range(3):
+        parts = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(seed))
+        step(*made, (first, second), parts[run.process_index], run.backward)
+        step(*expected, plain, parts.flatten(0, 1), torch.Tensor.backward)
+    for model, reference in zip(made, expected, strict=True):
+        state = run.get_state_dict(model)
+        if run.is_main_process:
+            torch.testing.assert_close(dict(state), dict(reference.state_dict()), rtol=0, atol=1e-8)
+
+
+@on_ranks(2)
 def test_parts_of_flattened_units_are_not_left_as_they_are_in_silence():
     options = {"fsdp_version": 1, "use_orig_params": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     plugin = FullyShardedDataParallelPlugin(**options, transformer_cls_names_to_wrap=["Sequential"])

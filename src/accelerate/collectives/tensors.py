@@ -26,6 +26,18 @@ REDUCTIONS = {
     "min": dist.ReduceOp.MIN,
 }
 
+# The numbers of dtypes in what `gather_tensor_shape` returns.
+TENSOR_INT_TO_DTYPE = dict(
+    enumerate(
+        [
+            torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16,
+            torch.int32, torch.int64, torch.bool,
+        ],
+        1,
+    )
+)  # fmt: skip
+TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in TENSOR_INT_TO_DTYPE.items()}
+
 
 def gather(tensor: object) -> Any:
     """Gather nested tensors from all ranks, joined along dimension 0 in rank order.
@@ -226,6 +238,21 @@ def broadcast_nested(data: object, source: int = 0, group: dist.ProcessGroup | N
     return data
 
 
+def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Average losses over the ranks. A collective.
+
+    Ranks that share one replica of the model have the same losses, so this is the mean over the data-parallel group.
+
+    Args:
+        losses: tensors of one element each.
+
+    Returns:
+        The means, of shape `[len(losses)]`, without gradients.
+    """
+    averaged: torch.Tensor = reduce(torch.cat([loss.detach().reshape(1) for loss in losses]), "mean")
+    return averaged
+
+
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Copy the tensor of one rank to every rank's device. The other ranks do not need to know its shape and dtype.
 
@@ -239,17 +266,9 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         ValueError: on every rank, if not exactly one rank passed a tensor.
     """
     state = PartialState()
-    if state.use_distributed and state.debug:
-        verify.agree("copy_tensor_to_devices", None)
-    infos = [None if tensor is None else TensorInformation(tensor.shape, tensor.dtype)]
-    if state.use_distributed:
-        infos = objects.gather_each(infos[0], operation="copy_tensor_to_devices")
-    owners = [rank for rank, info in enumerate(infos) if info is not None]
-    if len(owners) != 1:
-        raise ValueError(f"copy_tensor_to_devices: exactly one rank must pass a tensor; ranks {owners} did")
-    (owner,) = owners
+    owner, info = _only_tensor(tensor, "copy_tensor_to_devices")
     if tensor is None:
-        tensor = initialize_tensors(infos[owner])
+        tensor = initialize_tensors(info)
     tensor = tensor.to(state.device)
     if state.use_distributed:
         group = transport.group_of(None)
@@ -258,6 +277,39 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         transport.checked_broadcast(row, owner, group, signature(*call[:1], owner), call)
         (tensor,) = flat.unpack(row, flat.specs_of([tensor]))
     return tensor.to(state.device)
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    """Tell every rank the shape and dtype of the tensor of one rank.
+
+    Args:
+        tensor: the tensor on one rank, None on the others.
+
+    Returns:
+        The sizes as an int32 tensor of shape `[dimensions, 1]`, and the number of the dtype in `TENSOR_INT_TO_DTYPE`.
+
+    Raises:
+        ValueError: on every rank, if not exactly one rank passed a tensor, or its dtype has no number.
+    """
+    info = _only_tensor(tensor, "gather_tensor_shape")[1]
+    if info.dtype not in TENSOR_TYPE_TO_INT:
+        raise ValueError(f"gather_tensor_shape: {info.dtype} is not one of {list(TENSOR_TYPE_TO_INT)}")
+    sizes = torch.tensor(info.shape, dtype=torch.int32, device=PartialState().device)
+    return sizes.unsqueeze(1), TENSOR_TYPE_TO_INT[info.dtype]
+
+
+def _only_tensor(tensor: torch.Tensor | None, operation: str) -> tuple[int, TensorInformation]:
+    """The one rank that passed a tensor, and the tensor's shape and dtype. A collective."""
+    state = PartialState()
+    if state.use_distributed and state.debug:
+        verify.agree(operation, None)
+    infos = [None if tensor is None else TensorInformation(tensor.shape, tensor.dtype)]
+    if state.use_distributed:
+        infos = objects.gather_each(infos[0], operation=operation)
+    owners = [(rank, info) for rank, info in enumerate(infos) if info is not None]
+    if len(owners) != 1:
+        raise ValueError(f"{operation}: exactly one rank must pass a tensor; ranks {[rank for rank, _ in owners]} did")
+    return owners[0]
 
 
 @dataclass

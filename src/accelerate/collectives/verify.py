@@ -7,6 +7,8 @@ where one of them calls another operation, or none.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import EllipsisType
 from typing import Any
 
@@ -18,6 +20,7 @@ from ..runtime import hang_watch
 from ..runtime.agreement import Round, StoreLostError
 from ..runtime.calls import Call, difference, ranks_in_words, record
 from ..runtime.hang_report import status_line
+from ..state import PartialState
 from . import transport
 
 # Seconds for which a rank waits for the others to come to the same operation (variable ACCELERATE_DEBUG_TIMEOUT).
@@ -91,3 +94,47 @@ def _absence(turn: Round, found: dict[int, dict[str, Any]], absent: list[int], e
     if not ended:
         lines += ["", "If it only needs longer, set ACCELERATE_DEBUG_TIMEOUT to more seconds."]
     return "\n".join(lines)
+
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a user's own collective: in debug mode the ranks first compare its first argument, `tensor`.
+
+    Raises:
+        DistributedOperationException: on every rank, if structure, dtypes or shapes differ, or a rank does not come.
+
+    Example:
+        @verify_operation
+        def gather_rows(tensor): ...
+    """
+
+    @functools.wraps(function)
+    def verified(*args: Any, **kwargs: Any) -> Any:
+        state = PartialState()
+        if state.debug and state.use_distributed:
+            agree(_name_of(function), kwargs["tensor"] if "tensor" in kwargs else args[0])
+        return function(*args, **kwargs)
+
+    return verified
+
+
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a function that calls verified operations: their errors are the cause of one that names it.
+
+    Raises:
+        DistributedOperationException: an operation in `function` has raised one.
+    """
+
+    @functools.wraps(function)
+    def chained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            raise DistributedOperationException(
+                f"Error found while calling {_name_of(function)}. Please see the earlier error for more details."
+            ) from error
+
+    return chained
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return f"`{function.__module__}.{function.__name__}`"

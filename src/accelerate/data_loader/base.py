@@ -102,6 +102,15 @@ class DataLoaderAdapter:
     def __len__(self) -> int:
         return len(self.base_dataloader)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the base loader, where it is torchdata's `StatefulDataLoader`; another one has none."""
+        state: dict[str, Any] = self.__getattr__("state_dict")()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a position of the base loader, where it is torchdata's `StatefulDataLoader`."""
+        self.__getattr__("load_state_dict")(state_dict)
+
     def adjust_state_dict_for_prefetch(self) -> None:
         """Does nothing: the state counts what was yielded, not what was prefetched. Part of the API."""
 

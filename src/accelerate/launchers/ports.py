@@ -71,6 +71,12 @@ def _lock(port: int) -> socket.socket | None:
     return lock
 
 
+def get_free_port() -> int:
+    """A port of this machine that no program uses. Nothing reserves it: a launch with port 0 chooses one and does."""
+    with ReservedPort() as port:
+        return port.number
+
+
 def is_port_in_use(port: int | str | None = None) -> bool:
     """Whether a server on this machine answers at `port` (29500 where None)."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

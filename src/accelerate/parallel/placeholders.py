@@ -164,3 +164,12 @@ class GPTTrainStep(_ModelTrainStep):
 
 class T5TrainStep(_ModelTrainStep):
     """The step of Megatron-LM's T5. It cannot be created: the error names what to use."""
+
+
+def add_model_config_to_megatron_parser(model_type: str) -> NoReturn:
+    """Refuse to register a function that turns a model's configuration into arguments of Megatron-LM."""
+    raise ConfigurationError(
+        f"add_model_config_to_megatron_parser({model_type!r}): nothing here is translated into arguments of "
+        "Megatron-LM. Models keep their own classes and configurations: leave the registration out, and pass the "
+        "model to accelerator.prepare with MegatronLMPlugin or ParallelismConfig, which split it"
+    )

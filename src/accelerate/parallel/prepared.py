@@ -152,6 +152,10 @@ class PreparedModel:
         """A context in which backwards accumulate gradients without communicating."""
         return contextlib.nullcontext()
 
+    def trained_parameters(self) -> Iterator[torch.Tensor]:
+        """The parameters that an optimizer has, also while the module shows unsharded ones."""
+        return self.module.parameters()
+
     def reshard(self) -> None:
         """Keep only this rank's shards of the parameters, as between two steps."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -90,6 +91,10 @@ class ShardedModel(PreparedModel):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards in this context leave to a later one what they do not reduce themselves."""
         return gradients.deferred(self.reducers)
+
+    def trained_parameters(self) -> Iterator[torch.Tensor]:
+        """Those of the module, and the shards."""
+        return itertools.chain(self.module.parameters(), (shard.sharded_param for shard in shards_of(self.units())))
 
     def reshard(self) -> None:
         """Reshard all FSDP2 units."""

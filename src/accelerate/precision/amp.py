@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -103,6 +104,28 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
         return convert_to_fp32(model_forward(*args, **kwargs))
 
     return forward
+
+
+class ConvertOutputsToFp32:
+    """`convert_outputs_to_fp32` as an object, which refuses to be pickled.
+
+    Args:
+        model_forward: the function whose outputs are converted.
+    """
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Call the function, and convert what it returns."""
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> NoReturn:
+        raise pickle.PicklingError(
+            "a forward under mixed precision cannot be pickled: pickle accelerator.unwrap_model(model), which has "
+            "the model's own forward"
+        )
 
 
 def restore_forward(model: torch.nn.Module) -> torch.nn.Module:

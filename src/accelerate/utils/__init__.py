@@ -31,8 +31,9 @@ _MODULES = (
 )  # fmt: skip
 
 EXPORTS: dict[str, list[str]] = {
+    "collectives.tensors": ["avg_losses_across_data_parallel_group"],
     "commands.config.default": ["write_basic_config"],
-    "parallel.placeholders": list(megatron_lm.CLASSES),
+    "parallel.placeholders": list(megatron_lm.SHARED),
 }
 for _module in _MODULES:
     for _home, _names in _module.EXPORTS.items():

@@ -20,14 +20,20 @@ from ..collectives.padding import pad_input_tensors as pad_input_tensors
 from ..collectives.rng import set_seed as set_seed
 from ..collectives.rng import synchronize_rng_state as synchronize_rng_state
 from ..collectives.rng import synchronize_rng_states as synchronize_rng_states
+from ..collectives.tensors import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
+from ..collectives.tensors import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
 from ..collectives.tensors import TensorInformation as TensorInformation
+from ..collectives.tensors import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
 from ..collectives.tensors import broadcast as broadcast
 from ..collectives.tensors import copy_tensor_to_devices as copy_tensor_to_devices
 from ..collectives.tensors import gather as gather
+from ..collectives.tensors import gather_tensor_shape as gather_tensor_shape
 from ..collectives.tensors import get_data_structure as get_data_structure
 from ..collectives.tensors import initialize_tensors as initialize_tensors
 from ..collectives.tensors import is_tensor_information as is_tensor_information
 from ..collectives.tensors import reduce as reduce
+from ..collectives.verify import chained_operation as chained_operation
+from ..collectives.verify import verify_operation as verify_operation
 from ..commands.config.default import write_basic_config as write_basic_config
 from ..config.base import KwargsHandler as KwargsHandler
 from ..config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
@@ -212,6 +218,7 @@ from ..launchers.compat import prepare_simple_launcher_cmd_env as prepare_simple
 from ..launchers.compat import prepare_tpu as prepare_tpu
 from ..launchers.notebook import PrepareForLaunch as PrepareForLaunch
 from ..launchers.notebook import install_xla as install_xla
+from ..launchers.ports import get_free_port as get_free_port
 from ..launchers.ports import is_port_in_use as is_port_in_use
 from ..parallel.compile import compile_regions as compile_regions
 from ..parallel.compile import compile_regions_deepspeed as compile_regions_deepspeed
@@ -238,6 +245,7 @@ from ..parallel.placeholders import GPTTrainStep as GPTTrainStep
 from ..parallel.placeholders import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 from ..parallel.placeholders import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from ..parallel.placeholders import T5TrainStep as T5TrainStep
+from ..parallel.placeholders import add_model_config_to_megatron_parser as add_model_config_to_megatron_parser
 from ..parallel.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from ..parallel.unwrap import is_peft_model as is_peft_model
 from ..parallelism_config import ParallelismConfig as ParallelismConfig
@@ -276,6 +284,7 @@ from ..placement.tied import clean_state_dict_for_safetensors as clean_state_dic
 from ..placement.tied import find_tied_parameters as find_tied_parameters
 from ..placement.tied import id_tensor_storage as id_tensor_storage
 from ..placement.tied import retie_parameters as retie_parameters
+from ..precision.amp import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from ..precision.amp import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from ..precision.amp import get_grad_scaler as get_grad_scaler
 from ..precision.amp import get_mixed_precision_context_manager as get_mixed_precision_context_manager

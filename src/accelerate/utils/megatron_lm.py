@@ -4,14 +4,18 @@
 from ..core.lazy import attach
 
 # Names of `accelerate.utils` too, where `prepare_data_loader` would be that of `accelerate.data_loader`.
-CLASSES = [
+SHARED = [
     "AbstractTrainStep",
     "BertTrainStep",
     "GPTTrainStep",
     "MegatronLMDummyDataLoader",
     "MegatronLMDummyScheduler",
     "T5TrainStep",
+    "add_model_config_to_megatron_parser",
 ]
-EXPORTS = {"parallel.placeholders": [*CLASSES, "prepare_data_loader"]}
+EXPORTS = {
+    "collectives.tensors": ["avg_losses_across_data_parallel_group"],
+    "parallel.placeholders": [*SHARED, "prepare_data_loader"],
+}
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -7,15 +7,19 @@ EXPORTS = {
     "collectives.objects": ["broadcast_object_list", "gather_object"],
     "collectives.padding": ["CannotPadNestedTensorWarning", "pad_across_processes", "pad_input_tensors"],
     "collectives.tensors": [
+        "TENSOR_INT_TO_DTYPE",
+        "TENSOR_TYPE_TO_INT",
         "TensorInformation",
         "broadcast",
         "copy_tensor_to_devices",
         "gather",
+        "gather_tensor_shape",
         "get_data_structure",
         "initialize_tensors",
         "is_tensor_information",
         "reduce",
     ],
+    "collectives.verify": ["chained_operation", "verify_operation"],
     "core.errors": ["DistributedOperationException"],
     "core.trees": [
         "concatenate",
@@ -33,7 +37,7 @@ EXPORTS = {
         "slice_tensors",
     ],
     "parallel.deepspeed.state": ["GatheredParameters"],
-    "precision.amp": ["convert_outputs_to_fp32"],
+    "precision.amp": ["ConvertOutputsToFp32", "convert_outputs_to_fp32"],
 }
 
 __getattr__, __dir__, __all__ = attach(__name__, EXPORTS)

@@ -13,7 +13,7 @@ EXPORTS = {
         "model_has_dtensor",
     ],
     "core.objects": ["convert_bytes", "get_pretty_name", "merge_dicts", "recursive_getattr"],
-    "launchers.ports": ["is_port_in_use"],
+    "launchers.ports": ["get_free_port", "is_port_in_use"],
     "parallel.compile": ["compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2"],
     "parallel.unwrap": ["extract_model_from_parallel"],
     "placement.tied": ["clean_state_dict_for_safetensors"],

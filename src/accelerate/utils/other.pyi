@@ -12,6 +12,7 @@ from ..core.objects import convert_bytes as convert_bytes
 from ..core.objects import get_pretty_name as get_pretty_name
 from ..core.objects import merge_dicts as merge_dicts
 from ..core.objects import recursive_getattr as recursive_getattr
+from ..launchers.ports import get_free_port as get_free_port
 from ..launchers.ports import is_port_in_use as is_port_in_use
 from ..parallel.compile import compile_regions as compile_regions
 from ..parallel.compile import compile_regions_deepspeed as compile_regions_deepspeed

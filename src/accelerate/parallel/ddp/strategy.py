@@ -91,6 +91,9 @@ class ReplicatedModel(PreparedModel):
         name = next((name for name, p in self.reduced.items() if not p.requires_grad), None)
         if name is None or replica is None or replica.find_unused_parameters:
             return
+        if not any(parameter.requires_grad for parameter in self.reduced.values()):
+            # DDP waits once it has a gradient: not where the entire model is frozen, as a GAN's discriminator is.
+            return
         raise PrepareError(
             f"{name} was frozen after {type(self.inner).__name__} was prepared, and DDP waits for its gradient. Set "
             "find_unused_parameters=True (DistributedDataParallelKwargs), or prepare the model and its optimizer again"

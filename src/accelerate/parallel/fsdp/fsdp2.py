@@ -31,6 +31,7 @@ from ..report.communication import shard_gradients
 from ..sharded import ShardedModel, ShardedStrategy, shards_of
 from ..tensor import strategy as tensor
 from . import state as fsdp_state
+from .clearing import clear_shards
 from .common import UnreducedGradients, added_parameter, fill_policy, refuse_unshardable
 from .copies import support_averages
 from .double_backward import KeptUnsharded
@@ -143,17 +144,21 @@ class FullyShardedDataParallel(ShardedStrategy):
         allow_inference_mode(prepared.inner)
         prepared.kept = KeptUnsharded(prepared.inner)
         support_averages(prepared.inner)
+        clear_shards(prepared.inner)
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """As the base class; after a backward that created a graph, all units are unsharded."""
-        found = (prepared.kept for prepared in self.prepared if isinstance(prepared, Fsdp2Model))
-        active = [kept for kept in found if kept is not None and kept.active]
+        found = [prepared.kept for prepared in self.prepared if isinstance(prepared, Fsdp2Model) and prepared.kept]
+        active = [kept for kept in found if kept.active]
         for kept in active:
             kept.gather()
         super().backward(loss, **kwargs)
         for kept in active:
             kept.reduce()
+        for kept in found:
+            if kept.active:
+                kept.show_shards()
 
     def _refuse_shared(self, model: nn.Module) -> None:
         """Raise PrepareError for a parameter that another model has, which is sharded already."""
