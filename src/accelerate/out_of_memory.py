@@ -121,6 +121,8 @@ def _traced(step: _Step, usage: Mapping[str, int], limit: int) -> Iterator[str]:
     except TimeoutError:
         change = f"not found in {_SECONDS:g} s. {step.prepared.less_memory()}"
     yield f"  smallest change that fits: {change}"
+    for why in dict.fromkeys(step.failures):
+        yield f"  a change could not be traced: {why}"
 
 
 def _no_change(prepared: PreparedModel, largest: str) -> str:
@@ -209,6 +211,11 @@ def _smaller_batches(step: _Step, limit: float, change: Change = _NO_CHANGE) -> 
         smaller *= 2
 
 
+def _text_of(failure: Exception) -> str:
+    kind = "" if isinstance(failure, PrepareError) else f"{type(failure).__name__}: "
+    return " ".join(f"{kind}{failure}".split())[:300]
+
+
 class _Needed(NamedTuple):
     """Bytes at the peak of a step: all of them, and those of activations and of gathered weights and messages."""
 
@@ -242,6 +249,8 @@ class _Step:
         self._precision = precision
         self._until = time.monotonic() + _SECONDS
         self._traced: dict[tuple[int, Change], _Needed] = {}
+        # Why changes could not be traced.
+        self.failures: list[str] = []
         own = prepared.memory_usage(windows=False)
         # What the process has besides parameters, gradients and buffers of the model; the same where its shards, and
         # what the optimizer has for them, are on the host.
@@ -263,18 +272,28 @@ class _Step:
         except Exception as failure:
             if not self.prepared.is_partial:
                 raise
-            kind = "" if isinstance(failure, PrepareError) else f"{type(failure).__name__}: "
-            return " ".join(f"{kind}{failure}".split())[:300]
+            return _text_of(failure)
         return None
 
     def needed(self, smaller: int = 1, change: Change = _NO_CHANGE) -> _Needed:
-        """The peak with a batch that is so many times smaller, and with a change. Raises TimeoutError."""
+        """The peak with a batch that is so many times smaller, and with a change.
+
+        Raises:
+            Exception: of the first trace; later ones are in `failures`.
+            TimeoutError: the time for traces is over.
+        """
         state = GradientState()
         if state.sync_each_batch or smaller * state.num_steps == 1:
             change = replace(change, reduce=False)
         key = smaller, change
         if key not in self._traced:
-            self._traced[key] = self._trace(smaller, change)
+            try:
+                self._traced[key] = self._trace(smaller, change)
+            except Exception as failure:
+                if not self._traced or isinstance(failure, TimeoutError):
+                    raise
+                self.failures.append(_text_of(failure))
+                self._traced[key] = _Needed(sys.maxsize, 0, 0)
         return self._traced[key]
 
     def expected(self, smaller: int, change: Change) -> float:
@@ -295,6 +314,7 @@ class _Step:
         state = GradientState()
         # More batches than two in a window have the memory of two.
         batches = min(2, smaller * state.num_steps) if self.prepared.is_partial else 1
+        backwards, former = self.prepared.traced_backwards(change), list[Any]()
         with _quietly(), FakeTensorMode(allow_non_fake_inputs=True), self.prepared.tracing(), ledger:
             model = self.prepared.traced_copy(change).train()
             # The copy of a wrapped forward would call the original model.
@@ -304,9 +324,15 @@ class _Step:
             ledger.label([*model.parameters(), *model.buffers()], report.WEIGHTS)
             start = ledger.mark()
             for batch in range(batches):
-                self.prepared.switch_reduction(model, change.reduce or state.sync_each_batch or batch == batches - 1)
-                self._backward(model, smaller)
-                ledger.label([p.grad for p in model.parameters() if p.grad is not None], report.GRADIENTS)
+                last = batch == batches - 1
+                self.prepared.switch_reduction(model, change.reduce or state.sync_each_batch or last)
+                for _ in range(backwards if last else 1):
+                    self._backward(model, smaller)
+                    ledger.label([p.grad for p in model.parameters() if p.grad is not None], report.GRADIENTS)
+                if backwards > 1 and not last:
+                    # Gradients of a batch whose backwards alternate with forwards are apart from those before.
+                    former += [p.grad for p in model.parameters()]
+                    model.zero_grad()
         if not self.prepared.is_partial:
             activations = ledger.peak(start)[report.ACTIVATIONS]
             return _Needed(self.kept + activations, activations, 0)

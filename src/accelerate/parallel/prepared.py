@@ -54,12 +54,16 @@ class Change:
         reshard: units are resharded after their forward.
         reduce: each backward of a window reduces gradients.
         offload: shards are in host memory between their uses.
+        scheduled: a pipeline has the order of 1f1b.
+        microbatches: a pipeline has twice as many micro-batches.
     """
 
     checkpointing: bool = False
     reshard: bool = False
     reduce: bool = False
     offload: bool = False
+    scheduled: bool = False
+    microbatches: bool = False
 
 
 class VolumeCounter:
@@ -194,6 +198,10 @@ class PreparedModel:
         if change.checkpointing:
             checkpoint_activations(copied, [memo[id(block)] for block in self.blocks()], torch.device("cpu"))
         return copied
+
+    def traced_backwards(self, change: Change) -> int:
+        """The backwards after which a traced step has its peak; in an accumulation window there are two."""
+        return 1
 
     def switch_reduction(self, copied: nn.Module, on: bool) -> None:
         """Set whether the next backward of a `traced_copy` reduces gradients, where it does so itself."""
