@@ -419,7 +419,8 @@ class Runner:
         """The backward of a batch, called by autograd on every rank with the gradients of the output."""
         if batch.backward is None:
             raise AccelerateError(
-                "backward was called a second time through the same output of a pipelined model: call the model again"
+                "backward was called a second time through the same output of a pipelined model: add the losses and "
+                "call backward once, or call the model again"
             )
         for call in self.before_backward:
             call()
