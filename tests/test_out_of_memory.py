@@ -128,7 +128,7 @@ def explain_in_a_pipeline(schedule):
 def test_stages_of_a_pipeline(ranks):
     """What is not traced is said, with what this layout has."""
     first, last = ranks(2).run(explain_in_a_pipeline, "gpipe")
-    assert "this rank has stage 0 of 2, schedule gpipe with 4 micro-batches" in first
+    assert "This rank has stage 0 of 2, schedule gpipe with 4 micro-batches" in first
     assert "1f1b, which keeps the activations of 2 here, where gpipe keeps those of all 4" in first
     assert "stage 1 of 2" in last and "the activations of 1 here" in last
     scheduled, _ = ranks(2).run(explain_in_a_pipeline, "1f1b")
