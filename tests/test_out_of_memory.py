@@ -219,6 +219,8 @@ def train_transformer(limit, samples, steps, fsdp, sizes, depth):
     if limit is None:
         return kept + peak, ""
     out_of_memory.memory_limit = lambda kept: limit
+    # As long as it takes on a busy machine.
+    out_of_memory._SECONDS = 600.0
     # In a backward, which all stages of a pipeline begin, or in the middle of a forward.
     (fails.append if layout is not None and layout.pp_enabled else functools.partial(setattr, block, "fails"))(True)
     with contextlib.redirect_stderr(io.StringIO()) as printed:
