@@ -128,7 +128,7 @@ def explain_in_a_pipeline(schedule):
 def test_stages_of_a_pipeline(ranks):
     """What is not traced is said, with what this layout has."""
     first, last = ranks(2).run(explain_in_a_pipeline, "gpipe")
-    assert "this rank has stage 0 of 2, schedule gpipe with 4 micro-batches" in first
+    assert "This rank has stage 0 of 2, schedule gpipe with 4 micro-batches" in first
     assert "1f1b, which keeps the activations of 2 here, where gpipe keeps those of all 4" in first
     assert "stage 1 of 2" in last and "the activations of 1 here" in last
     scheduled, _ = ranks(2).run(explain_in_a_pipeline, "1f1b")
@@ -219,6 +219,8 @@ def train_transformer(limit, samples, steps, fsdp, sizes, depth):
     if limit is None:
         return kept + peak, ""
     out_of_memory.memory_limit = lambda kept: limit
+    # As long as it takes on a busy machine.
+    out_of_memory._SECONDS = 600.0
     # In a backward, which all stages of a pipeline begin, or in the middle of a forward.
     (fails.append if layout is not None and layout.pp_enabled else functools.partial(setattr, block, "fails"))(True)
     with contextlib.redirect_stderr(io.StringIO()) as printed:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import psutil
 import torch
@@ -31,6 +32,7 @@ from .core.trees import convert_to_fp32, map_leaves
 from .gradient_state import GradientState
 from .parallel.prepared import Change, PreparedModel
 from .parallel.report import memory as kinds
+from .parallel.unwrap import extract_model_from_parallel
 from .precision.base import Precision
 from .run_objects import RunObjects
 
@@ -315,10 +317,15 @@ class _Step:
         # More batches than two in a window have the memory of two.
         batches = min(2, smaller * state.num_steps) if self.prepared.is_partial else 1
         backwards, former = self.prepared.traced_backwards(change), list[Any]()
-        with _quietly(), FakeTensorMode(allow_non_fake_inputs=True), self.prepared.tracing(), ledger:
+        # Not on the device type of the run: the trace is on the CPU.
+        on_cpu = mock.patch.object(self._precision, "device_type", "cpu", create=True)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with _quietly(), on_cpu, fake, self.prepared.tracing(), ledger:
             model = self.prepared.traced_copy(change).train()
-            # The copy of a wrapped forward would call the original model.
-            vars(model).pop("forward", None)
+            forward = vars(model).get("forward")
+            if forward is not None and getattr(forward, "__self__", None) is not model:
+                # A forward that is no method of the copy would call the original model.
+                del model.forward
             for module in model.modules():
                 module.register_forward_pre_hook(self._check_time, prepend=True)
             ledger.label([*model.parameters(), *model.buffers()], report.WEIGHTS)
@@ -353,18 +360,19 @@ class _Step:
         from .parallel.report.ledger import loss_of
 
         args, kwargs = (self._shrunk(value, smaller) for value in self._inputs)
-        lower = self._precision.native_amp
-        # Not on the device type of the run: the trace is on the CPU.
+        wrapped = any({"forward", "_original_forward"} <= vars(module).keys() for module in model.modules())
+        lower = self._precision.native_amp and not wrapped
         with torch.autocast("cpu", getattr(self._precision, "dtype", None), enabled=lower):
             outputs = model(*args, **kwargs)
         loss_of(convert_to_fp32(outputs) if lower else outputs).backward()
 
     def _shrunk(self, value: Any, smaller: int) -> Any:
         def shrink(tensor: torch.Tensor) -> torch.Tensor:
-            shape = list(self.prepared.traced_shape(tensor.shape))
+            shape = list(tensor.shape)
             if shape and shape[0] == self.samples:
                 shape[0] = -(-shape[0] // smaller)
-            return torch.zeros(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+            made = torch.zeros(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+            return self.prepared.traced_input(made)
 
         return map_leaves(shrink, value)
 
@@ -410,7 +418,8 @@ def _calls(
             yield prepared, (found.get("args", ()), found.get("kwargs", {}))
     # A backward has no call of the model: the batch is a local variable of the loop.
     for prepared in models:
-        names = list(inspect.signature(prepared.inner.forward).parameters)
+        plain = extract_model_from_parallel(prepared.module, keep_torch_compile=False)
+        names = list(inspect.signature(plain.forward).parameters)
         for frame in frames:
             for value in list(frame.f_locals.values()):
                 if isinstance(value, Mapping) and value and set(value) <= set(names) and kinds.tensors_in(dict(value)):

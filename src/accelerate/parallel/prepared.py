@@ -206,9 +206,9 @@ class PreparedModel:
     def switch_reduction(self, copied: nn.Module, on: bool) -> None:
         """Set whether the next backward of a `traced_copy` reduces gradients, where it does so itself."""
 
-    def traced_shape(self, shape: Sequence[int]) -> Sequence[int]:
-        """The shape of an input as this process computes it, of the one that was given to the model."""
-        return shape
+    def traced_input(self, given: torch.Tensor) -> torch.Tensor:
+        """What this process computes of an input without values, in the context `tracing`."""
+        return given
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """A context for the step of a `traced_copy`."""

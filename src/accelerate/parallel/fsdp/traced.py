@@ -38,9 +38,9 @@ def changes(model: nn.Module) -> dict[Change, str]:
 
 
 def offloads(model: nn.Module) -> bool:
-    """Whether shards are on the host between their uses."""
+    """Whether shards are on the host between their uses, and the computation is not."""
     found = [group for state in _states(model) for group in units.groups(state)]
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in found)
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) and group.device.type != "cpu" for group in found)
 
 
 def inner_units(model: nn.Module) -> list[nn.Module]:

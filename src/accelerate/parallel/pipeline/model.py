@@ -131,7 +131,7 @@ class PipelinedModel(ShardedModel):
         runner, options = self.stages.schedules.runner, self.stages.schedules.options
         count, mine = runner.splitter.num_microbatches, sorted(self.stages.modules)
         text = (
-            f"this rank has stage{'s' * (len(mine) > 1)} {', '.join(map(str, mine))} of {len(runner.ranks)}, schedule "
+            f"This rank has stage{'s' * (len(mine) > 1)} {', '.join(map(str, mine))} of {len(runner.ranks)}, schedule "
             f"{options.schedule} with {count} micro-batches. Less memory: smaller batches with more "
             "gradient_accumulation_steps"
         )

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -60,8 +61,11 @@ def fake_stages(model: nn.Module, stages: Stages, change: Change) -> nn.Module:
     memo |= {id(one): None for one in (runner.find_loss_rules, staged.segment, staged.entry, staged.remedy) if one}
     memo |= {id(runner.before_backward): [], id(runner.after_backward): []}
     memo[id(runner.anchor)] = torch.zeros((), requires_grad=True)
-    fake_sharded_copy(nn.ModuleList([*stages.modules.values(), model]), change, (), memo)
-    copied: Runner = copy.deepcopy(runner, memo)
+    with mock.patch.dict(vars(model)):
+        # A user's copy would compute with the stages of the original.
+        vars(model).pop("__deepcopy__", None)
+        fake_sharded_copy(nn.ModuleList([*stages.modules.values(), model]), change, (), memo)
+        copied: Runner = copy.deepcopy(runner, memo)
     copied.staged.device = channel.device
     copied.before_backward.append(functools.partial(defer_reduction, copied.stages.values()))
     scheduled = change.scheduled or schedule == "1f1b"
