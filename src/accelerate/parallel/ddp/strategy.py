@@ -60,7 +60,7 @@ class ReplicatedModel(PreparedModel):
         return dist.is_initialized() and set(map(id, self._trained())) != set(map(id, self.reduced.values()))
 
     def _trained(self) -> dict[nn.Parameter, str]:
-        """The trainable parameters that DDP is not told to ignore."""
+        """The trainable parameters that DDP does not ignore."""
         replica = replica_of(self.module)
         ignored = () if replica is None else replica.parameters_to_ignore
         return {p: name for name, p in self.inner.named_parameters() if p.requires_grad and name not in ignored}

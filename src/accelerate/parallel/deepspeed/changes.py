@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes that a program makes to an engine's parameters between two steps, which ZeRO alone would undo.
 
-ZeRO's step computes fp32 weights of its own and overwrites the model's parameters with them. A parameter that was
+ZeRO's step computes its own fp32 weights and overwrites the model's parameters with them. A parameter that was
 clamped, initialised anew or loaded in the meantime is therefore copied into those weights before the step.
 """
 

@@ -113,7 +113,7 @@ class EngineState:
 
     @staticmethod
     def _own(parameter: Any, value: torch.Tensor) -> torch.Tensor:
-        """This rank's padded part of a full value of a parameter that ZeRO-3 shards."""
+        """This rank's padded shard of a full value of a parameter that ZeRO-3 shards."""
         size = parameter.ds_tensor.ds_numel
         own = value.detach().flatten()[size * dist.get_rank() :][:size]
         return torch.nn.functional.pad(own, (0, size - own.numel()))

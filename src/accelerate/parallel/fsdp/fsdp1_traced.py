@@ -109,7 +109,7 @@ def _units(model: nn.Module) -> list[Any]:
 def _places(handle: Any, memo: dict[int, Any]) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """(module, name, full parameter of the copy) of each parameter in a flat one.
 
-    `memo` has the parameter for each tensor that a module may have in its place now.
+    `memo` has the parameter for each tensor that a module may have instead of it now.
     """
     flat = handle.flat_param
     memo[id(flat)] = None

@@ -112,7 +112,7 @@ def _reshards(state: Any) -> bool:
 
 
 def _full(shard: Any, memo: dict[int, Any]) -> nn.Parameter:
-    """The full parameter of the copy; `memo` has it for each parameter that a module may have in its place now."""
+    """The full parameter of the copy; `memo` has it for each parameter that a module may have instead of it now."""
     sharded = shard.sharded_param
     value: Any = torch.empty(shard._orig_size, dtype=sharded.dtype, device="cpu")
     if shard.is_dtensor:
