@@ -81,9 +81,17 @@ def _write_start_page(app: Any, error: Exception | None) -> None:
         (Path(app.outdir) / "index.html").write_text(page)
 
 
+def _show_effective_defaults(
+    app: Any, what: str, name: str, found: object, options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Show what an argument that was not given means, instead of the name of its marker."""
+    return signature and signature.replace("_NOT_GIVEN", "False"), returns
+
+
 def setup(app: Any) -> None:
     """Connect the functions above."""
     app.connect("autodoc-process-docstring", _show_examples_as_code, priority=400)
+    app.connect("autodoc-process-signature", _show_effective_defaults)
     app.connect("source-read", _drop_links_to_folders)
     app.connect("doctree-read", _allow_outside_of_the_index)
     app.connect("build-finished", _write_start_page)

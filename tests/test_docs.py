@@ -138,7 +138,7 @@ def test_each_module_of_utils_has_a_subject() -> None:
 
 def test_all_documents_are_in_the_index() -> None:
     index = (PROJECT / "docs/index.md").read_text()
-    tree = set(re.findall(r"^[\w./]+$", index.split("```{toctree}", 1)[1], re.MULTILINE))
+    tree = set(re.findall(r"^(?:[\w ]+ <)?([\w./]+)>?$", index.split("```{toctree}", 1)[1], re.MULTILINE))
     linked = set(re.findall(r"\]\(([\w./]+)\.md", index))
     pages = {str(path.relative_to(PROJECT / "docs").with_suffix("")) for path in (PROJECT / "docs").glob("*.md")}
     assert pages - {"index"} <= tree and pages - {"index"} <= linked

@@ -27,7 +27,13 @@ NOTE = "<!-- Written by tools/reference.py. Change the registry that it reads, t
 
 # Names of `accelerate.utils` by subject: the modules that define them.
 SUBJECTS = {
-    "Communication": ("collectives.tensors", "collectives.objects", "collectives.padding", "state"),
+    "Communication": (
+        "collectives.tensors",
+        "collectives.objects",
+        "collectives.padding",
+        "collectives.verify",
+        "state",
+    ),
     "Nested data": ("core.trees",),
     "Random numbers": ("collectives.rng",),
     "Memory and batch size": ("collectives.batch_size", "core.memory"),

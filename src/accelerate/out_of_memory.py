@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import psutil
 import torch
@@ -31,6 +32,7 @@ from .core.trees import convert_to_fp32, map_leaves
 from .gradient_state import GradientState
 from .parallel.prepared import Change, PreparedModel
 from .parallel.report import memory as kinds
+from .parallel.unwrap import extract_model_from_parallel
 from .precision.base import Precision
 from .run_objects import RunObjects
 
@@ -121,6 +123,8 @@ def _traced(step: _Step, usage: Mapping[str, int], limit: int) -> Iterator[str]:
     except TimeoutError:
         change = f"not found in {_SECONDS:g} s. {step.prepared.less_memory()}"
     yield f"  smallest change that fits: {change}"
+    for why in dict.fromkeys(step.failures):
+        yield f"  a change could not be traced: {why}"
 
 
 def _no_change(prepared: PreparedModel, largest: str) -> str:
@@ -209,6 +213,11 @@ def _smaller_batches(step: _Step, limit: float, change: Change = _NO_CHANGE) -> 
         smaller *= 2
 
 
+def _text_of(failure: Exception) -> str:
+    kind = "" if isinstance(failure, PrepareError) else f"{type(failure).__name__}: "
+    return " ".join(f"{kind}{failure}".split())[:300]
+
+
 class _Needed(NamedTuple):
     """Bytes at the peak of a step: all of them, and those of activations and of gathered weights and messages."""
 
@@ -242,6 +251,8 @@ class _Step:
         self._precision = precision
         self._until = time.monotonic() + _SECONDS
         self._traced: dict[tuple[int, Change], _Needed] = {}
+        # Why changes could not be traced.
+        self.failures: list[str] = []
         own = prepared.memory_usage(windows=False)
         # What the process has besides parameters, gradients and buffers of the model; the same where its shards, and
         # what the optimizer has for them, are on the host.
@@ -263,18 +274,28 @@ class _Step:
         except Exception as failure:
             if not self.prepared.is_partial:
                 raise
-            kind = "" if isinstance(failure, PrepareError) else f"{type(failure).__name__}: "
-            return " ".join(f"{kind}{failure}".split())[:300]
+            return _text_of(failure)
         return None
 
     def needed(self, smaller: int = 1, change: Change = _NO_CHANGE) -> _Needed:
-        """The peak with a batch that is so many times smaller, and with a change. Raises TimeoutError."""
+        """The peak with a batch that is so many times smaller, and with a change.
+
+        Raises:
+            Exception: of the first trace; later ones are in `failures`.
+            TimeoutError: the time for traces is over.
+        """
         state = GradientState()
         if state.sync_each_batch or smaller * state.num_steps == 1:
             change = replace(change, reduce=False)
         key = smaller, change
         if key not in self._traced:
-            self._traced[key] = self._trace(smaller, change)
+            try:
+                self._traced[key] = self._trace(smaller, change)
+            except Exception as failure:
+                if not self._traced or isinstance(failure, TimeoutError):
+                    raise
+                self.failures.append(_text_of(failure))
+                self._traced[key] = _Needed(sys.maxsize, 0, 0)
         return self._traced[key]
 
     def expected(self, smaller: int, change: Change) -> float:
@@ -295,18 +316,30 @@ class _Step:
         state = GradientState()
         # More batches than two in a window have the memory of two.
         batches = min(2, smaller * state.num_steps) if self.prepared.is_partial else 1
-        with _quietly(), FakeTensorMode(allow_non_fake_inputs=True), self.prepared.tracing(), ledger:
+        backwards, former = self.prepared.traced_backwards(change), list[Any]()
+        # Not on the device type of the run: the trace is on the CPU.
+        on_cpu = mock.patch.object(self._precision, "device_type", "cpu", create=True)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with _quietly(), on_cpu, fake, self.prepared.tracing(), ledger:
             model = self.prepared.traced_copy(change).train()
-            # The copy of a wrapped forward would call the original model.
-            vars(model).pop("forward", None)
+            forward = vars(model).get("forward")
+            if forward is not None and getattr(forward, "__self__", None) is not model:
+                # A forward that is no method of the copy would call the original model.
+                del model.forward
             for module in model.modules():
                 module.register_forward_pre_hook(self._check_time, prepend=True)
             ledger.label([*model.parameters(), *model.buffers()], report.WEIGHTS)
             start = ledger.mark()
             for batch in range(batches):
-                self.prepared.switch_reduction(model, change.reduce or state.sync_each_batch or batch == batches - 1)
-                self._backward(model, smaller)
-                ledger.label([p.grad for p in model.parameters() if p.grad is not None], report.GRADIENTS)
+                last = batch == batches - 1
+                self.prepared.switch_reduction(model, change.reduce or state.sync_each_batch or last)
+                for _ in range(backwards if last else 1):
+                    self._backward(model, smaller)
+                    ledger.label([p.grad for p in model.parameters() if p.grad is not None], report.GRADIENTS)
+                if backwards > 1 and not last:
+                    # Gradients of a batch whose backwards alternate with forwards are apart from those before.
+                    former += [p.grad for p in model.parameters()]
+                    model.zero_grad()
         if not self.prepared.is_partial:
             activations = ledger.peak(start)[report.ACTIVATIONS]
             return _Needed(self.kept + activations, activations, 0)
@@ -327,18 +360,19 @@ class _Step:
         from .parallel.report.ledger import loss_of
 
         args, kwargs = (self._shrunk(value, smaller) for value in self._inputs)
-        lower = self._precision.native_amp
-        # Not on the device type of the run: the trace is on the CPU.
+        wrapped = any({"forward", "_original_forward"} <= vars(module).keys() for module in model.modules())
+        lower = self._precision.native_amp and not wrapped
         with torch.autocast("cpu", getattr(self._precision, "dtype", None), enabled=lower):
             outputs = model(*args, **kwargs)
         loss_of(convert_to_fp32(outputs) if lower else outputs).backward()
 
     def _shrunk(self, value: Any, smaller: int) -> Any:
         def shrink(tensor: torch.Tensor) -> torch.Tensor:
-            shape = list(self.prepared.traced_shape(tensor.shape))
+            shape = list(tensor.shape)
             if shape and shape[0] == self.samples:
                 shape[0] = -(-shape[0] // smaller)
-            return torch.zeros(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+            made = torch.zeros(shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+            return self.prepared.traced_input(made)
 
         return map_leaves(shrink, value)
 
@@ -384,7 +418,8 @@ def _calls(
             yield prepared, (found.get("args", ()), found.get("kwargs", {}))
     # A backward has no call of the model: the batch is a local variable of the loop.
     for prepared in models:
-        names = list(inspect.signature(prepared.inner.forward).parameters)
+        plain = extract_model_from_parallel(prepared.module, keep_torch_compile=False)
+        names = list(inspect.signature(plain.forward).parameters)
         for frame in frames:
             for value in list(frame.f_locals.values()):
                 if isinstance(value, Mapping) and value and set(value) <= set(names) and kinds.tensors_in(dict(value)):

@@ -49,6 +49,11 @@ CASES = [
     (CPU, "--num_processes two train.py", "--num_processes: value='two' is not an integer"),
     (CPU, "--cpu --num_processes 99999999 train.py", "num_processes=99999999 is more than a machine can run"),
     (CPU, "--config_file none.yaml train.py", "the configuration file none.yaml does not exist"),
+    (
+        CPU,
+        "--use_deepspeed --deepspeed_config_file none.json train.py",
+        "deepspeed_config_file='none.json' does not exist",
+    ),
     (CPU, "--config_file broken.yaml train.py", "broken.yaml:3:8: not YAML"),
     (CPU, "--config_file broken.json train.py", "broken.json: not JSON: Expecting property name"),
     (CPU, "--config_file typed.yaml train.py", "typed.yaml:2: num_processes='two' is not an integer"),

@@ -35,6 +35,13 @@ def test_the_cpu_itself_says_it_as_expected():
     assert should_reduce_batch_size(told.value)
 
 
+def test_an_error_of_a_pipeline_stage_is_about_memory_if_its_cause_is():
+    for cause, expected in ((torch.OutOfMemoryError("anything"), True), (RuntimeError("shapes"), False)):
+        with pytest.raises(RuntimeError) as told:
+            raise RuntimeError("[Stage 0] failed to run forward") from cause
+        assert should_reduce_batch_size(told.value) is expected
+
+
 def test_release_memory_gives_nones_and_collects():
     class Node:
         pass

@@ -12,7 +12,7 @@ import torch
 from rank_pool import on_ranks
 from ranks import run_ranks
 from torch import nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.inference import map_dataset
@@ -177,6 +177,21 @@ def test_wrong_arguments_and_another_dataset_are_refused(alone, tmp_path):
     ]:
         with pytest.raises(ConfigurationError, match=message):
             map_dataset(add_up, SAMPLES, tmp_path, **options)
+    for dataset, message in [
+        (DataLoader(SAMPLES), "dataset is a DataLoader: give its dataset, and batch_size"),
+        ({"train": SAMPLES}, "dataset is a dict: give one of its datasets"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            map_dataset(add_up, dataset, tmp_path)
+
+
+def test_finished_parts_of_another_model_or_dataset_are_kept_with_a_warning(alone, tmp_path):
+    data, torch_model = torch.randn(4, 3), nn.Linear(3, 2)
+    files = map_dataset(torch_model, data, tmp_path)
+    rows = read(files)
+    for model, samples, what in [(nn.Linear(3, 2), data, "model"), (torch_model, data + 1, "first sample")]:
+        with pytest.warns(UserWarning, match=f"has 1 complete parts of a run with another {what}"):
+            assert read(map_dataset(model, samples, tmp_path)) == rows
 
 
 def test_parquet(alone, tmp_path):

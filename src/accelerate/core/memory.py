@@ -69,6 +69,10 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     if isinstance(exception, AccelerateError):
         # It may quote another rank's error.
         return False
+    cause = exception.__cause__
+    if isinstance(exception, RuntimeError) and isinstance(cause, Exception) and should_reduce_batch_size(cause):
+        # torch's schedules of pipelines raise an error of their own from that of a stage.
+        return True
     if isinstance(exception, RuntimeError) and len(exception.args) == 1:
         return any(text in str(exception.args[0]) for text in EXHAUSTED)
     return False

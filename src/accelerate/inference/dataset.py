@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import IO, Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ..checkpointing.run_lock import FolderInUse, RunLocks
 from ..core import json_text
@@ -21,6 +22,7 @@ from ..core.errors import ConfigurationError, PrepareError
 from ..core.files import atomic_write, user_path
 from ..core.imports import is_available
 from ..core.trees import send_to_device
+from ..data_loader.digest import extended
 from ..runtime.agreement import Agreement, default_connection, pauses
 from ..state import PartialState
 from ..telemetry.progress import tqdm
@@ -70,7 +72,7 @@ def map_dataset(
 
     Raises:
         ConfigurationError: an argument is wrong or differs between ranks, another run writes to the folder, or the
-            folder has parts of another dataset or size.
+            folder has parts of another size or number of samples.
         PrepareError: the function does not return a row for each sample, or a row cannot be written.
 
     Example:
@@ -78,12 +80,13 @@ def map_dataset(
     """
     process = PartialState()
     folder = user_path(output, "map_dataset: output")
+    _check_arguments(dataset, batch_size, part_size, file_format)
     plan: dict[str, Any] = {"part_size": part_size, "samples": _samples_in(dataset), "file_format": file_format}
-    _check_arguments(batch_size, part_size, file_format)
+    origin = _origin(function, dataset, plan["samples"])
     agreement = Agreement(process, "map_dataset")
     locks = RunLocks()
     try:
-        done = _open_folder(folder, plan, agreement, process, locks)
+        done = _open_folder(folder, plan, origin, agreement, process, locks)
         compute = _Compute(function, collate or default_collate, length or _length, batch_size, process.device)
         queue = _Queue(process.num_processes)
         with _progress(plan["samples"]) as bar:
@@ -106,7 +109,10 @@ def map_dataset(
 # --- the folder ---------------------------------------------------------------------------------------------------
 
 
-def _check_arguments(batch_size: int, part_size: int, file_format: str) -> None:
+def _check_arguments(dataset: Any, batch_size: int, part_size: int, file_format: str) -> None:
+    if isinstance(dataset, DataLoader | Mapping):
+        kind = "its dataset, and batch_size" if isinstance(dataset, DataLoader) else "one of its datasets"
+        raise ConfigurationError(f"map_dataset: dataset is a {type(dataset).__name__}: give {kind}")
     for name, value in (("batch_size", batch_size), ("part_size", part_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigurationError(f"map_dataset: {name}={value!r} is not an integer of at least 1")
@@ -126,14 +132,30 @@ def _numbers(folder: Path, file_format: str) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+def _origin(function: Any, dataset: Any, samples: int | None) -> dict[str, int]:
+    """Checksums of the first sample and of the first numbers of each of a model's weights."""
+    found = {}
+    if samples:
+        found["first sample"] = extended(0, [dataset[0]])
+    if isinstance(function, nn.Module):
+        heads = [p.detach().flatten()[:8] for p in function.parameters() if not p.is_meta and type(p) is nn.Parameter]
+        found["model"] = extended(0, [type(function).__qualname__, *(head.tolist() for head in heads)])
+    return found
+
+
 def _open_folder(
-    folder: Path, plan: dict[str, Any], agreement: Agreement, process: PartialState, locks: RunLocks
+    folder: Path,
+    plan: dict[str, Any],
+    origin: dict[str, int],
+    agreement: Agreement,
+    process: PartialState,
+    locks: RunLocks,
 ) -> dict[int, int]:
     """Prepare the folder on rank 0; return {part: its samples} of what a former run has written, on every rank."""
     answer: dict[str, Any] = {"plan": plan}
     if process.is_main_process:
         try:
-            answer["done"] = _claim(folder, plan, locks)
+            answer["done"] = _claim(folder, plan, origin, locks)
         except (ConfigurationError, FolderInUse, OSError) as error:
             answer["error"] = f"map_dataset: {error}"
     answers = agreement.exchange("the start", answer, _START)
@@ -156,8 +178,11 @@ def _open_folder(
     return {number: size if samples is None else min(size, samples - number * size) for number in answers[0]["done"]}
 
 
-def _claim(folder: Path, plan: dict[str, Any], locks: RunLocks) -> list[int]:
-    """Lock the folder for this run and return the parts that it has. Raises ConfigurationError if it is another's."""
+def _claim(folder: Path, plan: dict[str, Any], origin: dict[str, int], locks: RunLocks) -> list[int]:
+    """Lock the folder for this run and return the parts that it has. Raises ConfigurationError if it is another's.
+
+    A checksum in `origin` that is not that of the run which began the folder is a warning: a sample may be random.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     locks.acquire(folder.resolve())
     present = _numbers(folder, "(?:jsonl|parquet)")
@@ -167,12 +192,19 @@ def _claim(folder: Path, plan: dict[str, Any], locks: RunLocks) -> list[int]:
         if present:
             raise ConfigurationError(f"{folder} has parts, but no {PLAN}: choose another folder") from None
         with atomic_write(folder / PLAN, "w") as file:
-            json.dump(plan, file)
+            json.dump({**plan, "origin": origin}, file)
     except json_text.JSONTextError as error:
         raise ConfigurationError(f"{folder / PLAN} cannot be read: {error}") from None
     else:
+        former = known.pop("origin", {}) if isinstance(known, dict) else {}
         if known != plan:
             raise ConfigurationError(f"{folder} was written with {known}, now it is {plan}: choose another folder")
+        others = [what for what, checksum in origin.items() if former.get(what, checksum) != checksum]
+        if others and present:
+            warnings.warn(
+                f"map_dataset: {folder} has {len(present)} complete parts of a run with another "
+                f"{' and '.join(others)}. They are kept: choose another folder to compute them again"
+            )
     for leftover in folder.glob(".part-*.tmp"):
         leftover.unlink(missing_ok=True)
     return present

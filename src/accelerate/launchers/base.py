@@ -55,6 +55,10 @@ class Launcher:
             ConfigurationError: this launcher cannot run the launch.
         """
         self.spec.check()
+        config = self.spec.variables.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        # Base64 text of a configuration, which is allowed as well, has none of these characters.
+        if config and not self.remote and any(mark in config for mark in "./\\") and not os.path.isfile(config):
+            raise ConfigurationError(f"deepspeed_config_file={config!r} does not exist (from {os.getcwd()})")
 
     def refuse_place(self, reason: str) -> None:
         """ConfigurationError where the place of this machine is given to an engine that assigns the places."""

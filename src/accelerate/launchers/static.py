@@ -363,6 +363,11 @@ class StaticLauncher(Launcher):
     def run(self) -> int:
         """Run this machine's share of the launch, with restarts. Returns the exit code."""
         spec = self.spec
+        if not spec.main_process_ip_given:
+            print_message(
+                f"no --main_process_ip: machine 0 is expected at {spec.main_process_ip}, so only launches on this "
+                "machine can join"
+            )
         if spec.machine_rank > 0:
             return with_restarts(spec, lambda number: self._run_once(number, [join(spec)]))
         # Reserved before the launcher listens on it, and until rank 0 does.

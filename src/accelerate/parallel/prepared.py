@@ -54,12 +54,16 @@ class Change:
         reshard: units are resharded after their forward.
         reduce: each backward of a window reduces gradients.
         offload: shards are in host memory between their uses.
+        scheduled: a pipeline has the order of 1f1b.
+        microbatches: a pipeline has twice as many micro-batches.
     """
 
     checkpointing: bool = False
     reshard: bool = False
     reduce: bool = False
     offload: bool = False
+    scheduled: bool = False
+    microbatches: bool = False
 
 
 class VolumeCounter:
@@ -195,12 +199,16 @@ class PreparedModel:
             checkpoint_activations(copied, [memo[id(block)] for block in self.blocks()], torch.device("cpu"))
         return copied
 
+    def traced_backwards(self, change: Change) -> int:
+        """The backwards after which a traced step has its peak; in an accumulation window there are two."""
+        return 1
+
     def switch_reduction(self, copied: nn.Module, on: bool) -> None:
         """Set whether the next backward of a `traced_copy` reduces gradients, where it does so itself."""
 
-    def traced_shape(self, shape: Sequence[int]) -> Sequence[int]:
-        """The shape of an input as this process computes it, of the one that was given to the model."""
-        return shape
+    def traced_input(self, given: torch.Tensor) -> torch.Tensor:
+        """What this process computes of an input without values, in the context `tracing`."""
+        return given
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         """A context for the step of a `traced_copy`."""

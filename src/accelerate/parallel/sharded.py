@@ -150,9 +150,9 @@ class ShardedModel(PreparedModel):
         with self.sequence.tracing():
             yield
 
-    def traced_shape(self, shape: Sequence[int]) -> Sequence[int]:
-        """The part of split sequences that this rank computes."""
-        return shape if self.sequence is None else self.sequence.local_shape(shape)
+    def traced_input(self, given: torch.Tensor) -> torch.Tensor:
+        """The part of a split sequence that this rank computes."""
+        return given if self.sequence is None else self.sequence.traced_input(given)
 
     def switch_reduction(self, copied: nn.Module, on: bool) -> None:
         """Of all units."""

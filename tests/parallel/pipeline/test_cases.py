@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline of two ranks: precision, evaluation, weights, losses, order of execution, refusals."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.parallel import PipelineParallelConfig as Options
-from accelerate.core.errors import AccelerateError
+from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration
@@ -347,6 +348,35 @@ def test_tensors_without_a_batch_dimension(count):
     check_run(Recurrent, Options(num_microbatches=count), steps=4, pp_size=2)
     needed = "the blocks pass to the end of the model must have the batch as its first dimension"
     refused(WithStates, Options(num_microbatches=count), needed, lambda model: model(TOKENS))
+
+
+@on_ranks(2)
+def test_several_forwards_and_terms_of_parameters_in_a_step():
+    """In the order of the forwards and in the other; between them an evaluation, which a copy would not be."""
+    run = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = run.prepare(copy.deepcopy(plain))
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    for each, backward in ((plain, torch.Tensor.backward), (model, run.backward)):
+        losses = [each(x * factor).square().mean() for factor in (1, 2, 3)]
+        each.eval()
+        each(x)
+        each.train()
+        losses.append(losses.pop(0) + sum(parameter.square().sum() for parameter in each.parameters()))
+        for loss in losses:
+            backward(loss)
+    expected = dict(plain.named_parameters())
+    assert 0 < len(list(model.parameters())) < len(expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=0, atol=1e-12)
+    loss = model(x).square().mean()
+    run.backward(loss, retain_graph=True)
+    with pytest.raises(AccelerateError, match="add the losses"):
+        run.backward(loss)
+    for copied in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
+        with pytest.raises(PrepareError, match=r"copy\.deepcopy of a pipelined model"):
+            copied(model)
 
 
 @on_ranks(2)

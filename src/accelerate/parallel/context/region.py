@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
@@ -219,11 +219,16 @@ class ContextParallel:
         with mock.patch.object(self.random, "seeded", contextlib.nullcontext), self.recomputing():
             yield
 
-    def local_shape(self, shape: Sequence[int]) -> Sequence[int]:
-        """The shape of this rank's rows of a tensor; buffers of a block are full again after it."""
-        if self._block is not None or self._last is None or len(shape) < 2 or shape[1] != self._last.length:
-            return shape
-        return [shape[0], self._last.rows, *shape[2:]]
+    def traced_input(self, given: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of an input without values. Buffers of a block are full again after it."""
+        region = self.region
+        if region is None or given.dim() < 2 or given.shape[1] not in (region.length, region.rows):
+            return given
+        first, _, *rest = given.shape
+        full, part = (given.new_zeros([first, rows, *rest]) for rows in (region.length, region.rows))
+        if not given.is_floating_point():
+            region.full_tensors[part] = full
+        return part.requires_grad_(given.requires_grad)
 
     def _region(
         self, length: int, pieces: Iterable[torch.Tensor], full_tensors: Iterable[torch.Tensor], strict: bool = True

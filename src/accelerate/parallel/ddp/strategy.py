@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
@@ -27,7 +29,7 @@ from ..report import memory
 
 # torch's errors, with the indices of parameters.
 _NO_GRADIENT = re.compile(r"which did not receive grad for rank \d+: ([\d ]+)")
-_READY_TWICE = re.compile(r"Parameter at index (\d+)\b.* marked as ready twice")
+_READY_TWICE = re.compile(r"(?:with name |Parameter at )(\S+|index \d+) has been marked as ready twice")
 
 
 class ReplicatedModel(PreparedModel):
@@ -115,17 +117,6 @@ class ReplicatedModel(PreparedModel):
                 "gradient. Set find_unused_parameters=True (DistributedDataParallelKwargs), freeze what is not "
                 "trained before prepare, or add a term that uses it to the loss"
             ) from error
-
-    def raise_twice(self, error: RuntimeError) -> None:
-        """Raise PrepareError for torch's error about a parameter whose gradient came twice in a backward."""
-        if (found := _READY_TWICE.search(str(error))) is None:
-            return
-        raise PrepareError(
-            f"{self._names_at([int(found[1])])} of {type(self.inner).__name__} received a gradient twice in one "
-            "backward, and DDP had reduced the first. Activation checkpointing with use_reentrant=True has this "
-            "effect with find_unused_parameters=True, and where several segments use one parameter: set "
-            "use_reentrant=False"
-        ) from error
 
     def _names_at(self, indices: Iterable[int]) -> str:
         names = list(self.reduced)
@@ -246,15 +237,21 @@ class DataParallel(Strategy):
             synced.append((prepared, replica, forwards))
             if forwards.ready:
                 prepared.check_trained(replica)
-            if not forwards.ready or (replica.find_unused_parameters and not replica.static_graph):
-                # DDP has looked for unused parameters in the outputs; the loss may use others, as in a penalty.
-                _expect_backward(replica, loss, forwards.ready)
-        try:
-            super().backward(loss, **kwargs)
-        except RuntimeError as error:
-            for prepared, _, _ in synced:
-                prepared.raise_twice(error)
-            raise
+                if replica.find_unused_parameters and not replica.static_graph:
+                    # DDP has looked for unused parameters in the outputs; the loss may use others, as in a penalty.
+                    replica.reducer.prepare_for_backward([loss])
+        with contextlib.ExitStack() as stack:
+            for prepared, replica, forwards in synced:
+                if not forwards.ready:
+                    # Only if the backward reaches the model: DDP would expect gradients of the next one otherwise.
+                    trained = [parameter for parameter in prepared.reduced.values() if parameter.requires_grad]
+                    expect = functools.partial(_expect_backward, replica, loss)
+                    stack.callback(register_multi_grad_hook(trained, expect, mode="any").remove)
+            try:
+                super().backward(loss, **kwargs)
+            except RuntimeError as error:
+                _raise_twice(error)
+                raise
         for prepared, replica, forwards in synced:
             forwards.ready = False
             prepared.check_reduced(replica)
@@ -312,11 +309,18 @@ def _sent_as(hook: DDPCommunicationHookType) -> int | None:
     return 2 if hook in halves else None
 
 
-def _expect_backward(replica: DistributedDataParallel, loss: torch.Tensor, has_forward: bool) -> None:
-    """Make DDP reduce the gradients of this loss, which may be without its own forward."""
-    if has_forward:
-        replica.reducer.prepare_for_backward([loss])
-        return
+def _raise_twice(error: RuntimeError) -> None:
+    """Raise PrepareError for torch's error about a parameter whose gradient came twice in a backward."""
+    if (found := _READY_TWICE.search(str(error))) is not None:
+        raise PrepareError(
+            f"{found[1]} received a gradient twice in one backward, and DDP had reduced the first. Activation "
+            "checkpointing with use_reentrant=True has this effect with find_unused_parameters=True, and where "
+            "several segments use one parameter: set use_reentrant=False"
+        ) from error
+
+
+def _expect_backward(replica: DistributedDataParallel, loss: torch.Tensor, _: torch.Tensor) -> None:
+    """Make DDP reduce the gradients of a backward without its own forward, when the first gradient is there."""
     if replica._join_config.enable:
         raise PrepareError(
             "join_uneven_inputs: a second backward of one forward. DDP reduces one backward for each forward there: "
@@ -332,6 +336,15 @@ def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
     """A block whose backward synchronizes gradients although the forward of the prepared model ran under `no_sync`."""
     replica = replica_of(model)
     if replica is None:
+        # Imports FSDP2.
+        from ..report.communication import shard_groups
+
+        deferred = any(not group.reduce_grads for _, group, _ in shard_groups(model))
+        if deferred or any(not getattr(module, "_sync_gradients", True) for module in model.modules()):
+            raise PrepareError(
+                "trigger_sync_in_backward inside of no_sync works with DDP. FSDP decides in the backward: call "
+                "accelerator.backward outside of the no_sync block"
+            )
         yield
         return
     before = replica.require_backward_grad_sync, replica.require_forward_param_sync

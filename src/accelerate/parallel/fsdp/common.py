@@ -77,6 +77,14 @@ def added_parameter(name: str, model: str, layout: str) -> PrepareError:
     )
 
 
+def other_parameters(name: str, module: str, layout: str) -> PrepareError:
+    """The error for a forward with other tensors than the parameters of a module."""
+    return PrepareError(
+        f"{name} of {module} is another tensor in this forward, as inside of torch.func.functional_call, or was "
+        f"replaced, and {layout} would compute with its own shards instead. Use DDP for such a model, or tp_size"
+    )
+
+
 class UnreducedGradients(GradientReducer):
     """Averages gradients that no backward reduces over `group` (None: all), as of parameters FSDP does not shard."""
 

@@ -50,7 +50,7 @@ class NoState:
 
 def _deepcopy(unit: Any, memo: dict[int, Any]) -> nn.Module:
     if id(unit._get_fsdp_state()) in memo:
-        return _copy_module(unit, memo)
+        return copy_module(unit, memo)
     # The outermost unit of this copy: the units inside are copied with it.
     inside = [module for module in unit.modules() if isinstance(module, FSDPModule)]
     states = {id(state): state for state in (module._get_fsdp_state() for module in inside)}
@@ -60,7 +60,7 @@ def _deepcopy(unit: Any, memo: dict[int, Any]) -> nn.Module:
         memo[key] = NoState(state)
         for shard in shards(state):
             memo[id(shard.sharded_param)] = shard.sharded_param
-    copied = _copy_module(unit, memo)
+    copied = copy_module(unit, memo)
     handles = {number for state in states.values() for number in hook_numbers(state)}
     for each in copied.modules():
         forget_state(each, handles)
@@ -73,7 +73,7 @@ def _deepcopy(unit: Any, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def _copy_module(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def copy_module(unit: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """The copy of one unit as a module of the user's class."""
     kind: Any = next(kind for kind in type(unit).__mro__ if not issubclass(kind, FSDPModule))
     copied: nn.Module = kind.__new__(kind)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..report.communication import shard_groups
+from .common import other_parameters
 
 
 class KeptUnsharded:
@@ -100,6 +101,18 @@ class _BeforeStep:
             kept.before_step(optimizer)
 
 
+def _is_own(shard: Any, found: Any) -> bool:
+    return found is shard.sharded_param or found is getattr(shard, "_unsharded_param", None)
+
+
+def _refuse_others(shards: Iterable[Any], is_own: Callable[[Any, Any], bool]) -> None:
+    """Raise PrepareError for a forward with other parameters, instead of which FSDP2 would compute with its shards."""
+    for shard in shards:
+        place = shard._module_info
+        if not is_own(shard, place.module._parameters.get(place.param_name)):
+            raise other_parameters(place.param_name, type(place.module).__name__, "FSDP2")
+
+
 @functools.cache
 def _watched(kind: Any) -> type[Any]:
     """The class of a unit's group of parameters, which is resharded unless the model is kept unsharded."""
@@ -107,6 +120,15 @@ def _watched(kind: Any) -> type[Any]:
     class Watched(kind):
         _kept: KeptUnsharded
         _versions: list[int] | None = None
+
+        def lazy_init(self) -> None:
+            # torch takes what the modules have now for the shards.
+            _refuse_others(self.fsdp_params, lambda shard, found: isinstance(found, nn.Parameter))
+            super().lazy_init()
+
+        def pre_forward(self, *args: Any) -> Any:
+            _refuse_others(self.fsdp_params, _is_own)
+            return super().pre_forward(*args)
 
         def pre_backward(self, *args: Any) -> None:
             # Only a backward with `create_graph=True` runs with gradients enabled.

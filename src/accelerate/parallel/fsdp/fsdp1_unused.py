@@ -18,11 +18,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 from torch.distributed.fsdp._runtime_utils import _reduce_grad, _reduce_grad_no_shard, _reshard
+from torch.distributed.fsdp.fully_sharded_data_parallel import FLAT_PARAM
 
 from ...core.errors import PrepareError
 from ..gradients import GradientReducer
 from ..materialize import canonical_name
 from ..prepared import CommunicationVolume
+from .common import other_parameters
 
 # The dtype of the flag for one parameter, whether a rank has used it.
 FLAG = torch.int32
@@ -312,6 +314,14 @@ def refuse_flat_outside(error: RuntimeError, models: Sequence[ParameterUsage]) -
 def _refuse_unsupported(handle: Any) -> None:
     """Make a unit raise PrepareError where FSDP1 would reduce no gradients, or have no parameters."""
     prepare = handle.prepare_gradient_for_backward
+    flat = handle.flat_param
+    places = [(FLAT_PARAM, handle._fully_sharded_module)]
+    if handle._use_orig_params:
+        places = [(info.param_name, info.module) for info in flat._param_infos]
+
+    def own(number: int) -> tuple[Any, ...]:
+        # Views that an unsharded unit shows from its last forward on are remembered by torch.
+        return (flat._params[number], flat._tensors[number]) if handle._use_orig_params else (flat,)
 
     def outside_transforms(call: Callable[[], Any]) -> Any:
         if torch._C._are_functorch_transforms_active():
@@ -319,6 +329,10 @@ def _refuse_unsupported(handle: Any) -> None:
                 "FSDP1: the model was called inside of a transform of torch.func (vmap, grad, jvp, ...), which cannot "
                 "read flattened parameters. Set fsdp_version=2 (FSDP_VERSION=2), or use DDP"
             )
+        for number, (name, module) in enumerate(places):
+            found = module._parameters.get(name)
+            if found is not None and not any(found is known for known in own(number)):
+                raise other_parameters(name, type(module).__name__, "FSDP1")
         return call()
 
     def checked() -> None:

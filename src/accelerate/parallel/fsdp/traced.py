@@ -7,8 +7,10 @@ sends anything.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ from ..activation import checkpoint_activations
 from ..prepared import Change
 from ..report.ledger import as_dtensor, fake_copy, on_cpu
 from . import units
-from .copies import NoState, forget_state, hook_numbers, shard_unit, shards
+from .copies import NoState, copy_module, forget_state, hook_numbers, shard_unit, shards
 
 
 def changes(model: nn.Module) -> dict[Change, str]:
@@ -36,9 +38,9 @@ def changes(model: nn.Module) -> dict[Change, str]:
 
 
 def offloads(model: nn.Module) -> bool:
-    """Whether shards are on the host between their uses."""
+    """Whether shards are on the host between their uses, and the computation is not."""
     found = [group for state in _states(model) for group in units.groups(state)]
-    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in found)
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) and group.device.type != "cpu" for group in found)
 
 
 def inner_units(model: nn.Module) -> list[nn.Module]:
@@ -48,29 +50,32 @@ def inner_units(model: nn.Module) -> list[nn.Module]:
     return [module for module in found if id(module) not in inside]
 
 
-def fake_sharded_copy(model: nn.Module, change: Change, blocks: Iterable[nn.Module]) -> nn.Module:
+def fake_sharded_copy(
+    model: nn.Module, change: Change, blocks: Iterable[nn.Module], memo: dict[int, Any] | None = None
+) -> nn.Module:
     """The copy, with the change. Call it in a fake mode.
 
     Args:
         model: in any state of a step.
         change: of the copy.
         blocks: modules that recompute their activations.
+        memo: id of an object -> what the copy has instead; extended.
 
     Raises:
         PrepareError: torch keeps too little of the units to shard the copy without other ranks.
     """
-    states, memo = _states(model), dict[int, Any]()
+    states, memo = _states(model), {} if memo is None else memo
     fulls: dict[int, list[nn.Parameter]] = {}
     for state in states:
         memo[id(state)] = NoState(state)
         fulls[id(state)] = [_full(shard, memo) for shard in shards(state)]
-    copied = fake_copy(model, memo)
+    with contextlib.ExitStack() as stack:
+        for kind in {type(module) for module in model.modules() if isinstance(module, FSDPModule)}:
+            stack.enter_context(mock.patch.object(kind, "__deepcopy__", copy_module))
+        copied = fake_copy(model, memo)
     handles = {number for state in states for number in hook_numbers(state)}
     for module in copied.modules():
         forget_state(module, handles)
-        kind: Any = type(module)
-        if issubclass(kind, FSDPModule):
-            module.__class__ = next(kind for kind in kind.__mro__ if not issubclass(kind, FSDPModule))
     wrappers: dict[int, nn.Module] = {}
     if change.checkpointing:
         copies = [memo[id(block)] for block in blocks]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...core.errors import CheckpointError, PrepareError
+from ...core.errors import CheckpointError
 from ..accumulated import AccumulatedGradients
 from ..fsdp import units
 from ..gradients import GradientReducer, all_reduce, buckets, deferred, gradients_of, local
@@ -110,16 +110,28 @@ class PipelinedModel(ShardedModel):
         """Accumulate gradients without communicating them between replicas."""
         return deferred([self.stages])
 
+    def traceable_changes(self) -> dict[Change, str]:
+        """Other schedules and micro-batches."""
+        from . import traced
+
+        return traced.changes(self.stages)
+
+    def traced_backwards(self, change: Change) -> int:
+        """Two in the order of 1f1b, whose backwards alternate with forwards."""
+        return 2 if change.scheduled or self.stages.schedules.options.schedule == "1f1b" else 1
+
     def traced_copy(self, change: Change) -> nn.Module:
-        """Raise PrepareError."""
-        raise PrepareError("the stages of other ranks take part in a step")
+        """A copy of this rank's stages, which receives what it received from the others, without values."""
+        from . import traced
+
+        return traced.fake_stages(self.inner, self.stages, change)
 
     def less_memory(self) -> str:
         """What reduces the memory of this rank's stages: how many micro-batches' activations it keeps."""
         runner, options = self.stages.schedules.runner, self.stages.schedules.options
         count, mine = runner.splitter.num_microbatches, sorted(self.stages.modules)
         text = (
-            f"this rank has stage{'s' * (len(mine) > 1)} {', '.join(map(str, mine))} of {len(runner.ranks)}, schedule "
+            f"This rank has stage{'s' * (len(mine) > 1)} {', '.join(map(str, mine))} of {len(runner.ranks)}, schedule "
             f"{options.schedule} with {count} micro-batches. Less memory: smaller batches with more "
             "gradient_accumulation_steps"
         )

@@ -85,7 +85,17 @@ class Runner:
     # -- forward
 
     def new_batch(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> Batch:
-        """The batch of a call. All ranks of the pipeline have the same inputs, so they agree on what is known."""
+        """The batch of a call. All ranks of the pipeline have the same inputs, so they agree on what is known.
+
+        Raises:
+            PrepareError: the call is one of torch.func, or its inputs cannot be split.
+        """
+        parameters = (parameter for stage in self.stages.values() for parameter in stage.parameters())
+        if torch._C._are_functorch_transforms_active() or not all(parameter.is_leaf for parameter in parameters):
+            raise PrepareError(
+                "the pipelined model was called inside of torch.func (functional_call, vmap, grad, jvp, ...), whose "
+                "tensors and parameters do not reach the stages of other ranks. Use DDP for such a model"
+            )
         training, grad = self.staged.model.training, torch.is_grad_enabled()
         # The last batch of an epoch may have few samples, also where a resumed run begins with it.
         first = training and not self.trained and not GradientState().end_of_dataloader
@@ -409,7 +419,8 @@ class Runner:
         """The backward of a batch, called by autograd on every rank with the gradients of the output."""
         if batch.backward is None:
             raise AccelerateError(
-                "backward was called a second time through the same output of a pipelined model: call the model again"
+                "backward was called a second time through the same output of a pipelined model: add the losses and "
+                "call backward once, or call the model again"
             )
         for call in self.before_backward:
             call()

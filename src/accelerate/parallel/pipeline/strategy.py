@@ -203,6 +203,7 @@ class PipelineParallel(ShardedStrategy):
             unsharded=[p for p in model.parameters() if id(p) not in sharded and p.requires_grad],
         )
         staged.entry = self._entry(piped)
+        vars(model)["__deepcopy__"] = _refuse_copy
         runner.before_backward += [tied.before_backward, functools.partial(defer_reduction, stages.values())]
         runner.after_backward.append(functools.partial(finish, [piped]))
         return PipelinedModel(model, self.precision, self.device, self.sequence, self.saves_shards, stages=piped)
@@ -376,6 +377,15 @@ class PipelineParallel(ShardedStrategy):
         trained = [one.stages for one in self.prepared if isinstance(one, PipelinedModel)]
         elsewhere = {key for stages in trained for key in stages.tied.counted_elsewhere()}
         return norms.clip_grad_norm(parameters, max_norm, norm_type, (self.channel.group,), self.device, elsewhere)
+
+
+def _refuse_copy(memo: object) -> Any:
+    """`copy.deepcopy` of a pipelined model: the forward of the copy would run the stages of the original."""
+    raise PrepareError(
+        "copy.deepcopy of a pipelined model, as for averaged weights (AveragedModel, EMA): the copy would compute "
+        "with the parameters of the original. Average copies of the parameters of each rank "
+        "({name: parameter.clone()}), or use FSDP2 or DDP, whose models can be copied"
+    )
 
 
 def _ranks_of_stages(options: PipelineParallelConfig, ranks: int) -> list[int]:

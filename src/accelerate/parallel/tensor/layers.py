@@ -151,6 +151,8 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Return the gradient as a DTensor in the layout of the parameter."""
+        if torch.is_grad_enabled():  # create_graph=True
+            return DTensor.from_local(gradients[0], ctx.layout.mesh, ctx.layout.placements, run_check=False)
         # Without DTensor's initialiser, which takes long and does nothing.
         return DTensor.__new__(DTensor, gradients[0], ctx.layout, requires_grad=False)
 

@@ -130,10 +130,19 @@ def split_model(model: nn.Module, ranks: DeviceMesh, options: TorchTensorParalle
             setattr(module, key, share)
     _retie(places)
     tensor_random.separate_streams(model, styles, ranks, options.random_modules)
+    model.register_forward_pre_hook(_refuse_transforms)
     if options.loss_parallel:
         tensor_loss.split_losses_while_alive(model)
         model.register_forward_hook(lambda module, args, output: tensor_styles.plain_losses(output))
     return True
+
+
+def _refuse_transforms(*_: object) -> None:
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise PrepareError(
+            "a tensor-parallel model was called inside of a transform of torch.func (vmap, grad, jvp, ...), which "
+            "does not know its collectives. torch.autograd.grad(..., create_graph=True) works; or use DDP or FSDP2"
+        )
 
 
 def _refuse_engine(modules: dict[str, nn.Module], size: int) -> None:

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`torch.func` and gradients with a graph on prepared models: equal to the plain loop, or an error that says why."""
+
+import pytest
+import torch
+from rank_pool import on_ranks
+from torch import nn
+from torch.func import functional_call, grad, jacrev, jvp, vmap
+
+from accelerate import Accelerator
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.parallel import TorchTensorParallelConfig
+from accelerate.core.errors import PrepareError
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def fsdp(version, **options):
+    wrap = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10}
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=version, **wrap, **options)}
+
+
+LAYOUTS = {
+    "ddp": dict,
+    "fsdp2": lambda: fsdp(2),
+    "tp": lambda: {
+        "parallelism_config": ParallelismConfig(
+            tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
+        )
+    },
+    "fsdp1": lambda: fsdp(1, use_orig_params=True),
+    "fsdp1, flat": lambda: fsdp(1, use_orig_params=False),
+    "pp": lambda: {"parallelism_config": ParallelismConfig(pp_size=2)},
+}
+
+
+def own_parameters(model, x):
+    return functional_call(model, dict(model.named_parameters()), (x,)).square().mean()
+
+
+def other_parameters(model, x):
+    return functional_call(model, {name: p * 0.5 for name, p in model.named_parameters()}, (x,)).square().mean()
+
+
+def two_steps(model, x):
+    """As meta learning: the gradient of a step."""
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(model(x).square().mean(), list(parameters.values()), create_graph=True)
+    stepped = {name: p - 0.1 * g for (name, p), g in zip(parameters.items(), gradients, strict=True)}
+    return functional_call(model, stepped, (x,)).square().mean()
+
+
+def each_sample(model, x):
+    return vmap(model)(x).square().mean()
+
+
+def input_gradient(model, x):
+    return model(x).square().mean() + grad(lambda x: model(x).square().sum())(x).square().mean()
+
+
+def jacobian(model, x):
+    return model(x).square().mean() + jacrev(model)(x[0]).square().mean()
+
+
+def forward_mode(model, x):
+    return model(x).square().mean() + jvp(model, (x,), (torch.ones_like(x),))[1].square().mean()
+
+
+FUNCTIONS = [own_parameters, other_parameters, two_steps, each_sample, input_gradient, jacobian, forward_mode]
+TRANSFORMS = FUNCTIONS[3:]
+REFUSED = {
+    "ddp": [],
+    "fsdp2": [other_parameters, two_steps],
+    "tp": TRANSFORMS,
+    "fsdp1": [other_parameters, two_steps, *TRANSFORMS],
+    "fsdp1, flat": [other_parameters, two_steps, *TRANSFORMS],
+    "pp": [other_parameters, two_steps, *TRANSFORMS],
+}
+
+
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def compare(layout, function):
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    run = Accelerator(cpu=True, **LAYOUTS[layout]())
+    model, optimizer = run.prepare(*make())
+    expected, plain = make()
+    index, shards = run.strategy.data_shard
+    for step in range(2):
+        parts = torch.randn(shards, 4, 4, generator=torch.Generator().manual_seed(step))
+        run.backward(function(model, parts[index]))
+        (sum(function(expected, rows) for rows in parts) / shards).backward()
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    state = run.get_state_dict(model)
+    if run.is_main_process:
+        torch.testing.assert_close(dict(state), dict(expected.state_dict()), rtol=0, atol=1e-10)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_or_refused(layout):
+    for function in FUNCTIONS:
+        if function not in REFUSED[layout]:
+            compare(layout, function)
+            continue
+        # Sharded parameters are not in the graph of a forward: torch says that.
+        cause = r"create_graph|used in the graph" if function is two_steps else r"torch\.func"
+        with pytest.raises((PrepareError, RuntimeError), match=cause):
+            compare(layout, function)
