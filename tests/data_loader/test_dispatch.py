@@ -241,6 +241,14 @@ def test_parcels_come_out_as_they_went_in():
     assert nothing.batch == ["only", "objects"] and nothing.counts is None
 
 
+def test_packed_sequences_are_sent_whole_and_not_cut():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.tensor([1]), torch.tensor([2, 3])], enforce_sorted=False)
+    found = unpack(pack(BatchMessage((packed, torch.ones(2)), (2,), 2, False, False)))
+    assert all(map(torch.equal, found.batch[0], packed)) and found.batch[1].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="a PackedSequence, which cannot be joined"):
+        join_rows([(packed, torch.ones(2))] * 2, [2, 2])
+
+
 def test_a_dispatcher_on_one_process_is_a_plain_loop():
     for data in (lambda: Ids(7, noisy=True), lambda: SizedNumbers(7)):
         runs = []

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import PackedSequence
 
 from ..collectives import flat, transport
 from ..collectives.tensors import TensorInformation, is_tensor_information
@@ -98,12 +99,21 @@ def padded_row(row: torch.Tensor | None, length: int) -> torch.Tensor:
 
 def pack(message: BatchMessage) -> torch.Tensor:
     """A message as one row of bytes: a description, then the bytes of its tensors."""
-    leaves = list(trees.leaves(message.batch, is_dense))
-    skeleton = trees.map_leaves(lambda leaf: TensorInformation(leaf.shape, leaf.dtype), message.batch, is_dense)
+    leaves = list(filter(is_dense, trees.leaves(message.batch, _is_sent_whole)))
+    skeleton = trees.map_leaves(_described, message.batch, _is_sent_whole)
     known = (skeleton, message.counts, message.position, message.last, message.final)
     description = pickle.dumps(known, protocol=pickle.HIGHEST_PROTOCOL)
     row = torch.frombuffer(bytearray(len(description).to_bytes(PREFIX, "little") + description), dtype=torch.uint8)
     return torch.cat([row, flat.pack(leaves, torch.device("cpu"))]) if leaves else row
+
+
+def _is_sent_whole(value: Any) -> bool:
+    # A PackedSequence cannot have anything but tensors: the description contains it.
+    return is_dense(value) or isinstance(value, PackedSequence)
+
+
+def _described(leaf: Any) -> Any:
+    return TensorInformation(leaf.shape, leaf.dtype) if is_dense(leaf) else leaf
 
 
 def unpack(row: torch.Tensor) -> BatchMessage | None:

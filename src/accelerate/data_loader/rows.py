@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ..core import trees
 
@@ -116,6 +117,8 @@ def _holds_columns(value: Any, rows: int | None) -> bool:
 def _per_column(function: Callable[[list[Any]], Any], batches: list[Any], rows: Sequence[int | None]) -> Any:
     """The first batch with `function` applied to the values of all batches for each column."""
     first = batches[0]
+    if isinstance(first, PackedSequence):
+        raise _not_joined("a PackedSequence")
     if all(map(_is_column, batches, rows)):
         return function(batches)
     inner = trees.children(first)
