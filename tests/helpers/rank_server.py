@@ -46,8 +46,6 @@ PRELOADED = (
     "accelerate.utils",
 )
 _PR_SET_PDEATHSIG = 1
-_MADV_COLLAPSE = 25
-_HUGE_PAGE = 2 << 20
 _OURS = ("rank_pool.py", "rank_server.py")
 
 
@@ -57,23 +55,6 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
-
-
-def _use_huge_pages() -> None:
-    """Put this process's memory on huge pages: a fork copies the page tables, and takes a fifth of the time with them.
-
-    Where the system has no huge pages, or none is free, the memory stays as it is.
-    """
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None)
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, rights, _, _, _, *name = line.split(None, 5)
-        if "w" in rights and (not name or name == ["[heap]"]):
-            start, end = (int(address, 16) for address in addresses.split("-"))
-            start, end = -(-start // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
-            if start < end:
-                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_COLLAPSE)
 
 
 def _send(connection: Connection, message: Any) -> None:
@@ -145,6 +126,7 @@ def _be_rank(rank: int, connection: Connection, request: dict[str, Any]) -> None
         with open(folder / f"{rank}.{name}", "wb") as file:
             os.dup2(file.fileno(), descriptor)
     stacks = open(folder / f"{rank}.stacks", "w")  # noqa: SIM115 - open as long as the process lives
+    _print_native_stacks()
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
@@ -160,6 +142,13 @@ def _be_rank(rank: int, connection: Connection, request: dict[str, Any]) -> None
         # The others learn of it by the end of this process, should they wait for it.
         _end_now(1)
     connection.recv_bytes()
+
+
+def _print_native_stacks() -> None:
+    """Have torch print the native stack of each thread on a fatal signal. faulthandler, enabled after this, is first."""
+    import torch
+
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
 
 
 def _begin_alike(rank: int, dtype: Any) -> None:
@@ -250,7 +239,6 @@ def serve(control_end: int, channel_end: int, parent: int) -> dict[str, Any] | N
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
-    _use_huge_pages()
     _send(control, "ready")
     running: dict[int, int] = {}
     # Where the exit statuses of scripts are written, by process id.

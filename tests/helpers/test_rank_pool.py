@@ -243,7 +243,7 @@ def test_a_run_ends_before_the_test_does(rank_pool, tmp_path):
 
 
 CASES = """
-import functools, os, time
+import ctypes, functools, os, time
 from pathlib import Path
 
 import pytest
@@ -254,11 +254,16 @@ def case(what, folder):
     (Path(folder) / f"{what}-{rank}").write_text(str(os.getpid()))
     if what == "hangs" and rank:
         time.sleep(600)
+    if what in ("crashes", "crashes once") and rank and not (Path(folder) / "crashed").exists():
+        (Path(folder) / "crashed").write_text("") if what == "crashes once" else None
+        # A thread that Python knows nothing of, at an address that is not mapped.
+        ctypes.CDLL(None).pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.c_void_p(16), None)
+        time.sleep(600)
     assert what != "fails" or rank == 0
 
 HANGS = pytest.param("hangs", marks=pytest.mark.timeout(16))
 
-@pytest.mark.parametrize("what", ["passes", "fails", HANGS, "passes again"])
+@pytest.mark.parametrize("what", ["passes", "fails", HANGS, "passes again", "crashes", "crashes once"])
 def test_case(ranks, what, tmp_path_factory):
     ranks(2).run(case, what, FOLDER)
 """
@@ -281,11 +286,17 @@ def test_in_a_run_of_pytest_each_case_has_its_name_and_its_report(tmp_path):
         cwd=tmp_path,
         env={**os.environ, "COLUMNS": "200"},
     )
-    assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert "3 failed, 3 passed" in done.stdout, done.stdout + done.stderr
     assert "PASSED test_cases.py::test_case[passes again]" in done.stdout
     assert "FAILED test_cases.py::test_case[fails] - rank_pool.RankFailure: rank 1 of 2 failed" in done.stdout
     assert "FAILED test_cases.py::test_case[hangs] - rank_pool.RankFailure: ranks 1 of 2 did not" in done.stdout
     assert "Timeout (>" not in done.stdout
+    # A crash in a native thread is repeated once, and shown with the thread's stack.
+    assert "PASSED test_cases.py::test_case[crashes once]" in done.stdout
+    assert "FAILED test_cases.py::test_case[crashes] - rank_pool.RankFailure: rank 1 of 2 was ended by" in done.stdout
+    warned = done.stdout.partition("warnings summary")[2]
+    assert warned.count("UserWarning: rank 1 of 2 was ended by SIGSEGV\n") == 3
+    assert "the crash was in a native thread" in warned and "FatalSignalHandler" in warned
 
 
 def test_ranks_die_with_the_process_of_the_tests(tmp_path):
