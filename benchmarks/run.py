@@ -142,6 +142,14 @@ SCRIPTS = [
         },
     ),
     Script(
+        "device_map.py",
+        {
+            f"device map: {kind}, {part}": Row(f"device map of 5,000 modules, {kind}, {shown}", "time")
+            for kind in ("transformer", "transformer, split", "nested", "flat")
+            for part, shown in (("half", "half of them on disk"), ("all", "all on the CPU"))
+        },
+    ),
+    Script(
         "data_loader.py",
         {
             f"loader: {kind}, batch {size}": Row(f"prepared loader / raw, {kind}, batch {size}", "ratio", 1.0)

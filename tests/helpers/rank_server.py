@@ -145,7 +145,7 @@ def _be_rank(rank: int, connection: Connection, request: dict[str, Any]) -> None
 
 
 def _print_native_stacks() -> None:
-    """Have torch print the native stack of each thread on a fatal signal. faulthandler, enabled after this, is first."""
+    """Have torch print each native thread's stack on a fatal signal. faulthandler, enabled after this, is first."""
     import torch
 
     torch._C._set_print_stack_traces_on_fatal_signal(True)

@@ -16,8 +16,8 @@ from ..core.errors import ConfigurationError
 from ..core.retired import explained
 from .memory import get_max_memory
 from .names import DeviceMap, entry_for, is_within, join, normalized_classes
-from .sizes import Dtype, NamedPart, children_of, compute_module_sizes, get_max_layer_size
-from .tied import check_tied_parameters_in_config, check_tied_parameters_on_same_device, find_tied_parameters
+from .sizes import Dtype, Measured, NamedPart, children_of, compute_module_sizes, get_max_layer_size, measure
+from .tied import check_tied_parameters_in_config, check_tied_parameters_on_same_device
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -141,7 +141,9 @@ def infer_auto_device_map(
     Example:
         device_map = infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"})
     """
-    tied = find_tied_parameters(model)
+    unsplittable = normalized_classes(no_split_module_classes)
+    measured = measure(model, dtype, special_dtypes, unsplittable)
+    tied = measured.tied
     if check_tied_parameters_in_config(model) and not tied:
         logger.warning(
             "The model weights are not tied. Please use the `tie_weights` method before using the `infer_auto_device` "
@@ -150,16 +152,14 @@ def infer_auto_device_map(
     planner = _Planner(
         model,
         get_max_memory(max_memory),
-        normalized_classes(no_split_module_classes),
-        compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes),
-        tied,
+        unsplittable,
+        measured,
         fallback_allocation,
         print if verbose else _silent,
     )
     device_map: dict[str, Any] = planner.run()
     if not offload_buffers:
-        buffers = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes, buffers_only=True)
-        planner.warn_of_buffers(buffers)
+        planner.warn_of_buffers(measured.buffers)
     planner.log_empty_devices()
     if clean_result:
         device_map = clean_device_map(device_map)
@@ -179,14 +179,14 @@ class _Planner:
         model: nn.Module,
         max_memory: dict[Any, Any],
         unsplittable: list[str],
-        sizes: Mapping[str, int],
-        tied: list[list[str]],
+        measured: Measured,
         fallback: bool,
         log: Any,
     ) -> None:
         self.unsplittable = unsplittable
-        self.sizes = sizes
-        self.tied = tied
+        self.sizes = measured.sizes
+        self.tied = measured.tied
+        self.layers = measured.layers
         self.fallback = fallback
         self.log = log
         self.limits = max_memory
@@ -270,10 +270,9 @@ class _Planner:
         return self.limits[device] - self.used[device] - (self.largest if device in self.landing else 0)
 
     def _measure_largest(self) -> None:
-        modules = [(name, part) for name, part in self.ahead if isinstance(part, nn.Module)]
-        self.largest, layers = get_max_layer_size(modules, self.sizes, self.unsplittable)
-        ahead = dict(modules)
-        self.largest_parts = {part for layer in layers if (part := entry_for(layer, ahead)) is not None}
+        found = {name: self.layers[name] for name, part in self.ahead if isinstance(part, nn.Module)}
+        self.largest = max(found.values(), default=0)
+        self.largest_parts = {name for name, size in found.items() if size == self.largest}
 
     def _inside(self, name: str, part: nn.Module | torch.Tensor) -> list[NamedPart]:
         """What a part splits into; empty if it has no submodules or must not be split."""

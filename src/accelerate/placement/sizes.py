@@ -7,7 +7,7 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -125,24 +125,109 @@ def compute_module_sizes(
         >>> compute_module_sizes(torch.nn.Linear(2, 1))
         {'': 12, 'weight': 8, 'bias': 4}
     """
-    sizes: dict[str, Any] = defaultdict(int)
+    measured = measure(model, dtype, special_dtypes)
+    return measured.buffers if buffers_only else measured.sizes
+
+
+class Measured(NamedTuple):
+    """What one pass over a model finds.
+
+    Attributes:
+        sizes: name -> bytes of each tensor and module, as `compute_module_sizes` returns them.
+        buffers: the same of the buffers alone.
+        layers: name of a module -> bytes of the largest layer in it, a layer being as `get_max_layer_size` has it.
+        tied: the names of each parameter that has several, as `find_tied_parameters` returns them.
+    """
+
+    sizes: dict[str, Any]
+    buffers: dict[str, Any]
+    layers: dict[str, Any]
+    tied: list[list[str]]
+
+
+def measure(
+    model: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    unsplittable: Sequence[str] = (),
+) -> Measured:
+    """The sizes, the largest layers and the tied parameters of a model.
+
+    In one pass of its own: torch's `named_parameters` and `named_buffers` each take as long as all of it.
+
+    Args:
+        model: the model.
+        dtype: as in `compute_module_sizes`.
+        special_dtypes: as in `compute_module_sizes`.
+        unsplittable: names of the classes whose modules are one layer.
+    """
     wanted = None if dtype is None else dtype_byte_size(dtype)
     special = {name: dtype_byte_size(kind) for name, kind in (special_dtypes or {}).items()}
-    named = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
-    for name, tensor in named:
-        width = dtype_byte_size(tensor.dtype)
-        if name in special:
-            width = special[name]
-        elif wanted is not None and not _is_integer(tensor.dtype):
-            width = min(wanted, width)
-        size = stored_bytes(tensor) if is_quantized_tensor(tensor) else tensor.numel() * width
-        sizes[""] += size
-        at = name.find(".")
-        while at >= 0:
-            sizes[name[:at]] += size
-            at = name.find(".", at + 1)
-        sizes[name] += size
-    return sizes
+    # Bytes of a value by class and dtype; None where the tensor itself says what it takes.
+    widths: dict[tuple[type, torch.dtype], Any] = {}
+    found = Measured(defaultdict(int), defaultdict(int), {}, [])
+    # The first name of each parameter and buffer, and all names of the parameters that have several.
+    names: dict[int, str] = {}
+    tied: dict[int, list[str]] = {}
+
+    def add(tensors: Mapping[str, torch.Tensor | None], start: str, sizes: dict[str, Any]) -> Any:
+        total: Any = 0
+        for leaf, tensor in tensors.items():
+            if tensor is None:
+                continue
+            name, key = start + leaf, id(tensor)
+            if key in names:
+                if sizes is not found.buffers:
+                    tied.setdefault(key, [names[key]]).append(name)
+                continue
+            names[key] = name
+            kind = (type(tensor), tensor.dtype)
+            if kind not in widths:
+                widths[kind] = None if is_quantized_tensor(tensor) else _stored_width(tensor.dtype, wanted)
+            width = widths[kind]
+            if width is None:
+                size: Any = stored_bytes(tensor)
+            else:
+                size = tensor.numel() * (special.get(name, width) if special else width)
+            sizes[name] = size
+            total += size
+        return total
+
+    def visit(name: str, start: str, module: nn.Module) -> tuple[Any, Any, Any]:
+        """Bytes of a module's tensors, of its buffers alone, and of the largest layer in it."""
+        total = add(module._parameters, start, found.sizes)
+        buffers: Any = add(module._buffers, start, found.buffers) if module._buffers else 0
+        total += buffers
+        largest = None
+        for leaf, child in module._modules.items():
+            if child is None:
+                continue
+            size, of_buffers, layer = visit(start + leaf, f"{start}{leaf}.", child)
+            total += size
+            buffers += of_buffers
+            if largest is None or layer > largest:
+                largest = layer
+        if total:
+            found.sizes[name] += total
+        if buffers:
+            found.buffers[name] += buffers
+        if largest is None or type(module).__name__ in unsplittable:
+            largest = total
+        found.layers[name] = largest
+        return total, buffers, largest
+
+    visit("", "", model)
+    for name, size in found.buffers.items():
+        # Those of the modules are in it.
+        found.sizes.setdefault(name, size)
+    found.tied.extend(sorted(tied[key]) for key in names if key in tied)
+    return found
+
+
+def _stored_width(dtype: torch.dtype, wanted: float | None) -> int | float:
+    """Bytes of a value of `dtype` where floating point values take `wanted` at most."""
+    width = dtype_byte_size(dtype)
+    return width if wanted is None or _is_integer(dtype) else min(wanted, width)
 
 
 def _is_integer(dtype: torch.dtype) -> bool:
