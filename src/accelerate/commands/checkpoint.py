@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
+from ..core.objects import convert_bytes
 from .parser import Parser, print_error
 
 
@@ -82,6 +83,9 @@ def _listed(folder: Path) -> bool:
 
 
 def _about(manifest: Any) -> str:
-    size = sum(record.size for record in manifest.files.values())
-    progress = ", ".join(f"{name} {value}" for name, value in manifest.progress.items() if isinstance(value, int))
-    return f"{len(manifest.files)} files, {size / 1e6:.1f} MB, saved by {manifest.world_size} process(es) ({progress})"
+    size = convert_bytes(sum(record.size for record in manifest.files.values()))
+    position = "".join(
+        f", {name} {manifest.progress[name]}" for name in ("epoch", "step") if name in manifest.progress
+    )
+    processes = "1 process" if manifest.world_size == 1 else f"{manifest.world_size} processes"
+    return f"{len(manifest.files)} files, {size}, saved by {processes}{position}"

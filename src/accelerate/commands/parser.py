@@ -123,10 +123,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print a message and exit with code 2."""
-        # argparse lists all spellings of an option; the first is enough.
-        message = re.sub(r"^argument ([^\s/]+)(/[^\s:]+)*: ", r"\1: ", message)
+        # argparse lists all spellings of an option; the first is enough. Our own texts about its value name it.
+        message = re.sub(r"^argument (.+?)(/--[\w-]+)*: (value(?==| must be ))?", _subject, message)
+        message = re.sub(r"(--[\w-]+)(/--[\w-]+)+", r"\1", message)
         print_error(self.prog, message)
         raise SystemExit(2)
+
+
+def _subject(found: re.Match[str]) -> str:
+    return found[1] if found[3] else f"{found[1]}: "
 
 
 class Store(argparse.Action):

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ..core.errors import ConfigurationError
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from ..planning.layouts import PlannedLayout
 
 PRECISIONS = ("no", "bf16", "fp16")
+# Layouts that are traced at once, each by one thread.
+_MOST_PROCESSES = 8
 
 
 def plan_command_parser() -> argparse.ArgumentParser:
@@ -118,8 +122,8 @@ def _run(args: argparse.Namespace) -> int:
             )
         chosen = [layout for layout in chosen if layout.name in args.layouts]
     training = trace.PlannedTraining(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
-    processes = max(1, min(4, (os.cpu_count() or 1) // 2))
-    rows = estimate.plan(training, here, chosen, processes)
+    with _progress(len(chosen)) as show:
+        rows = estimate.plan(training, here, chosen, min(_MOST_PROCESSES, os.cpu_count() or 1), show)
     fitting = [row for row in rows if row.fits]
     written = _written(args, rows, fitting)
     if args.json:
@@ -161,6 +165,24 @@ def _run(args: argparse.Namespace) -> int:
     elif missing := report.shortage(rows, here):
         print(f"accelerate plan: {missing}", file=sys.stderr)
     return 0 if fitting else 1
+
+
+@contextlib.contextmanager
+def _progress(layouts: int) -> Iterator[Callable[[int, int], None]]:
+    """A line on the terminal with the number of traced layouts, which is removed at the end; nothing in a file."""
+    shows = sys.stderr.isatty()
+
+    def show(traced: int, known: int) -> None:
+        if shows:
+            # Without a thread that redraws it: processes are forked.
+            print(f"\rtraced {traced} of {known} layouts", end="", file=sys.stderr, flush=True)
+
+    show(0, layouts)
+    try:
+        yield show
+    finally:
+        if shows:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _refuse_unselectable(layout: PlannedLayout | None) -> None:
