@@ -25,10 +25,11 @@ from loaders import (
     states,
 )
 from rank_pool import on_ranks
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from accelerate.core.errors import PrepareError
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
+from accelerate.data_loader.metrics import gather_for_metrics
 from accelerate.state import PartialState
 
 everywhere = on_ranks(2, 3)
@@ -320,6 +321,39 @@ def test_dispatched_batches():
                     assert passes[0][-1][2] and passes[0][-1][3] == length % (2 * world())
                 if my_rank() and isinstance(loader.dataset, Ids):
                     assert loader.dataset.read == [], "only one process reads"
+
+
+class SaysLess(SequentialSampler):
+    def __len__(self):
+        return len(self.data_source) - 3
+
+
+class SaysMore(SequentialSampler):
+    def __len__(self):
+        return len(self.data_source) + 3
+
+
+METRICS = {
+    "ragged batches": lambda: DataLoader(Ids(13), batch_sampler=EagerBatches(13)),
+    "a length that is too small": lambda: DataLoader(Ids(13), batch_size=2, sampler=SaysLess(range(13))),
+    "a length that is too large": lambda: DataLoader(Ids(13), batch_size=2, sampler=SaysMore(range(13))),
+    "workers that end in the middle": lambda: DataLoader(Numbers(13), batch_size=2, num_workers=2),
+}
+
+
+@on_two
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_have_each_sample_once(name, dispatch):
+    all_ranks(None)
+    seed(1)
+    plain = [sample for batch in METRICS[name]() for sample in ids(batch)]
+    seed(1)
+    loader = prepare_data_loader(METRICS[name](), dispatch_batches=dispatch)
+    found = []
+    for batch in loader:
+        found += gather_for_metrics(torch.tensor(ids(batch)), loader).tolist()
+    assert sorted(found) == sorted(plain) and (found == plain or name.startswith("workers"))
 
 
 @everywhere

@@ -249,7 +249,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             for step in steps:
                 if step.counts is not self.batch_counts:
                     self._weigh(step.counts, plan)
-                if step.last and self.remainder < 0 and not (plan.drop_last or self._drop_last):
+                if step.last and not (plan.drop_last or self._drop_last) and step.counts is not None:
+                    # What was read, if a sampler has another length than it said.
                     self.remainder = _last_size(step.counts, plan)
                 self.end_of_dataloader = step.last
                 self._place = step.position
@@ -516,10 +517,8 @@ def _consumed(place: StreamPosition | int) -> int:
     return place if isinstance(place, int) else place.consumed
 
 
-def _last_size(counts: tuple[int, ...] | None, plan: ReadPlan) -> int:
-    """The remainder of a last step according to its counts; -1 where they are not known."""
-    if counts is None:
-        return -1
+def _last_size(counts: tuple[int, ...], plan: ReadPlan) -> int:
+    """The remainder of a last step according to its counts."""
     total = sum(counts)
     if plan.global_batch is None:
         return total if 0 in counts else 0
