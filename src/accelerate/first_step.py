@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from .core.errors import PrepareError
 from .core.modules import is_dtensor
 from .core.trees import leaves
 from .data_loader.diagnose import uneven_epoch, uneven_window
@@ -121,6 +122,7 @@ class FirstStepCheck:
         if objects is None or checkpoints is None:
             optimizer._before_step = None
         elif optimizer not in self._stepped:
+            _refuse_local_gradients(optimizer, objects)
             checkpoints.check_resumed()
             checkpoints.controller.record_step()
             if not self.active:
@@ -176,6 +178,7 @@ class FirstStepCheck:
         if objects is None or self._steps > _STEPS:
             self._stop()
         elif not any(optimizer in (known, known.optimizer) for known in objects.optimizers) and not _is_inside_step():
+            _refuse_local_gradients(optimizer, objects)
             self._check_unprepared(optimizer, objects)
 
     # -- what is checked on one rank
@@ -307,6 +310,24 @@ class _Nothing:
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for check in tuple(FirstStepCheck._running):
         check.before_other_step(optimizer)
+
+
+def _refuse_local_gradients(optimizer: Any, objects: RunObjects) -> None:
+    """Raise PrepareError for a step in a hook of the backward, where DDP has not yet averaged the gradients."""
+    if torch._C._current_graph_task_id() == -1 or not PartialState().use_distributed:
+        return
+    own = {id(parameter) for parameter in _parameters(optimizer)}
+    for model in objects.models:
+        # Torch's own optimizers in the backward wait for DDP.
+        if hasattr(model.uncompiled, "require_backward_grad_sync") and any(
+            id(parameter) in own and not hasattr(parameter, "_in_backward_optimizers")
+            for parameter in model.trained_parameters()
+        ):
+            raise PrepareError(
+                "an optimizer stepped inside of the backward, as in a hook of register_post_accumulate_grad_hook: DDP "
+                "averages gradients after such hooks, so each process would train another model. Step after "
+                "accelerator.backward, or set fsdp_version=2, which calls these hooks with averaged gradients"
+            )
 
 
 def _is_inside_step() -> bool:

@@ -196,3 +196,37 @@ def test_registered_average_is_saved_and_loaded(name, layout, tmp_path):
     run.load_state(str(tmp_path))
     torch.testing.assert_close(ema(x), wanted, rtol=0, atol=0)
     assert ema.n_averaged == 2
+
+
+def mean_teacher(prepare, backward, rows):
+    """A frozen teacher that is prepared as well, and follows the student after each step."""
+    student, teacher = (nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(2))
+    teacher.load_state_dict(student.state_dict())
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    student, teacher, optimizer = prepare(student, teacher.requires_grad_(False), optimizer)
+    for number, x in enumerate(rows):
+        with torch.set_grad_enabled(number % 2 == 0):
+            target = teacher(x)
+        output = student(x)
+        backward((output - target).square().mean() + output.square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for mine, present in zip(teacher.parameters(), student.parameters(), strict=True):
+                mine.lerp_(present.detach(), 0.5)
+    return student, teacher
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp1, flat", "fsdp2"])
+def test_a_prepared_teacher_follows_its_student(name):
+    data = torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    expected = mean_teacher(lambda *objects: objects, torch.Tensor.backward, data)
+    run = Accelerator(cpu=True, **LAYOUTS[name]())
+    torch.manual_seed(0)
+    found = mean_teacher(run.prepare, run.backward, [x.chunk(2)[run.process_index] for x in data])
+    for model, plain in zip(found, expected, strict=True):
+        state = run.get_state_dict(model)
+        if run.is_main_process:
+            torch.testing.assert_close(state, plain.state_dict(), rtol=1e-10, atol=1e-10)

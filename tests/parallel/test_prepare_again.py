@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate import Accelerator
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.core.errors import PrepareError
 
 
 def add_layer(model):
@@ -103,3 +104,19 @@ def test_optimizers_do_not_step_on_parameters_that_the_layout_does_not_train(ver
     if version == 0:
         model, optimizer = run.prepare(model, optimizer)
         step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_step_before_ddp_has_averaged_the_gradients_is_refused(prepared):
+    run = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    former = [parameter.detach().clone() for parameter in model.parameters()]
+    model, wrapped = run.prepare(model, optimizer) if prepared else (run.prepare(model), optimizer)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: wrapped.step())
+    with pytest.raises(PrepareError, match="an optimizer stepped inside of the backward"):
+        run.backward(model(torch.ones(1, 2, dtype=torch.float64)).sum())
+    torch.testing.assert_close(list(model.parameters()), former)

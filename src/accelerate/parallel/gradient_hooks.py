@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -23,14 +24,18 @@ def refuse_gradient_hooks(model: nn.Module, layout: str) -> None:
             )
 
 
-def refuse_later_hooks(parameters: Iterable[torch.Tensor]) -> None:
-    """Make `register_hook` of sharded parameters an error: the backward computes gradients of the gathered ones."""
+def refuse_later_hooks(parameters: Iterable[torch.Tensor], accumulated: bool = False) -> None:
+    """Make `register_hook` of sharded parameters an error: the backward computes gradients of the gathered ones.
+
+    With `accumulated` also `register_post_accumulate_grad_hook`, which FSDP2 calls with the reduced gradients.
+    """
+    names = ("register_hook", "register_post_accumulate_grad_hook") if accumulated else ("register_hook",)
     for parameter in parameters:
-        parameter.register_hook = _refuse  # type: ignore[method-assign]
+        vars(parameter).update({name: functools.partial(_refuse, name) for name in names})
 
 
-def _refuse(hook: object) -> None:
+def _refuse(name: str, hook: object) -> None:
     raise PrepareError(
-        "register_hook on a parameter that FSDP shards: a backward computes gradients of the gathered parameter, and "
+        f"{name} on a parameter that FSDP shards: a backward computes gradients of the gathered parameter, and "
         f"nothing would call the hook. {_REMEDY}"
     )

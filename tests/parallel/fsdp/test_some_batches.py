@@ -174,3 +174,8 @@ def test_gradient_hooks_that_would_not_be_called_are_refused(options):
         model = accelerator.prepare(Net())
         with pytest.raises(PrepareError, match="register_hook on a parameter that FSDP shards"):
             next(model.parameters()).register_hook(torch.neg)
+    if plugin and plugin["fsdp_version"] == 1:
+        with pytest.raises(PrepareError, match="register_post_accumulate_grad_hook on a parameter that FSDP shards"):
+            next(model.parameters()).register_post_accumulate_grad_hook(print)
+        with pytest.raises(PrepareError, match=r"a model that torch\.compile has wrapped"):
+            accelerator.prepare(torch.compile(Net(), backend="eager"))

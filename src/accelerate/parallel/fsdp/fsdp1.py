@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ...config.fsdp import FullyShardedDataParallelPlugin, give_storage
+from ...core import trees
 from ...core.devices import kind_of
 from ...core.errors import CheckpointError, ConfigurationError, PrepareError
+from ...core.modules import is_compiled_module
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import group
@@ -39,7 +41,7 @@ from ..report.communication import dtype_name
 from . import fsdp1_communication, fsdp1_state, fsdp1_traced
 from .common import UnreducedGradients, added_parameter, fill_policy, refuse_unshardable
 from .fsdp1_state import PlainModel
-from .fsdp1_unused import ParameterUsage, UsageAgreement, keep_unused, refuse_flat_outside
+from .fsdp1_unused import ParameterUsage, UsageAgreement, free_unsharded, keep_unused, refuse_flat_outside
 from .fsdp1_window import FlatGradients
 from .fsdp2 import upcast
 from .inference_mode import NormalForward
@@ -301,6 +303,12 @@ class FullyShardedDataParallel1(Strategy):
             raise ConfigurationError(
                 "torch.compile works on FSDP1 with use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)"
             )
+        if is_compiled_module(model):
+            raise PrepareError(
+                "FSDP1 cannot shard a model that torch.compile has wrapped: its state dict would have flat shards. "
+                "Give prepare the plain model and the Accelerator dynamo_plugin=TorchDynamoPlugin(...), or set "
+                "fsdp_version=2"
+            )
         refuse_unshardable(model, self.name, self.plugin.ignored_modules)
         refuse_gradient_hooks(model, self.name)
         plain = PlainModel(model)
@@ -323,7 +331,13 @@ class FullyShardedDataParallel1(Strategy):
         # In an order that is the same on all ranks.
         unsharded = {id(parameter): parameter for module in ignored for parameter in module.parameters()}
         prepared.usage = ParameterUsage(prepared.module, compiled=bool(self.transforms))
-        refuse_later_hooks(parameter for unit in prepared.usage.units for parameter in unit.originals)
+        shown = (parameter for unit in prepared.usage.units for parameter in unit.originals)
+        refuse_later_hooks(shown, accumulated=True)
+        if not self.transforms:
+            units = [
+                unit for unit in FullyShardedDataParallel.fsdp_modules(prepared.inner) if unit._handle is not None
+            ]
+            prepared.module.register_forward_hook(functools.partial(_free_without_backward, units))
         prepared.reducers = [UnreducedGradients(self.gradient_group, unsharded.values()), prepared.usage]
         return prepared
 
@@ -371,7 +385,21 @@ def _free_before_step(models: Iterable[PreparedModel], *_: object) -> None:
     for prepared in models:
         if isinstance(prepared, Fsdp1Model) and prepared.usage is not None:
             for unit in prepared.usage.units:
-                unit.free_unsharded()
+                free_unsharded(unit.wrapped)
+
+
+def _free_without_backward(
+    units: Sequence[FullyShardedDataParallel], module: nn.Module, args: object, output: object
+) -> None:
+    """Free what a forward has gathered that no backward follows: a change of parameters would make it stale.
+
+    Torch keeps the parameters of the outermost unit for the backward. Those of a frozen model that averages another
+    one (a teacher, EMA) change without a backward.
+    """
+    if any(leaf.requires_grad for leaf in trees.leaves(output)):
+        return
+    for unit in units:
+        free_unsharded(unit)
 
 
 def _shard_mesh(sharding: Any, layout: ParallelismConfig | None, device: torch.device) -> DeviceMesh:

@@ -84,11 +84,6 @@ class _Unit:
             current.synchronize()
         flat._post_backward_called = True
 
-    def free_unsharded(self) -> None:
-        """Free the unsharded parameters that a forward without its backward has left."""
-        if self.handle.uses_sharded_strategy and not self.handle.needs_unshard():
-            _reshard(self.wrapped, self.handle, True)
-
     def watch(self) -> None:
         """A forward begins: register hooks on the parameters that have no gradient yet."""
         self._forget_cleared()
@@ -165,6 +160,12 @@ class _Unit:
                 self._untouched.add(number)
             found.append(self.flat.data[place])
         return found
+
+
+def free_unsharded(unit: Any) -> None:
+    """Free the unsharded parameters that a forward without its backward has left in an FSDP1 unit."""
+    if unit._handle.uses_sharded_strategy and not unit._handle.needs_unshard():
+        _reshard(unit, unit._handle, True)
 
 
 class ParameterUsage(GradientReducer):

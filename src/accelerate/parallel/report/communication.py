@@ -73,7 +73,7 @@ def shard_groups(model: nn.Module) -> Iterator[tuple[nn.Module, Any, bool]]:
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
-        root = root or module
+        root = module if root is None else root
         state = module._get_fsdp_state()
         # torch decides at the first forward that the outermost unit, which the backward needs first, is kept.
         kept = module is root and state._auto_reshard_after_forward
