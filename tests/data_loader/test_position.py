@@ -505,7 +505,7 @@ def test_batch_samplers_of_torch_count_samples_whatever_they_are_given_as():
 @pytest.mark.parametrize("name", ["shuffled", "generator", "stream"])
 @pytest.mark.parametrize("how", ["left", "set_epoch", "skip"])
 def test_after_the_last_batch_the_next_epoch_may_be_asked_for(name, how):
-    """A script that counts its optimizer steps begins with the next epoch, and its order is the uninterrupted run's."""
+    """A script that counts its optimizer steps begins with the next epoch, in the order of the uninterrupted run."""
     seed(11)
     wanted = run(single(name), 3)
     seed(11)

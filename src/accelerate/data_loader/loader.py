@@ -369,10 +369,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Set the epoch of the next pass, here and in samplers and a dataset that have `set_epoch`."""
         self._opened = self._opened and epoch == self.iteration
         self.iteration = epoch
-        if self._pending is not None and self._pending.epoch != epoch:
-            # A request for another epoch drops the rest of the loaded one. Of an ended one its generators are kept.
-            if not (self._pending.ended and epoch == self._pending.epoch + 1):
-                self._pending = None
+        pending = self._pending
+        if pending is not None and epoch not in (pending.epoch, pending.epoch + pending.ended):
+            # A request for another epoch drops the rest of the loaded one. The epoch after an ended one needs the
+            # generators as the ended one left them.
+            self._pending = None
         base = self.base_dataloader
         for listener in epoch_listeners(base.batch_sampler, base.sampler, base.dataset):
             listener.set_epoch(epoch)
