@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..core.errors import PrepareError
-from ..core.modules import named_bottom_up
+from ..core.modules import move_tensor, named_bottom_up
 from ..placement.subclasses import inner_tensors
 
 # What wrappers around a module (activation checkpointing, compilation, replication) add to the names below it.
@@ -94,7 +94,7 @@ def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dis
         if isinstance(tensor, DTensor):
             continue
         if tensor.device != device:
-            tensor.data = tensor.data.to(device)
+            move_tensor(tensor, device)
         # Parts of quantized weights are sent as bytes: gloo has no messages in float8.
         pieces = inner_tensors(tensor.data).values()
         locals_ += [part.view(torch.uint8) if part.itemsize == 1 else part for part in pieces]

@@ -76,11 +76,14 @@ def _free_memory() -> MaxMemory:
         return {"mps": main}
     free: MaxMemory = {}
     shared = False
+    # Backends outside of torch have the first, and not always the second.
+    own = None if kind is None else getattr(devices.module_of(kind), "mem_get_info", None)
+    read: Any = own or torch.accelerator.get_memory_info
     for index in range(devices.device_count(kind)):
         try:
             # The first tensor on a device takes the memory of its context, which is not the model's to fill.
             torch.zeros(1, device=torch.device(kind, index))  # type: ignore[arg-type]
-            free[index] = torch.accelerator.get_memory_info(index)[0]
+            free[index] = read(index)[0]
             shared = shared or _is_integrated(kind, index)
         except RuntimeError as error:
             logger.info(f"Device {kind}:{index} is left out, as it cannot be used: {error}")

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ...config.fsdp import FullyShardedDataParallelPlugin, give_storage
 from ...core.devices import kind_of
 from ...core.errors import CheckpointError, ConfigurationError, PrepareError
+from ...core.modules import move_module
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import group
@@ -411,7 +412,7 @@ def _shard(
     sync, init = bool(plugin.sync_module_states), plugin.param_init_fn
     for module in ignored:
         materialize.allocate(module, device)
-        module.to(device)
+        move_module(module, device)
         materialize.make_equal((tensor for _, tensor in materialize.named_tensors(module)), device, None)
     # `give_storage` only allocates: if rank 0 has no weights, the modules initialize themselves.
     filled = init if init is not give_storage else None
