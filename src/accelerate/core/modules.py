@@ -35,8 +35,7 @@ def move_module(model: nn.Module, device: torch.device | str) -> nn.Module:
     Raises:
         PrepareError: something refers weakly to a parameter, which prevents that.
     """
-    empty = torch.empty(0, device=device)
-    if all(torch._has_compatible_shallow_copy_type(parameter, empty) for parameter in model.parameters()):
+    if moves_in_place(model, device):
         return model.to(device)
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -51,6 +50,12 @@ def move_module(model: nn.Module, device: torch.device | str) -> nn.Module:
         ) from error
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+def moves_in_place(model: nn.Module, device: torch.device | str) -> bool:
+    """Whether a parameter can get its data on `device` by an assignment to `data`."""
+    empty = torch.empty(0, device=device)
+    return all(torch._has_compatible_shallow_copy_type(parameter, empty) for parameter in model.parameters())
 
 
 def move_tensor(tensor: torch.Tensor, device: torch.device) -> None:

@@ -150,7 +150,7 @@ class DeepSpeedZero(Strategy):
                 "accelerate[deepspeed]); on a machine without a GPU with DS_BUILD_OPS=0 and --no-build-isolation"
             )
         if not dist.is_initialized():
-            group.start_alone(kind_of(device).backend)
+            group.start_alone(kind_of(device))
         if env.get("LOCAL_RANK") is None:
             # An engine reads its device index from there.
             env.publish({"LOCAL_RANK": PartialState().local_process_index})
