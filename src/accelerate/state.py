@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from .config import checks
 from .core import devices, env, extensions
 from .core.enums import DistributedType, DynamoBackend, PrecisionType
 from .core.errors import ConfigurationError
@@ -65,7 +66,7 @@ class PartialState:
         _host_tensors: bool = False,
     ) -> None:
         env.check_run()
-        cpu = cpu or env.get_flag("ACCELERATE_USE_CPU")
+        cpu = checks.truth("cpu", cpu) or env.get_flag("ACCELERATE_USE_CPU")
         topology = _present_topology()
         device = devices.select(topology.local_rank, topology.local_world_size, cpu)
         kind = devices.kind_of(device)

@@ -62,6 +62,10 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
+    if not callable(function):
+        raise TypeError(f"find_executable_batch_size takes a function, not {function!r}: name starting_batch_size=")
+    if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, int):
+        raise TypeError(f"starting_batch_size={starting_batch_size!r} must be an integer")
     batch_size = starting_batch_size
     smaller = reduce_batch_size_fn or (lambda: int(batch_size * 0.9))
 

@@ -15,14 +15,14 @@ from .parser import Parser, print_error
 
 def parser() -> Parser:
     """Return the parser of `accelerate checkpoint`."""
-    found = Parser(prog="accelerate checkpoint", description="List checkpoints, or compare them with their checksums.")
+    found = Parser(prog="accelerate checkpoint", description="List checkpoints, or verify their checksums.")
     actions = found.add_subparsers(dest="action", required=True, metavar="verify | list")
     for name, what in (
-        ("verify", "read every file and compare it with the manifest; exit code 1 where one differs"),
-        ("list", "show the checkpoints of a folder and whether each is complete, without reading the weights"),
+        ("verify", "read every file and compare its checksum with the manifest; exit code 1 if one differs"),
+        ("list", "show the checkpoints in a folder, and whether each is complete, without reading the weights"),
     ):
         action = actions.add_parser(name, help=what, description=what)
-        action.add_argument("path", help="a checkpoint, or a folder that holds checkpoint_N folders")
+        action.add_argument("path", help="a checkpoint, a folder of checkpoints, or the folder of a project")
     return found
 
 

@@ -24,8 +24,8 @@ from ..launchers.variables import without_effect
 from .parser import Formatter, Parser, add_options, coloured_help, has_colour, print_error
 
 DESCRIPTION = (
-    "Start a training script on this machine's accelerators, on several processes, or on several machines. "
-    "What is not given here is taken from variables, then from the configuration file, then from the machine."
+    "Run a training script on one process, on several processes, or on several machines. The value of an option that "
+    "is not given comes from its environment variable, the configuration file, or the default."
 )
 
 # Options of torchrun that have another name here, besides the accepted ones.
