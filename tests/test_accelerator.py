@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator, cpu_offload
+from accelerate import Accelerator, cpu_offload, find_executable_batch_size, notebook_launcher
 from accelerate.core.errors import PrepareError
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import set_seed
 
 
 @pytest.fixture
@@ -43,6 +44,34 @@ def test_order_and_unknown_objects(accelerator):
 def test_wrong_types(accelerator, name, argument):
     with pytest.raises(ValueError, match=f"{name} takes a torch"):
         getattr(accelerator, name)(argument)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda accelerator, model: accelerator.backward(3.0),
+            "backward takes the loss, .* not an object of type float",
+        ),
+        (lambda accelerator, model: accelerator.clip_grad_norm_(model, 1.0), "give model.parameters"),
+        (lambda accelerator, model: accelerator.accumulate(3), "must be a torch.nn.Module, not an object of type int"),
+        (lambda accelerator, model: accelerator.get_state_dict(None), "must be a torch.nn.Module"),
+        (lambda accelerator, model: accelerator.save_model(3, "nowhere"), "must be a torch.nn.Module"),
+        (
+            lambda accelerator, model: accelerator.backward(model(torch.ones(1)), num_items="x"),
+            "num_items='x' must be",
+        ),
+        (lambda accelerator, model: accelerator.prepare_scheduler(torch.optim.SGD(model.parameters())), "not SGD"),
+        (lambda accelerator, model: accelerator.autocast(3), "autocast_handler=3: it takes AutocastKwargs, not int"),
+        (lambda accelerator, model: accelerator.profile(3), "profile_handler=3: it takes ProfileKwargs, not int"),
+        (lambda accelerator, model: set_seed(-1), "set_seed: -1 is no seed"),
+        (lambda accelerator, model: find_executable_batch_size(8), "takes a function, not 8"),
+        (lambda accelerator, model: notebook_launcher(3), "the function to run, not 3"),
+    ],
+)
+def test_wrong_arguments(accelerator, call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(accelerator, accelerator.prepare(torch.nn.Linear(1, 1)))
 
 
 def test_placement_flags(accelerator):

@@ -18,6 +18,8 @@ from .checkpointing.loading import LoadReport
 from .checkpointing.preemption import DEFAULT_SIGNALS
 from .checkpointing.weights import save, save_model
 from .collectives import gather_object
+from .config import checks
+from .config.precision import AutocastKwargs
 from .config.training import DataLoaderConfiguration, ProfileKwargs, ProjectConfiguration, TorchDynamoPlugin
 from .core import env, memory
 from .core.enums import DynamoBackend, LoggerType, RNGType
@@ -62,7 +64,6 @@ if TYPE_CHECKING:
     from .config.fsdp import FullyShardedDataParallelPlugin
     from .config.megatron import MegatronLMPlugin
     from .config.parallel import TorchTensorParallelPlugin
-    from .config.precision import AutocastKwargs
     from .config.training import GradientAccumulationPlugin
     from .parallel.base import Strategy
     from .parallel.prepared import PreparedModel
@@ -155,6 +156,10 @@ class Accelerator(RunInterface):
         resume: str | None = None,
         telemetry: bool | str | os.PathLike[str] | None = None,
     ) -> None:
+        device_placement = checks.truth("device_placement", device_placement)
+        step_scheduler_with_optimizer = checks.truth("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
+        kinds = [RNGType.GENERATOR] if rng_types is None else checks.texts("rng_types", rng_types)
+        self.rng_types: list[str] = [str(checks.member("rng_types", kind, RNGType)) for kind in kinds]
         resolved = resolve(
             Request(
                 mixed_precision=mixed_precision,
@@ -181,7 +186,6 @@ class Accelerator(RunInterface):
         self.device_placement = device_placement
         self.dataloader_config: DataLoaderConfiguration = _loader_config(dataloader_config, split_batches)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types: list[str] = [str(kind) for kind in ([RNGType.GENERATOR] if rng_types is None else rng_types)]
         self.flag_tensor: torch.Tensor | None = None
 
         self._exact = resolved.plan.exact
@@ -447,13 +451,15 @@ class Accelerator(RunInterface):
             The wrapped scheduler.
 
         Raises:
-            PrepareError: `scheduler` stands for one that an engine makes (`DummyScheduler`).
+            PrepareError: `scheduler` stands for one that an engine makes (`DummyScheduler`), or is another object.
         """
         if isinstance(scheduler, AcceleratedScheduler):
             if scheduler not in self._objects.schedulers:
                 self._objects.schedulers.append(scheduler)
             return scheduler
         refuse_placeholder(scheduler)
+        if isinstance(scheduler, torch.optim.Optimizer | AcceleratedOptimizer | torch.nn.Module):
+            raise PrepareError(f"prepare_scheduler takes a learning-rate scheduler, not {type(scheduler).__name__}")
         own = getattr(scheduler, "optimizer", None)
         known = self._objects.optimizers
         optimizers = [found for found in known if own in (found, found.optimizer)] or known
@@ -593,6 +599,10 @@ class Accelerator(RunInterface):
             accelerator.backward(loss)
             optimizer.step()
         """
+        if not hasattr(loss, "backward"):
+            raise TypeError(
+                f"backward takes the loss, a tensor with one element, not an object of type {type(loss).__name__}"
+            )
         if self._first_step.active:
             self._first_step.before_backward(loss)
         if num_items is not None:
@@ -664,6 +674,7 @@ class Accelerator(RunInterface):
             with accelerator.autocast():
                 loss = loss_function(outputs, targets)
         """
+        _check_kind("autocast_handler", autocast_handler, AutocastKwargs)
         return self.precision.autocast(autocast_handler)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -689,6 +700,8 @@ class Accelerator(RunInterface):
         """The parameters, after unscaling the gradients of the optimizers that contain some of them."""
         if isinstance(parameters, torch.Tensor):
             parameters = [parameters]
+        elif isinstance(parameters, torch.nn.Module):
+            raise TypeError(f"clipping takes parameters, not a {type(parameters).__name__}: give model.parameters()")
         if self.scaler is None:
             return parameters
         parameters = list(parameters)
@@ -827,8 +840,14 @@ class Accelerator(RunInterface):
 
         Returns:
             The `PreparedModel`.
+
+        Raises:
+            TypeError: `model` is not a module.
         """
-        return self._objects.find_model(model) or self.strategy.as_prepared(model)
+        found = self._objects.find_model(model)
+        if found is None and not isinstance(model, torch.nn.Module):
+            raise TypeError(f"the model must be a torch.nn.Module, not an object of type {type(model).__name__}")
+        return found or self.strategy.as_prepared(model)
 
     def unwrap_model(
         self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -858,9 +877,9 @@ class Accelerator(RunInterface):
             The state dict with unsharded tensors; layouts that gather to one process return an empty one on the
             others.
         """
+        prepared = self.prepared_model(model)
         if any(has_offloaded_params(module) for module in model.modules()):
             return get_state_dict_offloaded_model(model)
-        prepared = self.prepared_model(model)
         with self.precision.swap_in_master_weights([model], [], [prepared.swappable()]):
             return prepared.state_dict() if unwrap else model.state_dict()
 
@@ -1146,6 +1165,7 @@ class Accelerator(RunInterface):
         Returns:
             A context manager, which yields the profiler.
         """
+        _check_kind("profile_handler", profile_handler, ProfileKwargs)
         options = profile_handler or self.plan.handlers.profile
         return profile(options, self.state.process_index, self.state.wait_for_everyone)
 
@@ -1209,13 +1229,18 @@ def _one_of(first: str, one: Any, second: str, other: Any) -> Any:
     return other if one is None else one
 
 
+def _check_kind(name: str, given: object, kind: type) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise ConfigurationError(f"{name}={given!r}: it takes {kind.__name__}, not {type(given).__name__}")
+
+
 def _loader_config(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
     if config is None:
         config = DataLoaderConfiguration()
     elif not isinstance(config, DataLoaderConfiguration):
         raise ConfigurationError(f"dataloader_config takes a DataLoaderConfiguration, not {type(config).__name__}")
     if split_batches is not _NOT_GIVEN:
-        config.split_batches = bool(split_batches)
+        config.split_batches = checks.truth("split_batches", split_batches)
     return config
 
 

@@ -135,11 +135,14 @@ def resolve(request: Request) -> Resolved:
     accumulation = _accumulation(request, origins)
     dynamo = _dynamo(request, origins)
     plugins = _strategy_plugins(request, origins)
-    exact = env.get_flag("ACCELERATE_EXACT") if request.exact is None else bool(request.exact)
+    exact = checks.truth_or("exact", request.exact, "ACCELERATE_EXACT")
     origins["exact"] = _origin(request.exact, "ACCELERATE_EXACT")
     origins["mixed_precision"] = _origin(request.mixed_precision, "ACCELERATE_MIXED_PRECISION")
 
     init = {} if handlers.init is None else handlers.init.to_kwargs()
+    fsdp = plugins.get("fsdp_plugin")
+    if fsdp is not None and fsdp.offloads_shards:
+        init["_host_tensors"] = True
     if PartialState(request.cpu, **init).use_distributed and not group.is_running():
         raise ConfigurationError(
             "this process has left the group of its run, by end_training() or destroy_process_group(): make every "
@@ -243,6 +246,8 @@ def adopt(
 def sort_handlers(given: list[Any] | None) -> Handlers:
     """The handlers by kind. Raises for a foreign object, or a kind that is given twice."""
     handlers = Handlers()
+    if given is not None and not isinstance(given, list | tuple):
+        raise ConfigurationError(f"kwargs_handlers takes a list of handlers, not {type(given).__name__}")
     for handler in given or ():
         name = next((name for kind, name in _HANDLER_FIELDS.items() if isinstance(handler, kind)), None)
         if name is None:
@@ -266,6 +271,7 @@ def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumula
     name, variable = "gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     plugin, steps = request.gradient_accumulation_plugin, request.gradient_accumulation_steps
     if plugin is not None:
+        _of_kind("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
         if steps != 1:
             raise ConfigurationError(
                 f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin are given both: "
@@ -286,7 +292,10 @@ def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumula
 
 def _dynamo(request: Request, origins: dict[str, str]) -> TorchDynamoPlugin:
     origins["dynamo_backend"] = _origin(request.dynamo_plugin, "ACCELERATE_DYNAMO_BACKEND")
-    return request.dynamo_plugin or TorchDynamoPlugin()
+    if request.dynamo_plugin is None:
+        return TorchDynamoPlugin()
+    plugin: TorchDynamoPlugin = _of_kind("dynamo_plugin", request.dynamo_plugin, TorchDynamoPlugin)
+    return plugin
 
 
 def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, Any]:
@@ -337,7 +346,7 @@ def _of_kind(name: str, given: Any, kind: type) -> Any:
         raise ConfigurationError(f"{name}={given!r} has no plugin")
     for plugin in given.values() if several else (given,):
         if not isinstance(plugin, kind):
-            raise ConfigurationError(f"{name}={given!r}: it takes a {kind.__name__}, not a {type(plugin).__name__}")
+            raise ConfigurationError(f"{name}={given!r}: it takes a {kind.__name__}, not {type(plugin).__name__}")
     return given
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from .config import checks
 from .core import devices, env, extensions
 from .core.enums import DistributedType, DynamoBackend, PrecisionType
 from .core.errors import ConfigurationError
@@ -62,9 +63,10 @@ class PartialState:
         init_method: str | None = None,
         timeout: Any = None,
         _use_sagemaker_dp: bool = False,
+        _host_tensors: bool = False,
     ) -> None:
         env.check_run()
-        cpu = cpu or env.get_flag("ACCELERATE_USE_CPU")
+        cpu = checks.truth("cpu", cpu) or env.get_flag("ACCELERATE_USE_CPU")
         topology = _present_topology()
         device = devices.select(topology.local_rank, topology.local_world_size, cpu)
         kind = devices.kind_of(device)
@@ -74,6 +76,8 @@ class PartialState:
             wanted = kind.backend if backend in (None, "nccl") else str(backend)
             if _use_sagemaker_dp or smddp.is_requested():
                 wanted = smddp.BACKEND
+            if _host_tensors and wanted == kind.backend:
+                wanted = group.with_host(kind)
             used_backend = group.start(topology, wanted, timeout, init_method or kind.init_method)
             distributed_type = kind.distributed
             if deepspeed_comm.is_requested():

@@ -11,6 +11,8 @@ from accelerate.core import system
 CPU, GPUS = system.Accelerators("cpu", 0), system.Accelerators("cuda", 2, "CUDA_VISIBLE_DEVICES")
 FILES = {
     "broken.yaml": "debug: false\nnum_processes: [2\nuse_cpu: true\n",
+    "zero.json": '{"bf16": {}, "zero_optimization": {"stage": 2}}',
+    "tab.yaml": "fsdp_config:\n\tfsdp_version: 2\n",
     "broken.json": '{"debug": false,\n "num_processes": 2,,\n "use_cpu": true}',
     "typed.yaml": "debug: false\nnum_processes: two\n",
     "typo.yaml": "debug: false\nnum_proceses: 2\n",
@@ -24,6 +26,23 @@ CASES = [
     (CPU, "trian.py", "did you mean train.py?"),
     (CPU, "", "the following arguments are required: training_script"),
     (CPU, "-m no.such.module", "there is no module 'no.such.module'"),
+    (CPU, "-m os.path.nothing", "there is no module 'os.path.nothing'"),
+    (CPU, "-m package", "'package' is a package without a module __main__: give one of its modules"),
+    (CPU, "-m package.missing", "there is no module 'package.missing'"),
+    (CPU, "link.py", "the script 'link.py' is a symbolic link to 'nowhere.py', which does not exist"),
+    (
+        CPU,
+        "--no_python train.py",
+        "there is no program 'train.py' on the PATH; the file of this name is not executable",
+    ),
+    (CPU, f"{TWO} --rdzv_conf join_timeout=abc train.py", "join_timeout='abc' is not a number of seconds above 0"),
+    (CPU, f"{TWO} --rdzv_conf join_timout=5 train.py", "no setting 'join_timout' (did you mean join_timeout?)"),
+    (CPU, "--use_deepspeed --deepspeed_config_file train.py train.py", "cannot be read: it is not JSON"),
+    (CPU, "--log_dir= --num_processes 2 train.py", "log_dir='' names no folder"),
+    (CPU, "--main_process_ip -x train.py", "expected one argument; a value that begins with a hyphen is given as"),
+    (CPU, "--engine deepspeed train.py", "the engine deepspeed needs --deepspeed_hostfile"),
+    (CPU, "--config_file zero.json train.py", "zero_optimization is a key of DeepSpeed's own configuration"),
+    (CPU, "--config_file tab.yaml train.py", "indent with spaces, not with tabs"),
     (CPU, "--no_python no-such-program", "there is no program 'no-such-program' on the PATH"),
     (CPU, "--num_proceses 2 train.py", "unknown option --num_proceses (did you mean --num_processes?)"),
     (
@@ -36,7 +55,7 @@ CASES = [
     (CPU, "-h resilence", "no topic or option 'resilence' (did you mean resilience?)"),
     (CPU, ".", "'.' is a folder without a __main__.py"),
     (CPU, "--config_file . train.py", "the configuration file . cannot be read"),
-    (CPU, "--mixed_precision bf61 train.py", "--mixed_precision: value='bf61' is not one of no, fp16, bf16, fp8"),
+    (CPU, "--mixed_precision bf61 train.py", "--mixed_precision='bf61' is not one of no, fp16, bf16, fp8"),
     (GPUS, "--num_processes 3 train.py", "requests 3 processes on this machine, which has 2 cuda devices to use"),
     (GPUS, "--num_gpus 3 train.py", "num_processes=3 (flag --num_processes)"),
     (GPUS, "--gpu_ids 1,2 train.py", "there is no device 2; this machine has 2 (cuda 0 to 1)"),
@@ -46,7 +65,7 @@ CASES = [
     (CPU, "--num_gpus=all train.py", "it means one process for each accelerator, and there is none to use"),
     (CPU, "--num_processes 0 train.py", "num_processes=0: at least 1 process is needed"),
     (CPU, "--num_processes -2 train.py", "num_processes=-2: at least 1 process is needed"),
-    (CPU, "--num_processes two train.py", "--num_processes: value='two' is not an integer"),
+    (CPU, "--num_processes two train.py", "--num_processes='two' is not an integer"),
     (CPU, "--cpu --num_processes 99999999 train.py", "num_processes=99999999 is more than a machine can run"),
     (CPU, "--config_file none.yaml train.py", "the configuration file none.yaml does not exist"),
     (
@@ -96,6 +115,8 @@ def test_one_error_and_nothing_started(machine, line, told, tmp_path, monkeypatc
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "train.py").write_text("open('started', 'w')")
+    (tmp_path / "link.py").symlink_to("nowhere.py")
+    (tmp_path / "package").mkdir()
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()

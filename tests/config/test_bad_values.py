@@ -20,7 +20,15 @@ from accelerate.config.parallel import (
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from accelerate.config.training import TorchDynamoPlugin
+from accelerate.config.precision import AutocastKwargs, GradScalerKwargs
+from accelerate.config.training import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from accelerate.core.errors import ConfigurationError
 from accelerate.core.imports import is_available
 from accelerate.parallel.choice import choose_strategy
@@ -318,3 +326,32 @@ def test_a_field_fills_what_the_file_leaves_open():
 def test_precision_that_differs_from_the_file_is_refused():
     with pytest.raises(ConfigurationError, match=r"mixed_precision='bf16'.*bf16\.enabled=False"):
         from_file(bf16={"enabled": False}).set_mixed_precision("bf16")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (DataLoaderConfiguration, {"split_batches": "some"}, "DataLoaderConfiguration.split_batches='some' is not a"),
+        (DataLoaderConfiguration, {"data_seed": "x"}, "DataLoaderConfiguration.data_seed='x' must be a number"),
+        (GradientAccumulationPlugin, {"adjust_scheduler": 3}, "adjust_scheduler=3 is neither True nor False"),
+        (ProjectConfiguration, {"total_limit": "3"}, "ProjectConfiguration.total_limit='3' must be a number"),
+        (ProjectConfiguration, {"iteration": -1}, "iteration=-1 must be an integer of at least 0"),
+        (DistributedDataParallelKwargs, {"bucket_cap_mb": "25"}, "bucket_cap_mb='25' must be a number"),
+        (DistributedDataParallelKwargs, {"bucket_cap_mb": -1}, "bucket_cap_mb=-1: give a number of MiB above 0"),
+        (ProfileKwargs, {"schedule_option": {"wait": 1}}, "give a dict with at least wait, warmup and active"),
+        (ProfileKwargs, {"on_trace_ready": 3}, "on_trace_ready=3 cannot be called"),
+        (GradScalerKwargs, {"init_scale": "big"}, "GradScalerKwargs.init_scale='big' must be a number"),
+        (GradScalerKwargs, {"init_scale": 0}, "GradScalerKwargs.init_scale=0 must be over 0"),
+        (AutocastKwargs, {"cache_enabled": 3}, "AutocastKwargs.cache_enabled=3 is neither True nor False"),
+    ],
+)
+def test_fields_of_training_options(kind, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        kind(**options)
+
+
+def test_words_are_truth_values():
+    # A text that is not empty would be true.
+    config = DataLoaderConfiguration(split_batches="no", even_batches=None, non_blocking="yes")
+    assert (config.split_batches, config.even_batches, config.non_blocking) == (False, None, True)
+    assert ProfileKwargs(activities="cpu").activities == ["cpu"]

@@ -22,7 +22,7 @@ from accelerate.core.errors import ConfigurationError
         ("LOCAL_RANK", "-1", "0 or more"),
         ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "4", "0 to 3"),
         ("PARALLELISM_CONFIG_TP_SIZE", "two", "1 or more"),
-        ("FSDP_VERSION", "3", "1 to 2"),
+        ("FSDP_VERSION", "3", "1, 2"),
         ("ACCELERATE_DEBUG_TIMEOUT", "soon", "not a number"),
     ],
 )

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from loaders import Ids, Numbers, SizedNumbers, epoch, ids, seed, states
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate.core import trees
+from accelerate.core.errors import PrepareError
 from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
 from accelerate.data_loader.assign import NO_BATCH, BatchAssigner
 from accelerate.data_loader.batch_source import BatchSource, plan_for
@@ -20,7 +21,7 @@ from accelerate.data_loader.channel import BatchMessage, pack, padded_row, unpac
 from accelerate.data_loader.generators import Generators
 from accelerate.data_loader.order import Order
 from accelerate.data_loader.position import StreamPosition
-from accelerate.data_loader.rows import count_rows, join_rows, repeat_rows, take_rows
+from accelerate.data_loader.rows import count_rows, has_rows, join_rows, repeat_rows, take_rows
 from accelerate.data_loader.steps import ShardSplit
 
 
@@ -212,6 +213,48 @@ def test_rows_of_nested_batches():
     columns = [torch.tensor([1, 2]), torch.tensor([3, 4])]
     assert [column.tolist() for column in take_rows(columns, 2, 0, 1)] == [[1], [3]]
     assert (count_rows(["a", "b"]), count_rows(7), count_rows({"n": torch.tensor(1)})) == (2, None, None)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_cannot_be_split_is_known():
+    ragged = {"x": torch.zeros(3), "sequences": [torch.zeros(3), torch.zeros(1), torch.zeros(2)]}
+    assert has_rows(ragged, 3)
+    assert [len(one) for one in take_rows(ragged, 3, 0, 2)["sequences"]] == [3, 1]
+    boxes = ((torch.zeros(3, 4), torch.zeros(3, 5)), ({"boxes": torch.zeros(1, 4)}, {"boxes": torch.zeros(6, 4)}))
+    assert [len(column) for column in take_rows(boxes, 2, 0, 1)] == [1, 1]
+    for other in (torch.zeros(5), torch.zeros(3, 2).to_sparse(), torch.nested.nested_tensor([torch.zeros(1)] * 3)):
+        assert not has_rows({"x": torch.zeros(3), "other": other}, 3)
+
+
+def test_batches_with_a_tensor_of_other_rows_are_not_split():
+    def graphs(samples):
+        numbers = [int(sample["id"]) for sample in samples]
+        return {"id": torch.tensor(numbers), "nodes": torch.tensor([n for n in numbers for _ in range(n % 3 + 1)])}
+
+    def loader(size):
+        return DataLoader(Ids(5), batch_size=size, collate_fn=graphs)
+
+    assert [[step[:2] for step in shard] for shard in dealt(loader(2), ShardSplit(2, even=True))] == [
+        [([0, 1], (2, 2)), ([4], (1, 0))],
+        [([2, 3], (2, 2)), ([0, 1], (1, 0))],
+    ]
+    with pytest.raises(ValueError, match="cannot be split into samples"):
+        dealt(loader(4), ShardSplit(2, split=True, even=True))
+
+
+def test_a_short_batch_in_the_middle_is_refused_where_ranks_would_get_apart():
+    class ShortFirst(BatchSampler):
+        def __iter__(self):
+            yield from ([0], [1, 2, 3, 4])
+
+    def loader():
+        return DataLoader(Ids(5), batch_sampler=ShortFirst(range(5), 4, False))
+
+    with pytest.raises(PrepareError, match="a batch of 1 samples in the middle of the epoch was split between 2"):
+        dealt(loader(), ShardSplit(2, split=True))
+    shard = prepare_data_loader(loader(), num_processes=2, process_index=1, split_batches=True, even_batches=False)
+    with pytest.raises(PrepareError, match="a batch of 1 samples"):
+        list(shard)
 
 
 def test_parcels_come_out_as_they_went_in():

@@ -22,7 +22,14 @@ from loaders import (
     seed,
     states,
 )
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 
 from accelerate.core.errors import CheckpointError
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
@@ -525,3 +532,28 @@ def test_after_the_last_batch_the_next_epoch_may_be_asked_for(name, how):
         passing = skip_first_batches(fresh, 0)
     assert run(passing, 1) + run(fresh, 1) == wanted[1:]
     assert fresh.iteration == 3 and not fresh.leave_ended_epoch()
+
+
+def test_a_length_that_depends_on_the_epoch():
+    class Curriculum(Sampler):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return 4 + 2 * self.epoch
+
+        def __iter__(self):
+            return iter(range(len(self)))
+
+    def build():
+        raw = DataLoader(Ids(20), batch_size=2, sampler=Curriculum())
+        return prepare_data_loader(raw, num_processes=1, process_index=0)
+
+    loader = build()
+    assert [len(list(loader)) for _ in range(2)] == [2, 3]
+    next(iter(loader))
+    resumed = build()
+    resumed.load_state_dict(loader.state_dict())
+    assert [ids(batch) for batch in resumed] == [[2, 3], [4, 5], [6, 7]] and len(list(resumed)) == 5

@@ -20,15 +20,17 @@ from loaders import (
     StreamAsItGoes,
     drawn,
     ids,
+    keep_states,
     seed,
     seeded,
     states,
 )
 from rank_pool import on_ranks
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from accelerate.core.errors import PrepareError
-from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
+from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
+from accelerate.data_loader.metrics import gather_for_metrics
 from accelerate.state import PartialState
 
 everywhere = on_ranks(2, 3)
@@ -320,6 +322,66 @@ def test_dispatched_batches():
                     assert passes[0][-1][2] and passes[0][-1][3] == length % (2 * world())
                 if my_rank() and isinstance(loader.dataset, Ids):
                     assert loader.dataset.read == [], "only one process reads"
+
+
+class SaysLess(SequentialSampler):
+    def __len__(self):
+        return len(self.data_source) - 3
+
+
+class SaysMore(SequentialSampler):
+    def __len__(self):
+        return len(self.data_source) + 3
+
+
+METRICS = {
+    "ragged batches": lambda: DataLoader(Ids(13), batch_sampler=EagerBatches(13)),
+    "a length that is too small": lambda: DataLoader(Ids(13), batch_size=2, sampler=SaysLess(range(13))),
+    "a length that is too large": lambda: DataLoader(Ids(13), batch_size=2, sampler=SaysMore(range(13))),
+    "workers that end in the middle": lambda: DataLoader(Numbers(13), batch_size=2, num_workers=2),
+}
+
+
+@on_two
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("name", METRICS)
+def test_metrics_have_each_sample_once(name, dispatch):
+    all_ranks(None)
+    seed(1)
+    plain = [sample for batch in METRICS[name]() for sample in ids(batch)]
+    seed(1)
+    loader = prepare_data_loader(METRICS[name](), dispatch_batches=dispatch)
+    found = []
+    for batch in loader:
+        found += gather_for_metrics(torch.tensor(ids(batch)), loader).tolist()
+    assert sorted(found) == sorted(plain) and (found == plain or name.startswith("workers"))
+
+
+@on_two
+def test_the_fill_of_a_dispatched_epoch_does_not_depend_on_where_the_pass_begins():
+    def build():
+        raw = DataLoader(Ids(15, noisy=True), batch_size=2, shuffle=True, generator=generator(3))
+        return prepare_data_loader(raw, device=CPU, put_on_device=True, dispatch_batches=True)
+
+    def passes(loader, count=2):
+        return [[(ids(batch), batch["noise"].tolist()) for batch in loader] for _ in range(count)]
+
+    seed(1)
+    wanted = passes(build())
+    for number in range(2):
+        loader = build()
+        seed(1)
+        if number == 0:
+            next(iter(loader))
+            position, here = loader.state_dict(), keep_states()
+            loader = build()
+            loader.load_state_dict(position)
+            here()
+            first, second = passes(loader)
+            assert second == wanted[1], "filling has not changed the generators"
+        else:
+            first = passes(skip_first_batches(loader, 1), 1)[0]
+        assert [found[0] for found in first] == [found[0] for found in wanted[0][1:]]
 
 
 @everywhere

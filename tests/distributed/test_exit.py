@@ -30,12 +30,13 @@ if way == "lone":
     accelerator.wait_for_everyone()
 if way == "end":
     accelerator.end_training()
-    try:
-        Accelerator()
-    except ValueError as error:
-        assert "has left the group of its run" in str(error), error
-    else:
-        raise AssertionError("an Accelerator without a group")
+    for call in (Accelerator, lambda: accelerator.gather(torch.ones(1))):
+        try:
+            call()
+        except ValueError as error:
+            assert "has left the group of its run" in str(error), error
+        else:
+            raise AssertionError("a call without a group")
 """
 
 # Abort at exit struck about a third of the runs of plain DDP; 25 runs of 2 ranks are 50 exits. `EXITS=50` takes all of

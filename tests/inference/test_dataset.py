@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
+import warnings
 
 import pytest
 import torch
@@ -146,10 +148,17 @@ def test_no_samples(alone, tmp_path):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda samples: 1, r"the function returned a int for 4 samples: return a row for each"),
-        (lambda samples: samples[:1], r"the function returned a list with 1 rows for 4 samples"),
-        (lambda samples: {"x": torch.zeros(3)}, r"the function returned a Tensor with 3 rows as 'x' for 4 samples"),
-        (lambda samples: [object()] * 4, r"the row of sample 0 cannot be written: a object is not plain data"),
+        (lambda samples: 1, r"the function returned an object of type int for 4 samples: return a row for each"),
+        (lambda samples: samples[:1], r"the function returned an object of type list with 1 rows for 4 samples"),
+        (
+            lambda samples: {"x": torch.zeros(3)},
+            r"the function returned an object of type Tensor with 3 rows as 'x' for 4 samples",
+        ),
+        (
+            lambda samples: [object()] * 4,
+            r"the row of sample 0 cannot be written: an object of type object is neither a number",
+        ),
+        (lambda samples: ["\ud800"] * 4, r"the row of sample 0 cannot be written: .*surrogates not allowed"),
     ],
 )
 def test_results_that_cannot_be_written_are_named(alone, result, message, tmp_path):
@@ -192,6 +201,19 @@ def test_finished_parts_of_another_model_or_dataset_are_kept_with_a_warning(alon
     for model, samples, what in [(nn.Linear(3, 2), data, "model"), (torch_model, data + 1, "first sample")]:
         with pytest.warns(UserWarning, match=f"has 1 complete parts of a run with another {what}"):
             assert read(map_dataset(model, samples, tmp_path)) == rows
+
+
+def test_numbers_and_texts_that_json_lines_do_not_have(alone, tmp_path):
+    rows = [{"x": 1.5, "text": "a\u2028b\x85"}, {"x": torch.tensor([1.0, math.nan])}, {"x": math.nan}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        files = map_dataset(lambda samples: rows, range(3), tmp_path / "nan")
+    refuse = {"parse_constant": lambda name: pytest.fail(name)}
+    found = [json.loads(line, **refuse) for line in files[0].read_text(encoding="utf-8").splitlines()]
+    assert found == [rows[0], {"x": [1.0, None]}, {"x": None}]
+    with pytest.warns(UserWarning, match="infinite numbers are written as null"):
+        files = map_dataset(lambda samples: torch.tensor([1.0, -math.inf]), range(2), tmp_path / "infinite")
+    assert read(files) == [{"output": 1.0}, {"output": None}]
 
 
 def test_parquet(alone, tmp_path):

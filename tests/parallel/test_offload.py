@@ -18,7 +18,7 @@ from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.parallel.activation import ActivationOffload, SavedInHostMemory, _InHostMemory
 from accelerate.parallel.optimizer_offload import StreamedState, offload_state
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import FullyShardedDataParallelPlugin, OptimizerOffloadKwargs
+from accelerate.utils import FullyShardedDataParallelPlugin, OptimizerOffloadKwargs, is_torch_version
 
 pytestmark = pytest.mark.usefixtures("float64")
 STEPS = 4
@@ -103,7 +103,8 @@ def test_saved_tensors_other_than_parameters_are_moved(recompute):
     for found, right in zip(gradients(hooks, recompute), expected, strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=0)
     # Without recomputation the inputs of two products and of GELU, and below: Tanh, a product, and the square.
-    assert hooks.moved == hooks.returned == (4 if recompute else 6)
+    # torch 2.11 recomputes the input of the square too.
+    assert hooks.moved == hooks.returned == (4 + is_torch_version("<", "2.12") if recompute else 6)
     small = Counted(minimum=8 * 16 * 8)
     gradients(small)
     assert small.moved == 4  # not the inputs of the model, nor its outputs

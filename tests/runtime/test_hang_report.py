@@ -104,3 +104,13 @@ def test_places():
         "forward": "forward", "backward": "backward", "loader": "the data loader",
     }  # fmt: skip
     assert place_of(-1) is None
+
+
+def test_packages_of_another_environment_are_not_the_users(tmp_path):
+    path = tmp_path / "venv" / "lib" / "site-packages" / "library.py"
+    seen = []
+    exec(compile("def call(function):\n    function()", path, "exec"), library := {"__name__": "library"})
+    library["call"](lambda: seen.append(place_of(threading.get_ident())))
+    exec(compile("seen.append(place_of(get_ident()))", path, "exec"),
+         {"__name__": "library", "seen": seen, "place_of": place_of, "get_ident": threading.get_ident})  # fmt: skip
+    assert all(place.at.startswith(f"{__file__}:") for place in seen), seen

@@ -282,9 +282,9 @@ class NativeReader(CheckpointReader):
             if self._is_same_size:
                 return own
             notes.append(
-                f"saved by {self.manifest.world_size} process(es), loaded by {self.processes}: ranks that both have "
-                "restore their random states. Unfinished gradients, and the random states of pipeline stages, are not "
-                "restored"
+                f"saved on {self.manifest.world_size} processes, loaded on {self.processes}: the ranks of both runs "
+                "restore their random states, and other ranks keep theirs. Unfinished gradients and the random states "
+                "of pipeline stages are not restored"
             )
         else:
             notes.append(no_generators(self.rank))

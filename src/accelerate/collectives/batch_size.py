@@ -62,6 +62,10 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
+    if not callable(function):
+        raise TypeError(f"find_executable_batch_size takes a function, not {function!r}: name starting_batch_size=")
+    if isinstance(starting_batch_size, bool) or not isinstance(starting_batch_size, int):
+        raise TypeError(f"starting_batch_size={starting_batch_size!r} must be an integer")
     batch_size = starting_batch_size
     smaller = reduce_batch_size_fn or (lambda: int(batch_size * 0.9))
 
@@ -185,7 +189,7 @@ def _aborted_on_restart(turn: Round | None) -> Iterator[None]:
 
     gloo needs no help: its connections close. A kernel that waits for another device notices nothing by itself.
     """
-    if turn is None or "gloo" in dist.get_backend():
+    if turn is None or dist.get_backend() == "gloo":
         yield
         return
     default, ended = transport.group_of(None), threading.Event()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numbers
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -30,6 +31,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
             `ParallelismConfig`, the index of its data shard is added: ranks that read the same samples draw the same.
         deterministic: also make torch raise an error for operations without a deterministic algorithm.
 
+    Raises:
+        ConfigurationError: the seed is not an integer from 0 to 2**32 - 1. No generator is changed.
+
     Example:
         set_seed(42)
     """
@@ -37,6 +41,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         state = PartialState()
         layout = AcceleratorState._shared_state.get("parallelism_config")
         seed += state.process_index if layout is None else data_shard(layout, state.process_index)[0]
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
+        raise ConfigurationError(f"set_seed: {seed!r} is no seed: give an integer from 0 to 2**32 - 1")
     random.seed(seed)
     np.random.seed(seed)
     # Seeds the CPU and, where they are used, all accelerators.

@@ -65,8 +65,16 @@ def capabilities_of(group: dist.ProcessGroup) -> GroupCapabilities:
 
 
 def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """`group`, or the default one of the run."""
-    return _get_default_group() if group is None else group
+    """`group`, or the default one of the run. Raises ConfigurationError where this process has left it."""
+    if group is not None:
+        return group
+    try:
+        return _get_default_group()
+    except ValueError:
+        raise ConfigurationError(
+            "this process has left the group of its run, by end_training() or destroy_process_group(): communicate "
+            "before that"
+        ) from None
 
 
 def check_source(operation: str, from_process: int, world: int) -> None:

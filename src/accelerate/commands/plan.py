@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ..core.errors import ConfigurationError
@@ -18,15 +20,17 @@ if TYPE_CHECKING:
     from ..planning.layouts import PlannedLayout
 
 PRECISIONS = ("no", "bf16", "fp16")
+# Layouts that are traced at once, each by one thread.
+_MOST_PROCESSES = 8
 
 
 def plan_command_parser() -> argparse.ArgumentParser:
     """Return the parser of `accelerate plan`."""
     made = Parser(
         prog="accelerate plan",
-        description="Show in which layouts a training step of a model fits a machine. One step of the prepared model "
-        "runs on fake tensors, in each layout: nothing is downloaded but the configuration, and nothing is allocated. "
-        "Figures are intervals.",
+        description="Show in which layouts a training step of a model fits in memory, and how long it takes. A step "
+        "in each layout is traced on fake tensors: only the configuration of the model is downloaded, and no memory "
+        "is allocated. Estimates are intervals.",
     )
     made.add_argument(
         "model",
@@ -34,29 +38,41 @@ def plan_command_parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--batch", required=True, metavar="SHAPE",
-        help="Batch of one optimizer step on all ranks: samples x tokens, as 32x512, or 32x3x224x224:float32.",
+        help="Batch of one optimizer step on all ranks: samples x tokens, such as 32x512, or the shape and dtype of a "
+        "batch, such as 32x3x224x224:float32.",
     )  # fmt: skip
-    made.add_argument("--mixed_precision", choices=PRECISIONS, default="no", help="Precision of the run.")
-    made.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, momentum, adagrad or rmsprop.")
+    made.add_argument("--mixed_precision", choices=PRECISIONS, default="no", help="Mixed precision of the run.")
     made.add_argument(
-        "--machine", metavar="TEXT", help="Describe a machine: 8x80GB, 8xH100, 2x8xH100. Default: this one."
+        "--optimizer", default="adamw", help="One of adamw (the default), adam, sgd, momentum, adagrad and rmsprop."
     )
     made.add_argument(
-        "--ranks", type=int, help="Number of processes on this machine. Default: its accelerators, or 1."
+        "--machine",
+        metavar="TEXT",
+        help="Machine to plan for: 8x80GB, 8xH100, or 2x8xH100 (two machines). Default: this machine.",
     )
-    made.add_argument("--tflops", type=float, help="TFLOP/s that matrix products reach on a described device.")
-    made.add_argument("--link", type=float, help="GB/s from a described device to the others of its machine.")
-    made.add_argument("--between", type=float, help="GB/s from a described device to other machines.")
-    made.add_argument("--memory", type=float, help="GB that each rank may use, instead of what the machine has.")
-    made.add_argument("--layouts", nargs="+", help="Only these layouts, by their names in the table.")
-    made.add_argument("--calibrate", nargs="+", metavar="RUN", help="Plan files that runs have added figures to.")
-    made.add_argument("--write", metavar="FILE", help="Write the configuration of the fastest layout that fits.")
-    made.add_argument("--layout", help="With --write: the layout to write, instead of the fastest.")
+    made.add_argument(
+        "--ranks", type=int, help="Number of processes on this machine. Default: one for each accelerator, or 1."
+    )
+    made.add_argument("--tflops", type=float, help="With --machine: speed of matrix products on a device, in TFLOP/s.")
+    made.add_argument("--link", type=float, help="With --machine: bandwidth between devices of a machine, in GB/s.")
+    made.add_argument(
+        "--between", type=float, help="With --machine: bandwidth of a device to other machines, in GB/s."
+    )
+    made.add_argument("--memory", type=float, help="Memory that each rank may use, in GB. Default: the machine's.")
+    made.add_argument("--layouts", nargs="+", help="Layouts to plan, by their names in the table. Default: all.")
+    made.add_argument(
+        "--calibrate",
+        nargs="+",
+        metavar="RUN",
+        help="Plan files to which earlier runs have added measurements. They correct the estimates.",
+    )
+    made.add_argument("--write", metavar="FILE", help="Write a launch configuration for the fastest layout that fits.")
+    made.add_argument("--layout", help="With --write: the layout to write instead of the fastest one.")
     made.add_argument("--json", action="store_true", help="Print JSON instead of the table.")
     made.add_argument(
         "--trust_remote_code",
         action="store_true",
-        help="Run the model's own Python code. Only code that you have read.",
+        help="Run Python code that is distributed with the model. Use it only for code that you have read.",
     )
     return made
 
@@ -118,8 +134,8 @@ def _run(args: argparse.Namespace) -> int:
             )
         chosen = [layout for layout in chosen if layout.name in args.layouts]
     training = trace.PlannedTraining(module, batch, args.mixed_precision, args.optimizer, here.device, here.machines)
-    processes = max(1, min(4, (os.cpu_count() or 1) // 2))
-    rows = estimate.plan(training, here, chosen, processes)
+    with _progress(len(chosen)) as show:
+        rows = estimate.plan(training, here, chosen, min(_MOST_PROCESSES, os.cpu_count() or 1), show)
     fitting = [row for row in rows if row.fits]
     written = _written(args, rows, fitting)
     if args.json:
@@ -161,6 +177,24 @@ def _run(args: argparse.Namespace) -> int:
     elif missing := report.shortage(rows, here):
         print(f"accelerate plan: {missing}", file=sys.stderr)
     return 0 if fitting else 1
+
+
+@contextlib.contextmanager
+def _progress(layouts: int) -> Iterator[Callable[[int, int], None]]:
+    """A line on the terminal with the number of traced layouts, which is removed at the end; nothing in a file."""
+    shows = sys.stderr.isatty()
+
+    def show(traced: int, known: int) -> None:
+        if shows:
+            # Without a thread that redraws it: processes are forked.
+            print(f"\rtraced {traced} of {known} layouts", end="", file=sys.stderr, flush=True)
+
+    show(0, layouts)
+    try:
+        yield show
+    finally:
+        if shows:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _refuse_unselectable(layout: PlannedLayout | None) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ..core.errors import ConfigurationError
-from ..core.files import check_writable
+from ..core.files import atomic_write, check_writable
 from .parser import Parser, print_error
 
 FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
@@ -17,34 +17,47 @@ def parser() -> Parser:
     """Return the parser of `accelerate report`."""
     found = Parser(
         prog="accelerate report",
-        description="Summarize a recorded run in one file: where the time went, which ranks were slow, what to try. "
-        "HTML has the pictures of `accelerate monitor` and needs no script.",
+        description="Summarize a recorded run in one file: where the time went, which ranks were slow, and what to "
+        "try. An HTML report has the charts of `accelerate monitor`, without JavaScript.",
     )
     found.add_argument("run", metavar="RUN", help="Folder of a run.")
-    found.add_argument("-o", "--output", metavar="FILE", help="File to write. Default: print to the terminal.")
-    found.add_argument("--format", choices=("html", "md", "json"), help="Default: that of the file's name, else md.")
+    found.add_argument("-o", "--output", metavar="FILE", help="File to write. Default: print the report.")
+    found.add_argument(
+        "--format", choices=("html", "md", "json"), help="Format of the report. Default: by the ending of FILE, or md."
+    )
     return found
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 1 if the run cannot be read or the file not be written."""
     options = parser().parse_args(arguments)
-    kind = options.format or FORMATS.get(Path(options.output or "").suffix.lower(), "md")
+    suffix = Path(options.output or "").suffix.lower()
+    kind = options.format or FORMATS.get(suffix, "md" if options.output is None else None)
+    try:
+        if options.output is not None:
+            check_writable(options.output, "--output")
+        if kind is None:
+            raise ConfigurationError(
+                f"--output={options.output!r} has no known format: end the name in .html, .md or .json, or give "
+                "--format"
+            )
+    except ConfigurationError as error:
+        print_error("accelerate report", error)
+        sys.exit(2)
     try:
         from ..monitor import report
         from ..monitor.run import open_runs
 
         (run,) = open_runs([options.run])
         report.read_all(run)
-        if options.output is not None:
-            check_writable(options.output, "--output")
         if run.is_empty:
             raise ConfigurationError("; ".join([f"{run.folder} has no recorded steps", *run.notes()]))
         text = {"html": report.html, "md": report.markdown, "json": report.to_json}[kind](run)
         if options.output is None:
             print(text, end="")
             return
-        Path(options.output).expanduser().write_text(text, encoding="utf-8")
+        with atomic_write(Path(options.output).expanduser()) as file:
+            file.write(text.encode())
     except (ConfigurationError, OSError) as error:
         print_error("accelerate report", error)
         sys.exit(1)

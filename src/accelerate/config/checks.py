@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, TypeVar
@@ -18,9 +20,26 @@ def truth(field: str, value: Any) -> bool:
     """True or False, given as such, as 1 or 0, or as a word (yes, no, true, false, on, off)."""
     if isinstance(value, str):
         return env.parse_bool(value, where=field)
-    if isinstance(value, (bool, int)) and value in (0, 1):
+    # NumPy's truth values are no Python bool.
+    if (isinstance(value, (bool, int)) or type(value).__name__ == "bool") and value in (0, 1):
         return bool(value)
     raise ConfigurationError(f"{field}={value!r} is neither True nor False")
+
+
+def fields_of(options: Any) -> None:
+    """Check the fields of a dataclass that are annotated as truth values and numbers, and that are not None.
+
+    A truth value that is given as a word becomes True or False: any text that is not empty is true in Python.
+    """
+    for field in dataclasses.fields(options):
+        kind, value = str(field.type).removesuffix(" | None"), getattr(options, field.name)
+        name = f"{type(options).__name__}.{field.name}"
+        if value is None:
+            continue
+        if kind == "bool":
+            setattr(options, field.name, truth(name, value))
+        elif kind in ("int", "float") and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+            raise ConfigurationError(f"{name}={value!r} must be a number")
 
 
 def truth_or(field: str, value: Any, variable: str, default: bool = False) -> bool:

@@ -20,6 +20,7 @@ SAGEMAKER = "AMAZON_SAGEMAKER"
 _SIZE = 256 << 10  # bytes
 _DEPTH = 50
 _ALIASES = 100
+_DEEPSPEED_KEYS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
 # distributed_type -> the switch of `accelerate launch` of the same meaning
 SWITCHES = {
     "FSDP": "use_fsdp",
@@ -113,7 +114,10 @@ def _parse(text: str, path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigurationError(f"{path}{where}: not YAML: {error.problem or error.context}") from None
+        hint = ""
+        if mark is not None and any(line.lstrip(" ").startswith("\t") for line in text.splitlines()[mark.line :][:1]):
+            hint = ": indent with spaces, not with tabs"
+        raise ConfigurationError(f"{path}{where}: not YAML: {error.problem or error.context}{hint}") from None
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path}: not YAML: {error}") from None
     except ConfigurationError:
@@ -227,6 +231,11 @@ class _Reader:
         sagemaker = data.get("compute_environment") == SAGEMAKER
         self.table = sagemaker_keys() if sagemaker else cluster_keys()
         inside = sections(self.table)
+        if foreign := [key for key in data if key in _DEEPSPEED_KEYS]:
+            raise ConfigurationError(
+                f"{self.at(foreign[0])}: {foreign[0]} is a key of DeepSpeed's own configuration: give such a file "
+                "with --deepspeed_config_file"
+            )
         for key, value in data.items():
             if key in inside:
                 self._section(str(key), value)
@@ -282,10 +291,12 @@ class _Reader:
     def _near(self, key: str) -> str:
         section, dot, name = key.partition(".")
         if dot:
-            known = [other.partition(".")[2] for other in self.table if other.startswith(f"{section}.")]
-        else:
-            known = sorted({other.partition(".")[0] for other in self.table})
-        return suggestion(name if dot else key, known) or f"; known keys: {', '.join(sorted(known))}"
+            known = sorted(other.partition(".")[2] for other in self.table if other.startswith(f"{section}."))
+            return suggestion(name, known) or f"; known keys: {', '.join(known)}"
+        known = [other.partition(".")[0] for other in self.table]
+        return suggestion(key, known) or (
+            "; `accelerate config show --all` lists the options, and `accelerate config` writes a file"
+        )
 
     def _derive(self) -> None:
         """Switches that the API's files express by distributed_type and by sections."""

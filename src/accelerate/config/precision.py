@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..core.errors import ConfigurationError
 from ..core.retired import explained
+from . import checks
 from .base import KwargsHandler
 
 
@@ -26,6 +27,9 @@ class AutocastKwargs(KwargsHandler):
 
     enabled: bool = True
     cache_enabled: bool | None = None
+
+    def __post_init__(self) -> None:
+        checks.fields_of(self)
 
 
 @explained
@@ -54,6 +58,11 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
     def __post_init__(self) -> None:
+        checks.fields_of(self)
+        if self.init_scale <= 0:
+            raise ConfigurationError(f"GradScalerKwargs.init_scale={self.init_scale} must be over 0")
+        if self.growth_interval < 1:
+            raise ConfigurationError(f"GradScalerKwargs.growth_interval={self.growth_interval} must be at least 1")
         if self.growth_factor <= 1.0:
             raise ConfigurationError(f"GradScalerKwargs.growth_factor={self.growth_factor} must be over 1")
         if not 0.0 < self.backoff_factor < 1.0:

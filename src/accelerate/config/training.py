@@ -44,6 +44,9 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
+    def __post_init__(self) -> None:
+        checks.fields_of(self)
+
 
 @explained
 @dataclass
@@ -63,6 +66,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
+        checks.fields_of(self)
         if self.num_steps is not None:
             checks.integer("GradientAccumulationPlugin.num_steps", self.num_steps)
 
@@ -87,6 +91,8 @@ class ProjectConfiguration:
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
+        checks.fields_of(self)
+        checks.integer("ProjectConfiguration.iteration", self.iteration, least=0)
         if self.total_limit is not None and self.total_limit < 1:
             raise ConfigurationError(
                 f"ProjectConfiguration.total_limit={self.total_limit}: keep at least one checkpoint, or None for all"
@@ -135,6 +141,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        checks.fields_of(self)
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
+            raise ConfigurationError(f"bucket_cap_mb={self.bucket_cap_mb}: give a number of MiB above 0")
         self.comm_hook = checks.member("comm_hook", self.comm_hook, DDPCommunicationHookType)
         self.comm_wrapper = checks.member("comm_wrapper", self.comm_wrapper, DDPCommunicationHookType)
         wrappers = (DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
@@ -222,7 +231,20 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def __post_init__(self) -> None:
+        checks.fields_of(self)
         known = ["cpu", "cuda", "xpu", "mtia", "hpu"]
+        if self.activities is not None:
+            self.activities = checks.texts("ProfileKwargs.activities", self.activities, "activities")
+        if self.output_trace_dir is not None:
+            self.output_trace_dir = path_text(self.output_trace_dir, "ProfileKwargs.output_trace_dir")
+        if self.on_trace_ready is not None:
+            checks.function("ProfileKwargs.on_trace_ready", self.on_trace_ready, "a function of the profiler")
+        needed = ("wait", "warmup", "active")
+        if self.schedule_option is not None and not all(name in self.schedule_option for name in needed):
+            raise ConfigurationError(
+                f"ProfileKwargs.schedule_option={self.schedule_option!r}: give a dict with at least wait, warmup and "
+                "active, numbers of steps"
+            )
         for name in self.activities or ():
             if name not in known:
                 raise ConfigurationError(

@@ -179,7 +179,8 @@ class Option(NamedTuple):
         choices = [*self.choices, *(self.extra_choices() if self.extra_choices else ())]
         if text in choices:
             return text
-        listed = f"{choices[0]} to {choices[-1]}" if all(map(str.isdigit, choices)) else ", ".join(choices)
+        numbered = len(choices) > 2 and all(map(str.isdigit, choices))
+        listed = f"{choices[0]} to {choices[-1]}" if numbered else ", ".join(choices)
         raise ConfigurationError(f"{where}={brief(text)} is not one of {listed}{suggestion(text, choices)}")
 
 

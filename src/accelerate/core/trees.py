@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -44,16 +45,17 @@ def rebuild_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     kind = type(like)
     if kind is dict:
         return items
-    try:
-        return kind(items)  # type: ignore[call-arg]
-    except TypeError:
-        # Types such as defaultdict or BatchEncoding-like ones, whose constructor takes something else first.
-        import copy
-
+    if isinstance(like, MutableMapping):
+        # A copy keeps what the constructor takes besides the items, as those of defaultdict and BatchEncoding do.
         fresh = copy.copy(like)
-        for key, value in items.items():
-            fresh[key] = value  # type: ignore[index]
+        try:
+            for key, value in items.items():
+                fresh[key] = value
+        except (TypeError, RuntimeError):
+            # A TensorDict refuses tensors of another batch size.
+            return kind(items)  # type: ignore[call-arg]
         return fresh
+    return kind(items)  # type: ignore[call-arg]
 
 
 def children(data: Any) -> dict[Any, Any] | None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .position import StreamPosition
+from .reuse import separated
 from .rows import has_rows, join_rows, repeat_rows, rows_of, take_rows
-from .steps import ReadPlan, ShardSplit, ShardStep, completed, real_counts
+from .steps import ReadPlan, ShardSplit, ShardStep, completed, real_counts, too_short
 
 SliceFunction = Callable[..., Any]
 
@@ -75,6 +76,8 @@ class BatchAssigner:
         present = next(steps, None)
         while present is not None:
             following = next(steps, None)
+            if following is not None and any(batch is NO_BATCH for batch in present.batches):
+                raise too_short(sum(present.counts or ()), self.cut.shards)
             ahead = following.batches if following is not None else [NO_BATCH] * self.cut.shards
             present.last = [batch is NO_BATCH for batch in ahead]
             present.final = following is None
@@ -83,6 +86,8 @@ class BatchAssigner:
 
     def _assigned(self, batches: Iterator[ShardStep]) -> Iterator[AssignedStep]:
         shards = self.cut.shards
+        if not self.cut.split:
+            batches = _separated(batches)
         while group := list(itertools.islice(batches, 1 if self.cut.split else shards)):
             last = group[-1].last
             if self.drop_last and len(group) < (1 if self.cut.split else shards):
@@ -101,11 +106,15 @@ class BatchAssigner:
         complete = len(group) == self.cut.shards and not self.cut.split
         if self.slice_fn is None and complete and (self.cut.exact or not last or len(set(known)) == 1):
             return group, tuple(known)
-        if self.slice_fn is None and (self.cut.split or not self.cut.exact) and not all(map(has_rows, group, known)):
+        if self.slice_fn is None and (self.cut.split or not self.cut.exact) and not self._can_split(group, known):
             return self._unsplit(group, known)
         if self.cut.exact:
             return self._without_repeats(group, known)
         return self._evenly(group, known)
+
+    def _can_split(self, group: list[Any], rows: list[int]) -> bool:
+        filled = self.cut.repeats and sum(rows) % self.cut.shards != 0
+        return all(map(has_rows, group, rows)) and (not filled or has_rows(*self._start(group, rows)))
 
     def _uncounted(self, group: list[Any]) -> tuple[list[Any], None]:
         """Batches whose rows cannot be counted are assigned without being split."""
@@ -121,8 +130,10 @@ class BatchAssigner:
     def _whole(self, group: list[Any], head: list[Any]) -> list[Any]:
         if self.cut.split:
             raise ValueError(
-                "split_batches=True splits each batch, and this loader's batches contain neither tensors nor lists "
-                "whose rows could be counted: use split_batches=False"
+                "split_batches=True splits each batch, and a batch of this loader cannot be split into samples: it "
+                "has neither tensors nor lists with an element for each sample, or a tensor of another length, a "
+                "sparse or nested one, or a PackedSequence. Use split_batches=False, dispatch_batches=False, or "
+                "slice_fn_for_dispatch"
             )
         if self.cut.even:
             return completed(group, self.cut.shards, head)
@@ -136,7 +147,7 @@ class BatchAssigner:
 
     def _without_repeats(self, group: list[Any], rows: list[int]) -> tuple[list[Any], tuple[int, ...]]:
         shards = self.cut.shards
-        placeholder = take_rows(group[0], rows[0], 0, 1)
+        placeholder = take_rows(group[0], rows[0], 0, 1) if has_rows(group[0], rows[0]) else group[0]
         if not self.cut.split:
             missing = shards - len(group)
             return group + [placeholder] * missing, (*rows, *[0] * missing)
@@ -168,6 +179,21 @@ class BatchAssigner:
             self.slice_fn(joined, cut, process_index=shard, num_processes=self.cut.shards)
             for shard, cut in enumerate(slices)
         ]
+
+
+def _separated(steps: Iterator[ShardStep]) -> Iterator[ShardStep]:
+    """`steps` whose batches stay as they are when the next ones are read, as where a collate function has a buffer."""
+    waiting: list[ShardStep] = []
+
+    def batches() -> Iterator[Any]:
+        for step in steps:
+            waiting.append(step)
+            yield step.data
+
+    for batch in separated(batches()):
+        step = waiting.pop()
+        step.data = batch
+        yield step
 
 
 def _rows(step: ShardStep) -> int | None:

@@ -18,6 +18,7 @@ from .fetch import Fetch, finished, map_fetch
 from .iterable import IterableDatasetShard, open_stream
 from .order import Order, draw_worker_seed
 from .position import StreamPosition, WorkerRandom
+from .reuse import separated
 from .samplers import innermost
 from .shard import plan_of
 from .steps import ReadPlan, ShardSplit, ShardStep, is_generator, mark_last
@@ -129,6 +130,9 @@ class BatchSource:
             return _streamed_with_state(loader, plan, start, fetch)
         lazily = is_generator(unwrapped(loader.dataset))
         stream = order.open(lambda: open_stream(loader.dataset), lazily)
+        if loader.batch_size in (None, 1):
+            # The plain loader copies the samples of larger batches only after it has read all of them.
+            stream = separated(stream)
         steps = order.paced(plan.read(stream, start.consumed))
         return _fetched(steps, fetch)
 
@@ -206,12 +210,14 @@ class BatchSource:
         batches: Iterator[Any]
         if is_iterable(loader):
             with order.applied():
-                batches = iter(loader)
+                batches = separated(iter(loader))
             steps = begin // plan.stride
             return _looking_ahead(itertools.islice(batches, steps, None), plan, steps * plan.stride)
         engine, meter = self._with_meter(plan, order, start)
         with order.undisturbed():
             batches = iter(engine)
+        if not loader.num_workers:
+            batches = separated(batches)
         if plan.cut.shards > 1:
             batches = _checked_batches(batches, meter, loader)
         return _looking_ahead(batches, plan, begin)

@@ -23,8 +23,8 @@ def uneven_epoch(loader: Any) -> str | None:
     left = total % plan.stride
     if plan.cut.shards > 1 and plan.cut.even and left and not plan.drop_last:
         return (
-            f"each epoch repeats {plan.stride - left} of its {total} {plan.unit}, so that all {plan.cut.shards} "
-            "processes get equally many; Accelerator(exact=True) uses each once"
+            f"each epoch repeats {plan.stride - left} of its {total} {plan.unit}, so that all processes "
+            "make the same number of steps; Accelerator(exact=True) uses each sample once"
         )
     if plan.cut.shards > 1 and not plan.cut.even and left and not plan.drop_last:
         return (

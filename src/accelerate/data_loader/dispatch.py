@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -138,8 +139,12 @@ class DataLoaderDispatcher(PreparedLoader):
         order.isolate(shared=False)
         unsplit = dataclasses.replace(plan, cut=ShardSplit(exact=plan.cut.exact))
         # Opened by `_assigned`, so that an error there is reported to the other ranks as well.
-        resumed = start.consumed and not has_state(self.base_dataloader)
-        assigner = BatchAssigner(plan, self.slice_fn, (lambda: self._first_step(unsplit, order)) if resumed else None)
+        # Where batches are skipped, only if nothing but generators changes when the order is drawn a second time.
+        begins_later = start.consumed or (plan.skip and order.known)
+        first = None
+        if begins_later and not has_state(self.base_dataloader):
+            first = functools.partial(self._first_step, unsplit, order)
+        assigner = BatchAssigner(plan, self.slice_fn, first)
         return _assigned(lambda: assigner.steps(self._source.open(unsplit, order, start)), channel, plan.cut.index)
 
     def _draw_as_reader(self) -> None:

@@ -213,16 +213,19 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self._source.open(plan, order, start)
 
     def _first_step(self, plan: ReadPlan, present: Order) -> ShardStep | None:
-        """The first step of the present epoch, read again without an effect on the global generators."""
-        generators = Generators()
-        states = generators.capture()
+        """The first step of the present epoch, read again without an effect on generators and a sampler's state."""
         order = self._new_order()
+        generators = Generators(order.generators.torchs, order.generators.others)
+        states = generators.capture()
+        place = None if order.stateful is None else copy.deepcopy(order.stateful.state_dict())
         order.isolate(shared=False)
         order.resume(present.as_saved(), StreamPosition())
         # Not the source of the present pass, whose workers may be persistent.
         source = BatchSource(self.base_dataloader)
         step = next(source.open(dataclasses.replace(plan, skip=0), order, StreamPosition()), None)
         generators.restore(states)
+        if place is not None:
+            order.stateful.load_state_dict(place)
         return step
 
     def _isolate(self, plan: ReadPlan, order: Order) -> None:
@@ -262,7 +265,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             for step in steps:
                 if step.counts is not self.batch_counts:
                     self._weigh(step.counts, plan)
-                if step.last and self.remainder < 0 and not (plan.drop_last or self._drop_last):
+                if step.last and not (plan.drop_last or self._drop_last) and step.counts is not None:
+                    # What was read, if a sampler has another length than it said.
                     self.remainder = _last_size(step.counts, plan)
                 self.end_of_dataloader = step.last
                 self._place = step.position
@@ -374,6 +378,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             # A request for another epoch drops the rest of the loaded one. The epoch after an ended one needs the
             # generators as the ended one left them.
             self._pending = None
+        self._inform(epoch)
+
+    def _inform(self, epoch: int) -> None:
         base = self.base_dataloader
         for listener in epoch_listeners(base.batch_sampler, base.sampler, base.dataset):
             listener.set_epoch(epoch)
@@ -483,7 +490,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         position = Position.from_dict(state_dict)
         plan = self.plan()
         streams = self._source.workers if is_iterable(self.base_dataloader) else None
-        position.check_fits(plan.unit, total_of(plan), streams if self._reads else None)
+        total = total_of(plan)
+        if position.in_epoch and total != position.total:
+            # The length may depend on the epoch.
+            self._inform(position.epoch)
+            total = total_of(plan)
+            self._inform(self.iteration)
+        position.check_fits(plan.unit, total, streams if self._reads else None)
         if position.in_epoch:
             self._check_split(position.place)
         return position
@@ -551,10 +564,8 @@ def _consumed(place: StreamPosition | int) -> int:
     return place if isinstance(place, int) else place.consumed
 
 
-def _last_size(counts: tuple[int, ...] | None, plan: ReadPlan) -> int:
-    """The remainder of a last step according to its counts; -1 where they are not known."""
-    if counts is None:
-        return -1
+def _last_size(counts: tuple[int, ...], plan: ReadPlan) -> int:
+    """The remainder of a last step according to its counts."""
     total = sum(counts)
     if plan.global_batch is None:
         return total if 0 in counts else 0

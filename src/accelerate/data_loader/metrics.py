@@ -14,6 +14,7 @@ from ..collectives.objects import gather_each
 from ..collectives.tensors import gather_nested
 from ..core import trees
 from ..logging import MultiProcessAdapter, get_logger
+from .steps import real_counts
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -77,9 +78,17 @@ def _gather(data: Any, as_objects: bool, shards: int | None, group: dist.Process
 
 
 def _is_uneven(loader: Any) -> bool:
-    """Whether the ranks' present batches have different, known numbers of rows and are not filled."""
+    """Whether ranks have different, known numbers of samples in this step, and not those of a regular last step.
+
+    In a regular last step the batches are filled to one length, and `remainder` is the number of rows that are real.
+    """
     counts = loader.batch_counts
-    return counts is not None and len(set(counts)) > 1 and not loader.plan().cut.repeats
+    if counts is None or len(set(counts)) == 1:
+        return False
+    plan = loader.plan()
+    if not (plan.cut.repeats and loader.end_of_dataloader and loader.remainder > 0 and plan.size is not None):
+        return True
+    return bool(counts != real_counts(sum(counts), max(counts), len(counts)))
 
 
 def _only_tensors(data: Any) -> bool:

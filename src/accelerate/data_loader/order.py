@@ -31,18 +31,10 @@ from .digest import extended
 from .generators import GLOBAL, Generators, States, checksum, derived, differing, equal, listed, packed
 from .position import StreamPosition
 from .samplers import SeedableRandomSampler
-from .steps import ShardStep
+from .steps import FINISHED, ShardStep
 
 # These draw their full order from torch when the first index is requested.
 _DRAWN_AT_ONCE = (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
-# Nor does an iterator over a finished sequence draw anything.
-_FINISHED: tuple[type, ...] = (
-    type(iter([])),
-    type(iter(())),
-    type(iter(range(0))),
-    type(iter(range(1 << 70))),
-    type(reversed([])),
-)
 
 # How often in an epoch states are recorded because the loop has drawn from the sampler's generator in between.
 RECORDS = 4096
@@ -370,7 +362,7 @@ class Order:
 
     def _drawn(self, found: Iterator[Any]) -> Iterator[Any]:
         """The elements of an order. Before some of them saved states are set, or the order is verified."""
-        self._finished = isinstance(found, _FINISHED)
+        self._finished = isinstance(found, FINISHED)
         if not self.resumes and (self._finished or "rekeyed" not in self.states):
             return self._counted(found)
         return self._with_due(found)

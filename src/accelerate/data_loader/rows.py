@@ -22,7 +22,7 @@ def count_rows(batch: Any) -> int | None:
     if found is None:
         found = trees.first_leaf(batch, _is_array)
     if found is not None:
-        return int(found.shape[0]) if found.ndim else None
+        return _length(found) if found.ndim else None
     column = next(_columns(batch), None)
     return None if column is None else len(column)
 
@@ -31,13 +31,14 @@ def rows_of(batch: Any, samples: int | None) -> int | None:
     """The number of rows of a batch of `samples` samples: a collate function may drop or add some."""
     if samples is None:
         return count_rows(batch)
-    lengths = [leaf.shape[0] for leaf in trees.leaves(batch, _is_array) if leaf.ndim]
-    return samples if samples in lengths or not lengths else int(lengths[0])
+    lengths = [_length(leaf) for leaf in trees.leaves(batch, _is_array) if leaf.ndim]
+    return samples if samples in lengths or not lengths else lengths[0]
 
 
 def has_rows(batch: Any, rows: int) -> bool:
-    """Whether a batch of `rows` samples has a column, so that it can be split."""
-    return next(trees.leaves(batch, lambda value: _is_column(value, rows)), None) is not None
+    """Whether a batch of `rows` samples can be split: it has columns, and no tensor that cannot be one."""
+    columns = list(trees.leaves(batch, lambda value: _is_column(value, rows) or _is_indivisible(value, rows)))
+    return bool(columns) and not any(_is_indivisible(column, rows) for column in columns)
 
 
 def take_rows(batch: Any, rows: int | None, start: int, stop: int) -> Any:
@@ -99,6 +100,20 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, _ARRAYS)
 
 
+def _length(array: Any) -> int:
+    # A nested tensor has no `shape`.
+    return int(array.size(0) if isinstance(array, torch.Tensor) else array.shape[0])
+
+
+def _is_indivisible(value: Any, rows: int | None) -> bool:
+    """Whether a value is a tensor that slices do not split into samples: packed, ragged, sparse, of other rows."""
+    if isinstance(value, PackedSequence):
+        return True
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.layout is not torch.strided or value.is_nested or (value.dim() > 0 and _length(value) != rows)
+
+
 def _is_column(value: Any, rows: int | None) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() > 0
@@ -107,11 +122,27 @@ def _is_column(value: Any, rows: int | None) -> bool:
     if not isinstance(value, (list, tuple)) or trees.is_namedtuple(value) or len(value) != rows:
         return False
     # A list with an element a row, unless its elements are columns themselves.
-    return not any(_holds_columns(element, rows) for element in value)
+    return not _consists_of_columns(value, rows)
 
 
-def _holds_columns(value: Any, rows: int | None) -> bool:
-    return any(leaf.ndim > 0 and leaf.shape[0] == rows for leaf in trees.leaves(value, _is_array))
+def _consists_of_columns(value: Any, rows: int | None) -> bool:
+    lengths = {_length(leaf) for leaf in trees.leaves(value, _is_array) if leaf.ndim}
+    if not lengths:
+        return False
+    if len({_kind(element) for element in value}) == 1:
+        # Samples of one kind have other lengths than the batch, or at least some of them have.
+        return lengths == {rows}
+    return rows in lengths or all(isinstance(element, (list, tuple)) and len(element) == rows for element in value)
+
+
+def _kind(value: Any) -> Any:
+    """What the samples of a batch have in common: types, fields, dtypes and numbers of dimensions."""
+    if _is_array(value):
+        return type(value), value.dtype, value.ndim
+    if isinstance(value, (list, tuple)):
+        return type(value), frozenset(map(_kind, value))
+    inner = trees.children(value)
+    return type(value) if inner is None else (type(value), tuple((key, _kind(child)) for key, child in inner.items()))
 
 
 def _per_column(function: Callable[[list[Any]], Any], batches: list[Any], rows: Sequence[int | None]) -> Any:

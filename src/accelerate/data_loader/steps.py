@@ -10,7 +10,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.errors import PrepareError
 from .position import StreamPosition
+from .reuse import own_indices
+
+# Iterators over finished sequences: they run no code of a sampler.
+FINISHED: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter(range(0))),
+    type(iter(range(1 << 70))),
+    type(reversed([])),
+)
 
 
 @dataclass(slots=True)
@@ -94,8 +105,11 @@ class ReadPlan:
         return None if self.size is None else self.size * (1 if self.cut.split else self.cut.shards)
 
     def open(self) -> Iterator[Any]:
-        """An iterator over the stream."""
-        return iter(self.stream)
+        """An iterator over the stream. Batches of indices are copied, since some are read before one is used."""
+        stream = iter(self.stream)
+        return (
+            stream if self.of_samples or not self.counted or isinstance(stream, FINISHED) else map(own_indices, stream)
+        )
 
     @property
     def opens_lazily(self) -> bool:
@@ -276,7 +290,10 @@ def split_steps(
     head = next(stream, None) if start and cut.repeats else None
     _discard(stream, start - (head is not None))
     position = start
+    short: int | None = None
     for batch in stream:
+        if short is not None:
+            raise too_short(short, shards)
         position += 1
         head = batch if head is None else head
         length = len(batch) if size is None else max(size, len(batch))
@@ -286,11 +303,22 @@ def split_steps(
         counts = real_counts(len(batch), part, shards)
         if cut.repeats and len(batch) < part * shards:
             batch = completed(list(batch), part * shards, list(head))
+        elif counts[-1] == 0 and not cut.exact:
+            short = len(batch)
         mine = batch[part * index : part * (index + 1)]
         if len(mine):
             yield ShardStep(mine, counts, position)
         elif cut.exact:
             yield ShardStep(batch[:1], counts, position)
+
+
+def too_short(samples: int, shards: int) -> PrepareError:
+    """The error of a batch that has no samples for some shards, and after which other batches come."""
+    return PrepareError(
+        f"a batch of {samples} samples in the middle of the epoch was split between {shards} processes, some of which "
+        "have no samples of it: with even_batches=False they would be a step ahead from there on. Use "
+        "even_batches=True, Accelerator(exact=True), or a batch sampler without such batches"
+    )
 
 
 def lengths_of(group: list[Any], shards: int) -> tuple[int, ...] | None:

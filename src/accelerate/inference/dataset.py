@@ -21,6 +21,7 @@ from ..core import json_text
 from ..core.errors import ConfigurationError, PrepareError
 from ..core.files import atomic_write, user_path
 from ..core.imports import is_available
+from ..core.modules import move_module
 from ..core.trees import send_to_device
 from ..data_loader.digest import extended
 from ..runtime.agreement import Agreement, default_connection, pauses
@@ -30,6 +31,8 @@ from ..telemetry.progress import tqdm
 PLAN = "plan.json"
 _START = 600.0  # seconds within which every rank must have called `map_dataset`
 _VISIBLE = 30.0  # seconds within which a file of one process is visible to the others
+# Characters that end a line for `str.splitlines`; JSON allows them in a text.
+_LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 _calls = itertools.count()  # equal on all ranks: each makes the same calls
 
 
@@ -60,7 +63,8 @@ def map_dataset(
         output: a folder that all processes can reach.
         batch_size: samples in a call.
         part_size: samples in a file. A kill loses at most one part per process.
-        file_format: "jsonl" (one line per sample) or "parquet" (needs pyarrow).
+        file_format: "jsonl" (one line per sample) or "parquet" (needs pyarrow). JSON has no NaN and
+            no infinite numbers: both are written as null. Parquet files keep them.
         collate: makes a batch for a model from a list of samples; torch's `default_collate` if None.
         length: returns the length of a sample. Within a part, samples of similar length form a batch. If None, it is
             the length of a text or of its `input_ids`; other samples keep their order.
@@ -218,12 +222,29 @@ def _write_part(path: Path, rows: list[Any], first: int) -> None:
         else:
             for number, record in enumerate(records, first):
                 try:
-                    line = json.dumps(record, default=_plain, ensure_ascii=False)
-                except (TypeError, ValueError) as error:
+                    line = _json(record).encode()
+                except (TypeError, ValueError, RecursionError) as error:
                     raise PrepareError(
                         f"map_dataset: the row of sample {number} cannot be written: {error}"
                     ) from error
-                file.write(line.encode() + b"\n")
+                file.write(line + b"\n")
+
+
+def _json(record: dict[str, Any]) -> str:
+    """One line of JSON, in which NaN and infinite numbers, which JSON does not have, are null."""
+    try:
+        text = json.dumps(record, default=_plain, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        constants: list[str] = []
+        # Raises the same error where it was about something else.
+        found = json.loads(json.dumps(record, default=_plain), parse_constant=constants.append)
+        if set(constants) - {"NaN"}:
+            warnings.warn(
+                "map_dataset: infinite numbers are written as null, because JSON does not have them: "
+                "file_format='parquet' keeps them"
+            )
+        text = json.dumps(found, ensure_ascii=False)
+    return text.translate(_LINE_ENDS)
 
 
 def _write_parquet(file: IO[bytes], records: list[dict[str, Any]], first: int) -> None:
@@ -243,7 +264,9 @@ def _plain(value: Any) -> Any:
     """Return a tensor, an array or a scalar of one as plain numbers."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__} is not plain data")
+    raise TypeError(
+        f"an object of type {type(value).__name__} is neither a number, a text, a list, a dictionary nor a tensor"
+    )
 
 
 # --- samples ------------------------------------------------------------------------------------------------------
@@ -325,7 +348,7 @@ class _Compute:
         if isinstance(self.function, nn.Module):
             self.function.eval()
             if not hasattr(self.function, "hf_device_map"):
-                self.function.to(self.device)
+                move_module(self.function, self.device)
 
     @torch.no_grad()
     def _call(self, samples: list[Any]) -> Any:
@@ -360,7 +383,7 @@ def _rows(result: Any, count: int, name: str = "") -> list[Any]:
     shape = getattr(result, "shape", None)
     rows = shape[0] if shape else len(result) if isinstance(result, Sequence) and not isinstance(result, str) else None
     if rows != count:
-        what = f"a {type(result).__name__}" + ("" if rows is None else f" with {rows} rows")
+        what = f"an object of type {type(result).__name__}" + ("" if rows is None else f" with {rows} rows")
         raise PrepareError(
             f"map_dataset: the function returned {what}{name} for {count} samples: return a row for each"
         )

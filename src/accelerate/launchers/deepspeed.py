@@ -71,7 +71,10 @@ class DeepSpeedLauncher(Launcher):
         super().check()
         hostfile = self.spec.deepspeed_hostfile
         if hostfile is None:
-            raise ConfigurationError("several machines under DeepSpeed's starter need --deepspeed_hostfile")
+            raise ConfigurationError(
+                "the engine deepspeed needs --deepspeed_hostfile, the file with the hosts on which DeepSpeed's "
+                "launcher starts the processes; on this machine alone, --use_deepspeed needs no --engine"
+            )
         if not Path(hostfile).is_file():
             raise ConfigurationError(f"deepspeed_hostfile={hostfile!r} does not exist")
         for line in Path(hostfile).read_text().splitlines():

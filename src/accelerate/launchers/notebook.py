@@ -110,6 +110,7 @@ def notebook_launcher(
         raise ConfigurationError(
             f"mixed_precision={mixed_precision!r} is unknown: choose one of {', '.join(PrecisionType.list())}"
         )
+    _check_call(function, args, num_processes=num_processes, num_nodes=num_nodes, node_rank=node_rank)
     published = {"ACCELERATE_MIXED_PRECISION": str(mixed_precision).lower()}
     elastic = bool(max_restarts or rdzv_backend != "static" or rdzv_endpoint)
     on_tpu = _is_tpu()
@@ -193,6 +194,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     Raises:
         LaunchError: with the traceback of the process that failed first.
     """
+    _check_call(function, args, num_processes=num_processes)
     if num_processes < 1:
         raise ConfigurationError(f"num_processes={num_processes}: at least 1 process is needed")
     _check_capacity(num_processes)
@@ -203,6 +205,16 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     )
     with ReservedPort() as port:
         run_functions(function, args, [spec.process(index, port.number).variables for index in range(num_processes)])
+
+
+def _check_call(function: object, args: object, **numbers: object) -> None:
+    if not callable(function):
+        raise ConfigurationError(f"the first argument is the function to run, not {function!r}")
+    if not isinstance(args, tuple | list):
+        raise ConfigurationError(f"args={args!r}: give the arguments of the function in a tuple, as args=(3,)")
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | None):
+            raise ConfigurationError(f"{name}={value!r} must be an integer")
 
 
 def _check_capacity(processes: int) -> None:

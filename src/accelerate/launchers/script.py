@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import runpy
 import sys
 import types
 
 from ..core import env
-from ..core.errors import ConfigurationError
 from .spec import Program
 
 _entered: list[Program] = []
@@ -31,8 +29,6 @@ def become(program: Program, variables: dict[str, str | None]) -> None:
     is_module = program.kind == "module"
     if not sys.flags.safe_path and sys.path:
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(program.name))
-    if is_module and importlib.util.find_spec(program.name) is None:
-        raise ConfigurationError(f"{program.name!r} is not a module that can be started")
     sys.argv[:] = [program.name, *program.args]
     _entered.append(program)
     try:

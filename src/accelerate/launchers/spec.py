@@ -11,8 +11,9 @@ import sys
 import types
 import warnings
 from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..core import system
 from ..core.errors import ConfigurationError, suggestion
@@ -55,9 +56,18 @@ class Program(NamedTuple):
         elif self.kind == "module":
             self._check_module()
         elif shutil.which(self.name) is None:
-            raise ConfigurationError(f"there is no program {self.name!r} on the PATH")
+            hint = ""
+            if Path(self.name).is_file():
+                start = f"; start the file of this folder as ./{self.name}"
+                hint = start if os.access(self.name, os.X_OK) else "; the file of this name is not executable"
+            raise ConfigurationError(f"there is no program {self.name!r} on the PATH{hint}")
 
     def _check_script(self, path: Path) -> None:
+        if path.is_symlink() and not path.exists():
+            target = os.readlink(path)
+            raise ConfigurationError(
+                f"the script {self.name!r} is a symbolic link to {target!r}, which does not exist"
+            )
         if not path.exists():
             hint = "; a module is started with -m" if "." in self.name and path.suffix != ".py" else ""
             here = path.parent
@@ -72,17 +82,41 @@ class Program(NamedTuple):
             _check_syntax(path)
 
     def _check_module(self) -> None:
-        top = self.name.partition(".")[0]
         if self.name.endswith(".py") and Path(self.name).is_file():
             raise ConfigurationError(f"{self.name!r} is a script file: leave out -m, or give -m the module's name")
-        if (Path.cwd() / top).exists() or (Path.cwd() / f"{top}.py").exists():
-            return
-        try:
-            found = importlib.util.find_spec(top)
-        except (ImportError, ValueError):
-            found = None
+        found = _find_module(self.name)
         if found is None:
-            raise ConfigurationError(f"there is no module {self.name!r}; a script file is started without -m")
+            raise ConfigurationError(
+                f"there is no module {self.name!r} in {Path.cwd()} or on the import path; a script file is started "
+                "without -m"
+            )
+        if found.submodule_search_locations is not None and _find_module(f"{self.name}.__main__") is None:
+            raise ConfigurationError(
+                f"{self.name!r} is a package without a module __main__: give one of its modules, as {self.name}.train"
+            )
+
+
+def _find_module(name: str) -> ModuleSpec | None:
+    """The module that `python -m` would run in this folder. Packages above it are imported only if it is not found."""
+    parts, found = name.split("."), None
+    search: Any = [os.getcwd(), *sys.path]
+    try:
+        for end in range(1, len(parts) + 1):
+            found = PathFinder.find_spec(".".join(parts[:end]), search)
+            if found is None:
+                break
+            search = found.submodule_search_locations or ()
+    except KeyError:  # a namespace package in another one cannot be found without an import
+        found = None
+    if found is not None:
+        return found
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(name)
+    except Exception:  # an error of a package that is imported
+        return None
+    finally:
+        sys.path.pop(0)
 
 
 def _check_syntax(path: Path) -> None:
@@ -119,6 +153,11 @@ MOST_PROCESSES = 65536
 MOST_SECONDS = 1_000_000
 # Seconds until a launch stops waiting for other machines.
 JOIN_TIMEOUT = 600.0
+# Settings of `rdzv_conf`, of which launches with fixed ranks use the first one.
+RENDEZVOUS_SETTINGS = (
+    "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval",
+    "keep_alive_max_attempt", "read_timeout", "is_host", "store_type",
+)  # fmt: skip
 
 
 class ProcessSpec(NamedTuple):
@@ -265,8 +304,18 @@ class LaunchSpec(NamedTuple):
 
     @property
     def join_timeout(self) -> float:
-        """Seconds to wait for other machines or for resources: `join_timeout` of `rdzv_conf`."""
-        return float(self.rendezvous_settings().get("join_timeout", JOIN_TIMEOUT))
+        """Seconds to wait for other machines or for resources: `join_timeout` of `rdzv_conf`.
+
+        Raises ConfigurationError for one that is not a number above 0, and for an unknown setting.
+        """
+        settings = self.rendezvous_settings()
+        if unknown := [name for name in settings if name not in RENDEZVOUS_SETTINGS]:
+            near = suggestion(unknown[0], RENDEZVOUS_SETTINGS)
+            raise ConfigurationError(f"rdzv_conf: there is no setting {unknown[0]!r}{near}")
+        text = settings.get("join_timeout", str(JOIN_TIMEOUT))
+        if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
+            raise ConfigurationError(f"rdzv_conf: join_timeout={text!r} is not a number of seconds above 0")
+        return float(text)
 
     def check(self) -> None:
         """ConfigurationError for an invalid launch."""

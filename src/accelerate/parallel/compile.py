@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config.training import TorchDynamoPlugin
 from ..core.modules import is_compiled_module
+from .tensor import random as tensor_random
 
 
 class Compile:
@@ -29,6 +30,7 @@ class Compile:
         """The compiled model. One that its user has compiled already is handed back."""
         if is_compiled_module(model):
             return model
+        tensor_random.check_compiles(model)
         arguments = self.options.to_kwargs()
         regional = bool(self.options.use_regional_compilation)
         if isinstance(model, DistributedDataParallel):

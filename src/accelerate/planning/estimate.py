@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -118,19 +118,25 @@ def _seconds(work: Work, machine: Machine) -> float:
 
 
 def plan(
-    training: PlannedTraining, machine: Machine, layouts: Iterable[PlannedLayout], processes: int = 1
+    training: PlannedTraining,
+    machine: Machine,
+    layouts: Iterable[PlannedLayout],
+    processes: int = 1,
+    on_traced: Callable[[int, int], None] | None = None,
 ) -> list[Estimate]:
     """All rows: layouts that fit, by time; then layouts that do not, by memory; then layouts without an estimate.
 
     A layout that does not fit is tried again with half the batch and twice the batches of a window, until it fits or
-    has one sample.
+    has one sample. `on_traced` is called with the numbers of layouts that were traced, and that are known so far.
     """
     rows, waiting = list[Estimate](), list(layouts)
     while waiting:
-        again = []
+        again, known = list[PlannedLayout](), len(rows) + len(waiting)
         for layout, step in trace_all(training, waiting, processes):
             row = estimate(layout, step, machine)
             rows.append(row)
+            if on_traced is not None:
+                on_traced(len(rows), known + len(again))
             if _shrinks(row, training, machine):
                 base = layout if layout.accumulation == 1 else _plain(layout, rows)
                 again.append(base.accumulated(layout.accumulation * 2))

@@ -19,7 +19,7 @@ _SAME_SHAPES = ("all_reduce", "broadcast", "reduce", "all_gather", "_all_gather_
 SAME_CALLS = (
     "Every rank must call the same collectives in the same order (gather, reduce, wait_for_everyone, backward, "
     "save_state, ...): look for one under an `if`, after a `break` or in a `try` that only some ranks reach. "
-    "ACCELERATE_DEBUG_MODE=1 shows where each rank is."
+    "With ACCELERATE_DEBUG_MODE=1 every call is compared, and the first that differs is an error."
 )
 
 

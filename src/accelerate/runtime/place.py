@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from types import FrameType
 from typing import NamedTuple
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-_PACKAGE = __name__.partition(".")[0] + "."
+# Packages of another environment, which this one uses too: that of the system, of the user, or a parent environment.
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+_LIBRARIES = (__name__.partition(".")[0] + ".", "torch.")
 LOADER, DEBUGGER = "the data loader", "the debugger"
 # Module of a frame -> what is done in it and in what it calls.
 _ACTIVITIES = {
@@ -59,7 +62,10 @@ def place_of(thread: int) -> StackPlace | None:
 
 
 def _is_users(frame: FrameType) -> bool:
-    return not (frame.f_code.co_filename.startswith(("<frozen", *_INSTALLED)) or _module(frame).startswith(_PACKAGE))
+    path = frame.f_code.co_filename
+    if path.startswith(("<frozen", *_INSTALLED)) or _module(frame).startswith(_LIBRARIES):
+        return False
+    return not any(f"{os.sep}{name}{os.sep}" in path for name in _PACKAGE_FOLDERS)
 
 
 def _module(frame: FrameType) -> str:
@@ -90,7 +96,7 @@ def _activity(frame: FrameType) -> str | None:
 def _method(frame: FrameType) -> str | None:
     """A method of `Accelerator`, or of what `prepare` returns, as the user calls it."""
     owner, _, method = frame.f_code.co_qualname.rpartition(".")
-    if owner not in _OWNERS or not _module(frame).startswith(_PACKAGE) or method.startswith("_"):
+    if owner not in _OWNERS or not _module(frame).startswith(_LIBRARIES[0]) or method.startswith("_"):
         return None
     return f"`{_OWNERS[owner]}{method}`"
 

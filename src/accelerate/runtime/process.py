@@ -73,6 +73,8 @@ def _length(inputs: Any) -> int:
             raise ValueError(f"split_between_processes: all values of a dict must be equally long, got {lengths}")
         return next(iter(lengths.values()), 0)
     try:
+        if not hasattr(inputs, "__getitem__"):
+            raise TypeError
         return len(inputs)
     except TypeError:
         raise TypeError(

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import PrepareError
+from ...core.imports import is_torch_version
 from ...core.modules import get_model_tp_size
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
@@ -100,6 +101,7 @@ class Adopted(ShardedStrategy):
             self._extend(bundle.models)
         for model in bundle.models:
             _check_device(model, self.device)
+            _check_packed(model)
             materialize.make_equal((tensor for _, tensor in materialize.named_tensors(model)), self.device, None)
         bundle.place = [False] * len(bundle.models)
         return super().prepare(bundle)
@@ -199,6 +201,16 @@ def _name_of(sharings: Averages) -> str:
         sizes = {word: "x".join(str(len(ranks)) for ranks in groups) for word, groups in pieces.items() if groups}
         found.add(" ".join(f"{word} {size}" for word, size in sizes.items()))
     return f"sharded before prepare ({', '.join(sorted(found - {''})) or 'one rank'})"
+
+
+def _check_packed(model: nn.Module) -> None:
+    """Refuse, with torch 2.11, layers that a checkpoint would have to gather and cannot."""
+    packed = [name for name, parameter in model.named_parameters() if materialize.is_packed(parameter)]
+    if packed and is_torch_version("<", "2.12"):
+        raise PrepareError(
+            f"torch {torch.__version__} cannot gather packed layers such as {packed[0]}, so that no checkpoint could "
+            "be saved: use torch 2.12 or later"
+        )
 
 
 def _check_device(model: nn.Module, device: torch.device) -> None:

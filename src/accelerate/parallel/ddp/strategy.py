@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -266,12 +266,20 @@ class DataParallel(Strategy):
     @contextlib.contextmanager
     def join(self, joinables: list[Any], loaders: list[Any], even_batches: bool | None) -> Iterator[None]:
         """The `Join` of torch around the models, with `even_batches` set on the loaders for its time."""
+        if not isinstance(joinables, list | tuple):
+            raise PrepareError(f"join_uneven_inputs takes a list of models, not {type(joinables).__name__}")
+        joined = [replica_of(item) or item for item in joinables]
+        for item in joined:
+            if not isinstance(item, Joinable):
+                raise PrepareError(
+                    f"join_uneven_inputs takes prepared models, and this {type(item).__name__} is not one"
+                )
         with contextlib.ExitStack() as stack:
             if even_batches is not None:
                 for sampler in _map_style_samplers(loaders):
                     stack.callback(setattr, sampler, "even_batches", sampler.even_batches)
                     sampler.even_batches = even_batches
-            stack.enter_context(Join([replica_of(item) or item for item in joinables]))
+            stack.enter_context(Join(joined))
             yield
 
 

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ...core import devices
 from ...core.errors import PrepareError
+from ...core.imports import is_torch_version
 from . import styles as kinds
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ Styles = dict[str, ParallelStyle]
 
 # The upper half of a region's seed. The CPU's generator uses the lower half only.
 _MARK = 0x5EED7A9E
+# The modules that draw numbers of their rank.
+_separated: WeakSet[nn.Module] = WeakSet()
 
 
 def draws(module: nn.Module) -> bool:
@@ -103,9 +107,22 @@ def separate_streams(
     found = sorted({re.sub(r"\b\d+\b", "*", name) for name in drawing})
     logger.debug("tp_size: each rank draws its own random numbers in %s, between split layers", ", ".join(found))
     add_regions(model, styles, RankStream(ranks.get_local_rank(), ranks.device_type), list(drawing.values()))
+    _separated.update(drawing.values())
     if ranks.device_type != "cpu" and _random._rng_tracker is None:
         # At its first random operation DTensor would give all ranks of the run the state of one.
         _random._rng_tracker = _random.OffsetBasedRNGTracker(ranks, run_state_sync=False)
+
+
+def check_compiles(model: nn.Module) -> None:
+    """Refuse to compile a model with ranks that draw their own numbers, where torch compiles it to other gradients.
+
+    Raises PrepareError with torch 2.11.
+    """
+    if is_torch_version("<", "2.12") and any(module in _separated for module in model.modules()):
+        raise PrepareError(
+            f"torch.compile of torch {torch.__version__} computes wrong gradients for a tensor-parallel model with "
+            "dropout in its split layers: use torch 2.12 or later, or train without dynamo_backend or without dropout"
+        )
 
 
 def _is_random(name: str, module: nn.Module, named: Collection[str] | None) -> bool:
