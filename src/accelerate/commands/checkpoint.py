@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, ConfigurationError
+from ..core.files import user_path
 from ..core.objects import convert_bytes
 from .parser import Parser, print_error
 
@@ -29,7 +30,11 @@ def parser() -> Parser:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 1 if a checkpoint is incomplete or damaged, or if there is none."""
     options = parser().parse_args(arguments)
-    path = Path(options.path).expanduser()
+    try:
+        path = user_path(options.path, "path")
+    except ConfigurationError as error:
+        print_error("accelerate checkpoint", error)
+        sys.exit(2)
     folders, damaged = _folders(path)
     if not folders and not (damaged and options.action == "list"):
         print_error("accelerate checkpoint", f"there is no checkpoint in {path}")

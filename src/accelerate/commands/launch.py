@@ -163,9 +163,9 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     for line in found if settings["dry_run"] or not settings["quiet"] else ():
         print(f"accelerate launch: warning: {line}", file=sys.stderr)
     try:
-        if spec.log_dir and launcher.uses_this_machine:
+        if spec.log_dir is not None and launcher.uses_this_machine:
             check_writable(spec.log_dir, "log_dir", folder=True)
-        if spec.error_file and launcher.uses_this_machine:
+        if spec.error_file is not None and launcher.uses_this_machine:
             check_writable(spec.error_file, "error_file")
     except ConfigurationError as error:
         raise ConfigurationError(settings.located(str(error))) from None

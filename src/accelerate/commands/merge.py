@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 from ..core.errors import CheckpointError, ConfigurationError
+from ..core.files import user_path
 from .parser import Parser, print_error
 
 
@@ -39,11 +39,12 @@ def parser() -> Parser:
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 2 if there is nothing valid to merge."""
     args = parser().parse_args(argv)
-    source, output = (Path(path).expanduser() for path in (args.checkpoint_directory, args.output_path))
     from ..checkpointing.merging import merge
 
     start = time.perf_counter()
     try:
+        source = user_path(args.checkpoint_directory, "checkpoint_directory")
+        output = user_path(args.output_path, "output_path")
         written = merge(source, output, not args.unsafe_serialization, args.remove_checkpoint_dir)
     except (CheckpointError, ConfigurationError, OSError) as error:
         print_error("accelerate merge-weights", error)

@@ -129,6 +129,8 @@ class Parser(argparse.ArgumentParser):
         # argparse lists all spellings of an option; the first is enough. Our own texts about its value name it.
         message = re.sub(r"^argument (.+?)(/--[\w-]+)*: (value(?==| must be ))?", _subject, message)
         message = re.sub(r"(--[\w-]+)(/--[\w-]+)+", r"\1", message)
+        if message.endswith("expected one argument"):
+            message += "; a value that begins with a hyphen is given as --option=VALUE"
         print_error(self.prog, message)
         raise SystemExit(2)
 
