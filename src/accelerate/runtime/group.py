@@ -79,6 +79,7 @@ def start(
         dist.init_process_group(backend=backend, rank=topology.rank, world_size=topology.world_size, **arguments)
         _Exit.owner = True
     _arm()
+    marks.publish_process()
     hang_watch.start()
     return str(dist.get_backend())
 
@@ -193,6 +194,7 @@ def interrupt() -> Callable[[], None]:
     def join() -> None:
         dist.init_process_group(backend=backend, store=store, rank=rank, world_size=size, timeout=timeout)
         _Exit.owner = owner
+        marks.publish_process()
         hang_watch.start()
         marks.withdraw(marks.WAITING)
 
