@@ -42,7 +42,7 @@ DOCS_STAMP := $(DOCS_VENV)/.installed
 # The peer without its dependencies, to run the clients with it in their own environment.
 PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
-.PHONY: help install install-engines engine-programs demo test test-all test-engines test-faults test-clients test-frameworks test-trackers \
+.PHONY: help install install-engines engine-programs demo test test-all test-engines test-faults test-clients test-device test-frameworks test-trackers \
 	screenshots test-install check \
 	check-style check-types check-names format bench bench-plan bench-clients gpu-check docs docs-serve clean
 
@@ -57,7 +57,7 @@ demo: $(STAMP)  ## train a small GPT on two processes
 
 # A worker takes neighbouring tests, so that most fixtures of a module and imports of a rank server are made once.
 test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is passed to pytest)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not engines and not thorough" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not engines and not thorough and not device" $(PYTEST_ARGS)
 
 test-all: $(STAMP)  ## run all tests: also those that repeat others with more settings, and those of installed engines
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
@@ -75,6 +75,9 @@ test-clients: $(CLIENTS_STAMP) $(CLIENTS_4_STAMP)  ## run transformers, peft, tr
 	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -p no:xdist tests/clients $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(CLIENTS_4_VENV)/bin/python -m pytest -p no:xdist tests/clients/test_trainer.py \
 		tests/clients/test_trainer_layouts.py tests/clients/test_pretrained.py $(PYTEST_ARGS)
+
+test-device: $(STAMP)  ## run on simulated devices, one to four of them (builds an extension of torch with g++)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:xdist tests/device $(PYTEST_ARGS)
 
 test-frameworks: $(FRAMEWORKS_STAMP)  ## run Keras, JAX and tf.data on this package (1.7 GB of packages)
 	OMP_NUM_THREADS=1 $(FRAMEWORKS_VENV)/bin/python -m pytest -p no:xdist tests/clients/test_frameworks.py $(PYTEST_ARGS)

@@ -140,6 +140,9 @@ def resolve(request: Request) -> Resolved:
     origins["mixed_precision"] = _origin(request.mixed_precision, "ACCELERATE_MIXED_PRECISION")
 
     init = {} if handlers.init is None else handlers.init.to_kwargs()
+    fsdp = plugins.get("fsdp_plugin")
+    if fsdp is not None and fsdp.offloads_shards:
+        init["_host_tensors"] = True
     if PartialState(request.cpu, **init).use_distributed and not group.is_running():
         raise ConfigurationError(
             "this process has left the group of its run, by end_training() or destroy_process_group(): make every "

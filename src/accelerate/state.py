@@ -63,6 +63,7 @@ class PartialState:
         init_method: str | None = None,
         timeout: Any = None,
         _use_sagemaker_dp: bool = False,
+        _host_tensors: bool = False,
     ) -> None:
         env.check_run()
         cpu = checks.truth("cpu", cpu) or env.get_flag("ACCELERATE_USE_CPU")
@@ -75,6 +76,8 @@ class PartialState:
             wanted = kind.backend if backend in (None, "nccl") else str(backend)
             if _use_sagemaker_dp or smddp.is_requested():
                 wanted = smddp.BACKEND
+            if _host_tensors and wanted == kind.backend:
+                wanted = group.with_host(kind)
             used_backend = group.start(topology, wanted, timeout, init_method or kind.init_method)
             distributed_type = kind.distributed
             if deepspeed_comm.is_requested():

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import operator
+import weakref
+
+import pytest
 import torch
 from torch import nn
 
+from accelerate.core.errors import PrepareError
 from accelerate.core.modules import (
     get_model_tp_size,
     get_module_children_bottom_up,
@@ -13,6 +18,7 @@ from accelerate.core.modules import (
     has_compiled_regions,
     is_compiled_module,
     model_has_dtensor,
+    move_module,
 )
 from accelerate.parallel.compile import compile_regions, compile_regions_deepspeed, compile_regions_fsdp2
 
@@ -81,3 +87,24 @@ def test_regions_compiled_in_place_keep_names_and_values() -> None:
         in_place = [name for name, module in model.named_modules() if module._compiled_call_impl is not None]
         assert in_place == ["layers.0", "layers.1", "layers.2", "head"] and has_compiled_regions(model)
         torch.testing.assert_close(model(x), wanted, rtol=0, atol=0)
+
+
+def test_a_moved_model_has_the_same_parameters():
+    """Also where torch would replace them: between the CPU and meta, as between the CPU and `xla` or `npu`."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    model[0].weight.requires_grad_(False)
+    former = list(model.parameters())
+    assert next(nn.Linear(2, 2).to("meta").parameters()).is_meta
+    assert move_module(model, "meta") is model
+    assert all(map(operator.is_, model.parameters(), former)) and model[2].weight is model[0].weight
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+    assert [parameter.requires_grad for parameter in former] == [False, True, True, True, True]
+
+
+def test_a_weak_reference_to_a_parameter_is_named():
+    model = nn.Linear(2, 2)
+    kept = weakref.ref(model.weight)
+    with pytest.raises(PrepareError, match=r"Linear cannot be moved to meta .* weakref .* before its optimizer"):
+        move_module(model, "meta")
+    assert kept() is model.weight

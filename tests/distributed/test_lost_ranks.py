@@ -17,6 +17,7 @@ WORKERS = Path(__file__).parent / "workers"
 UNEVEN = ("Uneven batches?", "join_uneven_inputs", "exact=True")
 ENDED = "its loader ended epoch 0 after 3 batches"
 LEFT = "it left the loop over its loader in epoch 0 after 3 batches"
+CODES = {"uneven": 0, "break": 0, "killed": -9}
 thorough = pytest.mark.thorough
 
 
@@ -90,6 +91,7 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
     [
         ("uneven", "ddp", 2, ("has finished", ENDED, "batch 4 of epoch 0", *UNEVEN)),
         ("state", "fsdp", 2, ("rank 1: ValueError: bad state",)),
+        ("killed", "ddp", 2, ("did not come to `save_state` and has ended", "its process is gone")),
         pytest.param("raise", "ddp", 2, ("failed: ValueError: bad sample", "lost_rank.py:"), marks=thorough),
         pytest.param("uneven", "fsdp", 2, (ENDED, *UNEVEN), marks=thorough),
         pytest.param("uneven", "ddp", 4, (ENDED, *UNEVEN), marks=thorough),
@@ -100,8 +102,7 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
 )  # fmt: skip
 def test_survivors_name_the_rank_that_stopped(how, layout, world, needles, tmp_path):
     results = run_ranks(WORKERS / "lost_rank.py", world, how, layout, tmp_path / "state", timeout=120, check=False)
-    ended = how in ("uneven", "break")
-    assert [result.returncode for result in results] == [1] * (world - 1) + [0 if ended else 1], results
+    assert [result.returncode for result in results] == [1] * (world - 1) + [CODES.get(how, 1)], results
     for result in results[:-1]:
         assert f"rank {world - 1}" in result.stderr, result.stderr
         for needle in needles:

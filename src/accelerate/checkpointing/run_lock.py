@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import CheckpointError
+from ..core.system import machine_identity
 from ..runtime.agreement import Agreement, Process
 from .layout import is_numbered
 
@@ -362,21 +362,11 @@ def _this_process() -> Holder:
     return Holder(
         token=uuid.uuid4().hex,
         host=socket.gethostname(),
-        machine=_machine(),
+        machine=machine_identity(),
         pid=os.getpid(),
         started=_start_of(os.getpid()) or 0.0,
         command=" ".join(sys.argv)[:200] or sys.executable,
     )
-
-
-@functools.cache
-def _machine() -> str:
-    marks = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        marks.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    with contextlib.suppress(OSError):
-        marks.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(marks)
 
 
 def _start_of(pid: int) -> float | None:
@@ -395,7 +385,7 @@ def _is_alive(holder: Holder) -> bool | None:
 
     A child process of the holder may take over its lock: for example a script that a notebook runs.
     """
-    if holder.machine != _machine():
+    if holder.machine != machine_identity():
         return None
     if holder.pid == os.getpid():
         return False

@@ -8,28 +8,33 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import CheckpointError
+from ..core.errors import CheckpointError, ConfigurationError
+from ..core.files import user_path
 from ..core.objects import convert_bytes
 from .parser import Parser, print_error
 
 
 def parser() -> Parser:
     """Return the parser of `accelerate checkpoint`."""
-    found = Parser(prog="accelerate checkpoint", description="List checkpoints, or compare them with their checksums.")
+    found = Parser(prog="accelerate checkpoint", description="List checkpoints, or verify their checksums.")
     actions = found.add_subparsers(dest="action", required=True, metavar="verify | list")
     for name, what in (
-        ("verify", "read every file and compare it with the manifest; exit code 1 where one differs"),
-        ("list", "show the checkpoints of a folder and whether each is complete, without reading the weights"),
+        ("verify", "read every file and compare its checksum with the manifest; exit code 1 if one differs"),
+        ("list", "show the checkpoints in a folder, and whether each is complete, without reading the weights"),
     ):
         action = actions.add_parser(name, help=what, description=what)
-        action.add_argument("path", help="a checkpoint, or a folder that holds checkpoint_N folders")
+        action.add_argument("path", help="a checkpoint, a folder of checkpoints, or the folder of a project")
     return found
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 1 if a checkpoint is incomplete or damaged, or if there is none."""
     options = parser().parse_args(arguments)
-    path = Path(options.path).expanduser()
+    try:
+        path = user_path(options.path, "path")
+    except ConfigurationError as error:
+        print_error("accelerate checkpoint", error)
+        sys.exit(2)
     folders, damaged = _folders(path)
     if not folders and not (damaged and options.action == "list"):
         print_error("accelerate checkpoint", f"there is no checkpoint in {path}")

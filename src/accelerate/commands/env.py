@@ -91,9 +91,9 @@ def as_text(found: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Run `accelerate env`."""
-    parser = Parser(prog="accelerate env", description="Show this installation and machine.")
+    parser = Parser(prog="accelerate env", description="Describe this installation and this machine, for bug reports.")
     parser.add_argument("--config_file", default=None, help="Configuration file to show instead of the default one.")
-    parser.add_argument("--json", action="store_true", help="Print it as JSON.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     found = gather(args.config_file)
     print(json.dumps(found, indent=2) if args.json else as_text(found))

@@ -298,8 +298,8 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers: what `ArgumentParser.add_subparsers` returned.
     """
     description = (
-        "Show what a model takes to load and to train, without its weights: it is built from its "
-        "configuration on the meta device. 1 KB is 1024 bytes."
+        "Estimate the memory that a model needs for loading and for training. It is built from its configuration "
+        "on the meta device: no weights are loaded. 1 KB is 1024 bytes."
     )
     if subparsers is None:
         made: argparse.ArgumentParser = Parser(prog="accelerate estimate-memory", description=description)
@@ -310,14 +310,14 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         made.set_defaults(func=estimate_command)
     made.add_argument(
         "model_name",
-        help="Folder with a config.json, such a file, id on the Hugging Face Hub, or module:function that returns a "
-        "module.",
+        help="Folder with a config.json, the file itself, a name on the Hugging Face Hub, or module:function, which "
+        "returns a torch.nn.Module.",
     )
     made.add_argument(
         "--library_name",
         "--library-name",
         choices=LIBRARIES,
-        help="Library of the model, if its configuration does not name it.",
+        help="Library of the model, if the configuration does not name it.",
     )
     made.add_argument(
         "--dtypes",
@@ -326,13 +326,13 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         choices=(*DTYPES, "bfloat16"),
         default=list(DTYPES),
         metavar="DTYPE",
-        help=f"Dtypes to show: of {', '.join(DTYPES)} and bfloat16 (bf16). Default: the first four.",
+        help=f"Dtypes to show: {', '.join(DTYPES)} (the default), and bfloat16 (or bf16).",
     )
     made.add_argument(
         "--trust_remote_code",
         "--trust-remote-code",
         action="store_true",
-        help="Run the model's own Python code from the Hub or its folder. Only for code that you have read.",
+        help="Run Python code that is distributed with the model. Use it only for code that you have read.",
     )
     return made
 

@@ -24,8 +24,8 @@ from ..launchers.variables import without_effect
 from .parser import Formatter, Parser, add_options, coloured_help, has_colour, print_error
 
 DESCRIPTION = (
-    "Start a training script on this machine's accelerators, on several processes, or on several machines. "
-    "What is not given here is taken from variables, then from the configuration file, then from the machine."
+    "Run a training script on one process, on several processes, or on several machines. The value of an option that "
+    "is not given comes from its environment variable, the configuration file, or the default."
 )
 
 # Options of torchrun that have another name here, besides the accepted ones.
@@ -163,9 +163,9 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     for line in found if settings["dry_run"] or not settings["quiet"] else ():
         print(f"accelerate launch: warning: {line}", file=sys.stderr)
     try:
-        if spec.log_dir and launcher.uses_this_machine:
+        if spec.log_dir is not None and launcher.uses_this_machine:
             check_writable(spec.log_dir, "log_dir", folder=True)
-        if spec.error_file and launcher.uses_this_machine:
+        if spec.error_file is not None and launcher.uses_this_machine:
             check_writable(spec.error_file, "error_file")
     except ConfigurationError as error:
         raise ConfigurationError(settings.located(str(error))) from None

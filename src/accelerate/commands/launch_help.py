@@ -12,16 +12,16 @@ from ..core.options import GROUPS
 from .parser import Parser, add_options
 
 EXAMPLES = (
-    ("every accelerator of this machine, or its CPU; one argument of the script", "train.py --epochs 3"),
-    ("four processes, in bfloat16", "--num_processes 4 --mixed_precision bf16 train.py"),
-    ("shard the model over all processes", "--use_fsdp --fsdp_version 2 train.py"),
-    ("split each matrix over two of them", "--parallelism_config_tp_size 2 train.py"),
+    ("on all accelerators of this machine, or on its CPU; the script has --epochs", "train.py --epochs 3"),
+    ("on four processes, in bfloat16", "--num_processes 4 --mixed_precision bf16 train.py"),
+    ("with the model sharded over all processes", "--use_fsdp --fsdp_version 2 train.py"),
+    ("with each weight matrix split over two processes", "--parallelism_config_tp_size 2 train.py"),
     (
-        "two machines; the other one has --machine_rank 1",
+        "on two machines; run it on the other one with --machine_rank 1",
         "--num_machines 2 --machine_rank 0 \\\n      --main_process_ip 10.0.0.1 train.py",
     ),
-    ("a batch job of Slurm", "--engine slurm --num_processes 8 train.py"),
-    ("show the commands and variables of the processes, start nothing", "--dry_run train.py"),
+    ("as a batch job of Slurm", "--engine slurm --num_processes 8 train.py"),
+    ("show the commands and variables of the processes, and start nothing", "--dry_run train.py"),
 )
 
 

@@ -10,17 +10,17 @@ from typing import Any
 
 # name -> module of this package with a `main(arguments)`, and what it is for
 COMMANDS = {
-    "checkpoint": ("checkpoint", "list and verify checkpoints"),
+    "checkpoint": ("checkpoint", "list checkpoints and verify their checksums"),
     "completion": ("completion", "print the completion script of bash, zsh or fish"),
-    "config": ("config", "write, update and explain the configuration file"),
-    "env": ("env", "show this installation and machine"),
-    "estimate-memory": ("estimate", "show what a model takes to load and to train, from its configuration"),
-    "launch": ("launch", "start a script: one process, several, or several machines"),
-    "merge-weights": ("merge", "put the shards of a model together"),
-    "monitor": ("monitor", "watch recorded runs: a page on localhost, or the terminal"),
-    "plan": ("plan", "show in which layouts a training step of a model fits a machine, and how fast it is"),
+    "config": ("config", "write, update and show the configuration of launches"),
+    "env": ("env", "describe this installation and this machine"),
+    "estimate-memory": ("estimate", "estimate the memory of a model, from its configuration"),
+    "launch": ("launch", "run a script on one process, on several, or on several machines"),
+    "merge-weights": ("merge", "merge the shards of a saved model"),
+    "monitor": ("monitor", "show recorded runs, on a local web page or in the terminal"),
+    "plan": ("plan", "estimate memory and time of a training step in each layout"),
     "report": ("report", "summarize a recorded run in one file: HTML, Markdown or JSON"),
-    "test": ("test", "prove that this installation trains on this machine"),
+    "test": ("test", "check that this installation works on this machine"),
     "to-fsdp2": ("to_fsdp2", "convert a configuration file from FSDP1 to FSDP2"),
     "tpu-config": ("tpu_config", "run setup commands on all workers of a TPU pod"),
 }
@@ -33,7 +33,7 @@ def usage() -> str:
     return (
         "usage: accelerate <command> [arguments]\n\ncommands:\n"
         + "\n".join(lines)
-        + ("\n\n`accelerate <command> -h` shows a command's own arguments.")
+        + ("\n\n`accelerate <command> -h` shows the arguments of a command, and `accelerate --version` the version.")
     )
 
 

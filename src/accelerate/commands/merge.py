@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
 from ..core.errors import CheckpointError, ConfigurationError
+from ..core.files import user_path
 from .parser import Parser, print_error
 
 
@@ -15,23 +15,23 @@ def parser() -> Parser:
     """Return the parser of `accelerate merge-weights`."""
     made = Parser(
         prog="accelerate merge-weights",
-        description="Put the shards of a model (saved with FSDP and SHARDED_STATE_DICT) together: model.safetensors "
-        "in the output folder, or model.safetensors, model_1.safetensors, ... for a checkpoint of several. If "
-        "the checkpoint has checksums, they are compared first. 1 GiB of memory is enough.",
+        description="Merge the shards of a model, saved by FSDP with SHARDED_STATE_DICT, into model.safetensors. "
+        "Further models of a checkpoint become model_1.safetensors and so on. The checksums of the checkpoint are "
+        "compared first, if it has any. 1 GiB of memory is usually enough.",
     )
-    made.add_argument("checkpoint_directory", help="A checkpoint, or the folder pytorch_model_fsdp_0 in one.")
+    made.add_argument("checkpoint_directory", help="A checkpoint, or the folder pytorch_model_fsdp_0 in it.")
     made.add_argument("output_path", help="Folder for the merged weights; it is created if it does not exist.")
     made.add_argument(
         "--unsafe_serialization",
         "--unsafe-serialization",
         action="store_true",
-        help="Write pytorch_model.bin with torch.save; this needs memory for the entire model.",
+        help="Write pytorch_model.bin with torch.save instead. This needs memory for the entire model.",
     )
     made.add_argument(
         "--remove_checkpoint_dir",
         "--remove-checkpoint-dir",
         action="store_true",
-        help="Remove checkpoint_directory afterwards. Refused if it contains more than the merged shards.",
+        help="Remove checkpoint_directory afterwards. An error if it contains more than the merged shards.",
     )
     return made
 
@@ -39,11 +39,12 @@ def parser() -> Parser:
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 2 if there is nothing valid to merge."""
     args = parser().parse_args(argv)
-    source, output = (Path(path).expanduser() for path in (args.checkpoint_directory, args.output_path))
     from ..checkpointing.merging import merge
 
     start = time.perf_counter()
     try:
+        source = user_path(args.checkpoint_directory, "checkpoint_directory")
+        output = user_path(args.output_path, "output_path")
         written = merge(source, output, not args.unsafe_serialization, args.remove_checkpoint_dir)
     except (CheckpointError, ConfigurationError, OSError) as error:
         print_error("accelerate merge-weights", error)

@@ -14,15 +14,15 @@ def parser() -> Parser:
     """Return the parser of `accelerate monitor`."""
     found = Parser(
         prog="accelerate monitor",
-        description="Show recorded runs on a page on localhost: curves, step time of each rank, phases, memory, "
-        "events. The page follows runs that are still training.",
+        description="Show recorded runs on a local web page: curves, the step time of each rank, phases, memory and "
+        "events. The page is updated while a run trains.",
     )
-    found.add_argument("runs", nargs="+", metavar="RUN", help="Folder of a run, or several to compare.")
-    found.add_argument("--port", type=int, help="Port of the page. Default: the first free one from 6606 on.")
+    found.add_argument("runs", nargs="+", metavar="RUN", help="Folder of a run. Several folders are compared.")
+    found.add_argument("--port", type=int, help="Port of the page. Default: the first free port from 6606 on.")
     found.add_argument(
         "--host",
-        help="Address to listen on, as 0.0.0.0 for all of this machine. The URL then has a secret token. "
-        "Default: 127.0.0.1, which only this machine reaches.",
+        help="Address to listen on, such as 0.0.0.0 for all addresses of this machine. The URL then contains a "
+        "secret token. Default: 127.0.0.1, which can be reached from this machine only.",
     )
     found.add_argument("--tui", action="store_true", help="Show the first run in the terminal instead.")
     return found

@@ -23,6 +23,9 @@ class Formatter(argparse.HelpFormatter):
         # Longer lines are hard to read on a wide terminal.
         super().__init__(prog, max_help_position=30, width=width or min(shutil.get_terminal_size().columns - 2, 98))
 
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return "VALUE"
+
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return super()._format_action_invocation(action)
@@ -126,6 +129,8 @@ class Parser(argparse.ArgumentParser):
         # argparse lists all spellings of an option; the first is enough. Our own texts about its value name it.
         message = re.sub(r"^argument (.+?)(/--[\w-]+)*: (value(?==| must be ))?", _subject, message)
         message = re.sub(r"(--[\w-]+)(/--[\w-]+)+", r"\1", message)
+        if message.endswith("expected one argument"):
+            message += "; a value that begins with a hyphen is given as --option=VALUE"
         print_error(self.prog, message)
         raise SystemExit(2)
 

@@ -28,9 +28,9 @@ def plan_command_parser() -> argparse.ArgumentParser:
     """Return the parser of `accelerate plan`."""
     made = Parser(
         prog="accelerate plan",
-        description="Show in which layouts a training step of a model fits a machine. One step of the prepared model "
-        "runs on fake tensors, in each layout: nothing is downloaded but the configuration, and nothing is allocated. "
-        "Figures are intervals.",
+        description="Show in which layouts a training step of a model fits in memory, and how long it takes. A step "
+        "in each layout is traced on fake tensors: only the configuration of the model is downloaded, and no memory "
+        "is allocated. Estimates are intervals.",
     )
     made.add_argument(
         "model",
@@ -38,29 +38,41 @@ def plan_command_parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--batch", required=True, metavar="SHAPE",
-        help="Batch of one optimizer step on all ranks: samples x tokens, as 32x512, or 32x3x224x224:float32.",
+        help="Batch of one optimizer step on all ranks: samples x tokens, such as 32x512, or the shape and dtype of a "
+        "batch, such as 32x3x224x224:float32.",
     )  # fmt: skip
-    made.add_argument("--mixed_precision", choices=PRECISIONS, default="no", help="Precision of the run.")
-    made.add_argument("--optimizer", default="adamw", help="adamw, adam, sgd, momentum, adagrad or rmsprop.")
+    made.add_argument("--mixed_precision", choices=PRECISIONS, default="no", help="Mixed precision of the run.")
     made.add_argument(
-        "--machine", metavar="TEXT", help="Describe a machine: 8x80GB, 8xH100, 2x8xH100. Default: this one."
+        "--optimizer", default="adamw", help="One of adamw (the default), adam, sgd, momentum, adagrad and rmsprop."
     )
     made.add_argument(
-        "--ranks", type=int, help="Number of processes on this machine. Default: its accelerators, or 1."
+        "--machine",
+        metavar="TEXT",
+        help="Machine to plan for: 8x80GB, 8xH100, or 2x8xH100 (two machines). Default: this machine.",
     )
-    made.add_argument("--tflops", type=float, help="TFLOP/s that matrix products reach on a described device.")
-    made.add_argument("--link", type=float, help="GB/s from a described device to the others of its machine.")
-    made.add_argument("--between", type=float, help="GB/s from a described device to other machines.")
-    made.add_argument("--memory", type=float, help="GB that each rank may use, instead of what the machine has.")
-    made.add_argument("--layouts", nargs="+", help="Only these layouts, by their names in the table.")
-    made.add_argument("--calibrate", nargs="+", metavar="RUN", help="Plan files that runs have added figures to.")
-    made.add_argument("--write", metavar="FILE", help="Write the configuration of the fastest layout that fits.")
-    made.add_argument("--layout", help="With --write: the layout to write, instead of the fastest.")
+    made.add_argument(
+        "--ranks", type=int, help="Number of processes on this machine. Default: one for each accelerator, or 1."
+    )
+    made.add_argument("--tflops", type=float, help="With --machine: speed of matrix products on a device, in TFLOP/s.")
+    made.add_argument("--link", type=float, help="With --machine: bandwidth between devices of a machine, in GB/s.")
+    made.add_argument(
+        "--between", type=float, help="With --machine: bandwidth of a device to other machines, in GB/s."
+    )
+    made.add_argument("--memory", type=float, help="Memory that each rank may use, in GB. Default: the machine's.")
+    made.add_argument("--layouts", nargs="+", help="Layouts to plan, by their names in the table. Default: all.")
+    made.add_argument(
+        "--calibrate",
+        nargs="+",
+        metavar="RUN",
+        help="Plan files to which earlier runs have added measurements. They correct the estimates.",
+    )
+    made.add_argument("--write", metavar="FILE", help="Write a launch configuration for the fastest layout that fits.")
+    made.add_argument("--layout", help="With --write: the layout to write instead of the fastest one.")
     made.add_argument("--json", action="store_true", help="Print JSON instead of the table.")
     made.add_argument(
         "--trust_remote_code",
         action="store_true",
-        help="Run the model's own Python code. Only code that you have read.",
+        help="Run Python code that is distributed with the model. Use it only for code that you have read.",
     )
     return made
 

@@ -17,12 +17,14 @@ def parser() -> Parser:
     """Return the parser of `accelerate report`."""
     found = Parser(
         prog="accelerate report",
-        description="Summarize a recorded run in one file: where the time went, which ranks were slow, what to try. "
-        "HTML has the pictures of `accelerate monitor` and needs no script.",
+        description="Summarize a recorded run in one file: where the time went, which ranks were slow, and what to "
+        "try. An HTML report has the charts of `accelerate monitor`, without JavaScript.",
     )
     found.add_argument("run", metavar="RUN", help="Folder of a run.")
-    found.add_argument("-o", "--output", metavar="FILE", help="File to write. Default: print to the terminal.")
-    found.add_argument("--format", choices=("html", "md", "json"), help="Default: that of the file's name, else md.")
+    found.add_argument("-o", "--output", metavar="FILE", help="File to write. Default: print the report.")
+    found.add_argument(
+        "--format", choices=("html", "md", "json"), help="Format of the report. Default: by the ending of FILE, or md."
+    )
     return found
 
 

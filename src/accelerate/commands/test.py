@@ -22,8 +22,8 @@ def main(argv: list[str] | None = None) -> None:
     """Run the self-check; its exit code is ours."""
     parser = Parser(
         prog="accelerate test",
-        description="Prove on this machine, with the configuration in effect, that processes start and cooperate: "
-        "data sharding, collectives, gradient accumulation, precision, checkpoints. Prints a table.",
+        description="Start processes with the present configuration, and check data sharding, collectives, gradient "
+        "accumulation, precision and checkpoints. Prints each check with its result.",
     )
     add_options(parser, [Group("launch", "Options of `accelerate launch`.", tuple(options()[name] for name in TAKEN))])
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)

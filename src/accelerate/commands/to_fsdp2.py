@@ -116,11 +116,13 @@ def parser() -> Parser:
     """Return the parser of `accelerate to-fsdp2`."""
     made = Parser(
         prog="accelerate to-fsdp2",
-        description="Convert a launch configuration file for FSDP1 to FSDP2, and report what changes.",
+        description="Convert a launch configuration file from FSDP1 to FSDP2, and print each change.",
     )
-    made.add_argument("--config_file", "--config-file", required=True, help="The file to convert.")
-    made.add_argument("--output_file", "--output-file", help="Where to write it; with --overwrite the file itself.")
-    made.add_argument("--overwrite", action="store_true", help="Write over a file that is there already.")
+    made.add_argument("--config_file", "--config-file", required=True, help="Configuration file to convert.")
+    made.add_argument(
+        "--output_file", "--output-file", help="File to write. With --overwrite the default is the file to convert."
+    )
+    made.add_argument("--overwrite", action="store_true", help="Overwrite an existing file.")
     return made
 
 

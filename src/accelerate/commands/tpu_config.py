@@ -29,36 +29,41 @@ def parser() -> Parser:
     """Return the parser of `accelerate tpu-config`."""
     made = Parser(
         prog="accelerate tpu-config",
-        description="Run commands on every worker of a TPU pod, for its setup before `accelerate launch`. What is not "
-        "given here is taken from the configuration file (tpu_name, tpu_zone, command_file, commands).",
+        description="Run commands on every worker of a TPU pod, to set it up for `accelerate launch`. Other options "
+        "are read from the configuration file (tpu_name, tpu_zone, command_file, commands).",
     )
-    pod = made.add_argument_group("pod", "Which pod; from the configuration file where not given.")
+    pod = made.add_argument_group("pod", "The pod.")
     pod.add_argument("--config_file", "--config-file", help="Configuration file to read, instead of the default one.")
     pod.add_argument("--tpu_name", "--tpu-name", help="Name of the TPU.")
     pod.add_argument("--tpu_zone", "--tpu-zone", help="Zone of the TPU.")
-    inside = made.add_argument_group("commands", "What runs on each worker, in this order, in one shell.")
+    inside = made.add_argument_group("commands", "The commands, which run on each worker in one shell, in this order.")
     inside.add_argument(
         "--use_alpha", "--use-alpha", action="store_true", help="Call `gcloud alpha` instead of `gcloud`."
     )
     inside.add_argument(
-        "--command_file", "--command-file", help="File with one command a line; empty lines and # lines are left out."
+        "--command_file",
+        "--command-file",
+        help="File with one command on each line. Empty lines and lines that begin with # are ignored.",
     )
     inside.add_argument(
-        "--command", action="append", nargs="+", help="A command in quotes; several, or the option several times."
+        "--command",
+        action="append",
+        nargs="+",
+        help="Command, in quotes. Several commands may follow, and the option may be given several times.",
     )
     inside.add_argument(
         "--install_accelerate",
         "--install-accelerate",
         action="store_true",
-        help="Copy this installation of accelerate to the workers as a wheel, and install it first.",
+        help="First build a wheel of this installation, copy it to the workers, and install it.",
     )
     inside.add_argument(
         "--accelerate_version",
         "--accelerate-version",
         default="latest",
-        help=f"Version that the workers are to have: latest (this one) or {__version__}. Default: latest.",
+        help=f"Version to install on the workers: latest (this version) or {__version__}. Default: latest.",
     )
-    inside.add_argument("--debug", action="store_true", help="Print gcloud's command line and run nothing.")
+    inside.add_argument("--debug", action="store_true", help="Print the command line of gcloud, and run nothing.")
     return made
 
 

@@ -389,6 +389,12 @@ class FullyShardedDataParallelPlugin:
         else:
             self.cpu_offload = OffloadPolicy()
 
+    @property
+    def offloads_shards(self) -> bool:
+        """Whether shards, their gradients and the optimizer's state are in host memory."""
+        policy = self.cpu_offload
+        return bool(getattr(policy, "offload_params", False)) or type(policy).__name__ == "CPUOffloadPolicy"
+
     def validate_cpu_offload(self) -> None:
         """Raises ValueError where the offload object is not of this version's class."""
         from torch.distributed.fsdp import CPUOffload, OffloadPolicy

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from .errors import PrepareError
+
 
 def get_module_children_bottom_up(
     model: nn.Module, return_fqns: bool = False
@@ -22,6 +24,48 @@ def named_bottom_up(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn
     for child_name, child in module.named_children():
         yield from named_bottom_up(child, f"{name}.{child_name}" if name else child_name)
     yield name, module
+
+
+def move_module(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """Move a model, whose parameters stay the same objects: optimizers have them, and tied layers share them.
+
+    `Module.to` replaces the parameters if it moves them to a device whose tensors torch counts as another kind: those
+    of backends outside of torch, such as `xla` and `npu`.
+
+    Raises:
+        PrepareError: something refers weakly to a parameter, which prevents that.
+    """
+    if moves_in_place(model, device):
+        return model.to(device)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.to(device)
+    except RuntimeError as error:
+        if "Couldn't swap" not in str(error):
+            raise
+        raise PrepareError(
+            f"{type(model).__name__} cannot be moved to {device} with its parameters as the same objects: {error} "
+            f"({error.__cause__}). Move it by model.to(accelerator.device) before its optimizer is made"
+        ) from error
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+def moves_in_place(model: nn.Module, device: torch.device | str) -> bool:
+    """Whether a parameter can get its data on `device` by an assignment to `data`."""
+    empty = torch.empty(0, device=device)
+    return all(torch._has_compatible_shallow_copy_type(parameter, empty) for parameter in model.parameters())
+
+
+def move_tensor(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move a parameter or buffer, which stays the same object; see `move_module`."""
+    moved = tensor.detach().to(device)
+    if torch._has_compatible_shallow_copy_type(tensor, moved):
+        tensor.data = moved
+    else:
+        kept = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+        torch.utils.swap_tensors(tensor, kept)
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:

@@ -60,14 +60,15 @@ def _profiled_steps(text: str, where: str) -> None:
 
 PROGRAM = Group(
     "program",
-    "What is started.",
+    "What is started, and how.",
     (
         Option(
             "engine",
             "text",
-            "What starts the processes: local (this machine), static (machines of given ranks), elastic (machines "
-            "that come and go), mpi, deepspeed (its launcher for host files), tpu, slurm (a batch job), ray (a "
-            "running cluster), kubernetes (a manifest, with --dry_run). auto follows from the other options.",
+            "What starts the processes: local (this machine), static (several machines with fixed ranks), elastic "
+            "(machines that join and leave), mpi (mpirun), deepspeed (DeepSpeed's launcher), tpu (torch_xla), slurm "
+            "(a batch job), ray (a Ray cluster) or kubernetes (writes a manifest, with --dry_run). auto chooses one "
+            "by the other options.",
             "auto",
             ("auto", *LAUNCHERS),
         ),
@@ -80,8 +81,14 @@ PROGRAM = Group(
             key="",
         ),
         Option("module", "switch", "The script is a module, as for 'python -m'.", flags=("-m", "--module"), key=""),
-        Option("no_python", "switch", "The script is an executable: do not put 'python' before it.", key=""),
-        Option("dry_run", "switch", "Print each process's command and variables, and start nothing.", False, key=""),
+        Option("no_python", "switch", "The script is an executable program: start it without 'python'.", key=""),
+        Option(
+            "dry_run",
+            "switch",
+            "Print the command and the variables of each process, and start nothing.",
+            False,
+            key="",
+        ),
     ),
     usual=("config_file", "module", "dry_run"),
 )
@@ -98,21 +105,21 @@ HARDWARE = Group(
             key="use_cpu",
             variable="ACCELERATE_USE_CPU",
         ),
-        Option("multi_gpu", "switch", "Run on several GPUs.", False, key=""),
+        Option("multi_gpu", "switch", "Run on the GPUs of this machine, one process on each.", False, key=""),
         Option("tpu", "switch", "Run on TPU cores through torch_xla.", False, key=""),
-        Option("gpu_ids", "text", "GPUs of this machine to use, as '0,2', or 'all'."),
+        Option("gpu_ids", "text", "Indices of the GPUs to use on this machine, such as '0,2', or 'all'."),
     ),
     usual=("cpu", "gpu_ids"),
 )
 
 PROCESSES = Group(
     "processes",
-    "The number of processes, and what each gets.",
+    "The number of processes, and the processor cores and memory that they use.",
     (
         Option(
             "num_processes",
             "count",
-            "Number of processes on all machines together; 'all' is one for each accelerator.",
+            "Total number of processes on all machines; 'all' starts one for each accelerator.",
             least=1,
             variable="ACCELERATE_NUM_PROCESSES",
             when=NEVER,
@@ -122,14 +129,15 @@ PROCESSES = Group(
         Option(
             "nproc_per_node",
             "count",
-            "Instead of --num_processes: the number on each machine, as torchrun has it.",
+            "Number of processes on each machine, as for torchrun. Replaces --num_processes.",
             least=1,
             key="",
         ),
         Option(
             "num_cpu_threads_per_process",
             "int",
-            "CPU threads of each process (OMP_NUM_THREADS). By default the machine's cores are divided equally.",
+            "Number of CPU threads of each process (OMP_NUM_THREADS). By default the processes of a machine "
+            "share its cores equally.",
             variable="OMP_NUM_THREADS",
             when=NEVER,
         ),
@@ -145,7 +153,7 @@ PROCESSES = Group(
         Option(
             "oversubscribe",
             "switch",
-            "Start the processes even if this machine's free memory is too small for so many.",
+            "Start the processes even if the free memory of this machine is too small for them.",
             False,
             variable="ACCELERATE_OVERSUBSCRIBE",
             when=NEVER,
@@ -187,7 +195,7 @@ TRAINING = Group(
         Option(
             "gradient_accumulation_steps",
             "int",
-            "Batches whose gradients accumulate before the optimizer steps.",
+            "Number of batches whose gradients are accumulated before the optimizer steps.",
             least=1,
             variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
             variable_words=("auto",),
@@ -195,7 +203,7 @@ TRAINING = Group(
         _dynamo(
             "dynamo_backend",
             "text",
-            "Compile the model with torch.compile on this backend.",
+            "Compile the model with torch.compile and this backend.",
             None,
             choices=DYNAMO_BACKENDS,
             # The API's flag spells it so.
@@ -203,16 +211,20 @@ TRAINING = Group(
             to_variable=lambda value: (value or "no").upper(),
             question="Compile the model with torch.compile?",
         ),
-        _dynamo("dynamo_mode", "text", "What torch.compile optimizes for.", "default", choices=DYNAMO_MODES),
-        _dynamo("dynamo_use_fullgraph", "switch", "Raise an error for a graph break."),
-        _dynamo("dynamo_use_dynamic", "switch", "Trace with dynamic shapes."),
+        _dynamo("dynamo_mode", "text", "Mode of torch.compile.", "default", choices=DYNAMO_MODES),
         _dynamo(
-            "dynamo_use_regional_compilation", "switch", "Compile each repeated block once, not the entire model."
+            "dynamo_use_fullgraph", "switch", "Raise an error if torch.compile cannot compile the model as one graph."
+        ),
+        _dynamo("dynamo_use_dynamic", "switch", "Compile the model for varying shapes."),
+        _dynamo(
+            "dynamo_use_regional_compilation",
+            "switch",
+            "Compile each repeated block of the model once, instead of the entire model.",
         ),
         Option(
             "plan_file",
             "text",
-            "Estimate that `accelerate plan --write` wrote; the run adds what it measures.",
+            "File with the estimate of `accelerate plan --write`, to which the run adds what it measures.",
             key="plan_file",
             variable="ACCELERATE_PLAN_FILE",
         ),
@@ -229,12 +241,13 @@ STRATEGY = Group(
     "strategy",
     "How the model is distributed over the processes; each switch has its own topic.",
     (
-        _strategy("fsdp", "Shard with FSDP."),
-        _strategy("deepspeed", "Shard with DeepSpeed ZeRO."),
+        _strategy("fsdp", "Shard the model with FSDP."),
+        _strategy("deepspeed", "Train with DeepSpeed ZeRO."),
         _strategy("megatron_lm", "Train with Megatron-LM."),
         _strategy(
             "parallelism_config",
-            "Distribute by the sizes of data, tensor, context, sequence and pipeline parallelism.",
+            "Combine data, tensor, context, sequence and pipeline parallelism, by the sizes of "
+            "--parallelism_config_*.",
         ),
     ),
     usual=("use_fsdp", "use_deepspeed"),
@@ -242,7 +255,8 @@ STRATEGY = Group(
 
 MACHINES = Group(
     "machines",
-    "Several machines, and how they find each other. The launch is repeated on each of them.",
+    "Several machines, and how they find each other. Run the same command on each machine, with its "
+    "own --machine_rank.",
     (
         Option(
             "num_machines",
@@ -256,7 +270,8 @@ MACHINES = Group(
         Option(
             "nnodes",
             "text",
-            "Instead of --num_machines: a number, or a range such as 1:4 within which machines may come and go.",
+            "Number of machines, or a range such as 1:4, within which machines may join and leave. Replaces "
+            "--num_machines.",
         ),
         Option(
             "machine_rank",
@@ -271,14 +286,14 @@ MACHINES = Group(
         Option(
             "main_process_ip",
             "text",
-            "Address of machine 0.",
+            "Host name or IP address of machine 0.",
             question="Address of machine 0",
             flags=("--main_process_ip", "--master_addr"),
         ),
         Option(
             "main_process_port",
             "int",
-            "Port of machine 0 at which the processes connect; on one machine the default is a free one.",
+            "Port of machine 0 to which the processes connect. Default: a free port on one machine, 29500 on several.",
             question="Port of machine 0",
             flags=("--main_process_port", "--master_port"),
         ),
@@ -286,51 +301,53 @@ MACHINES = Group(
         Option(
             "rdzv_backend",
             "text",
-            "How machines find each other: static (machine ranks are given) or c10d (they are assigned).",
+            "How machines find each other: static (you give each its --machine_rank) or c10d (ranks are assigned).",
             "static",
         ),
-        Option("rdzv_id", "text", "Name of the run, where several share a rendezvous.", "none"),
-        Option("rdzv_conf", "text", "Further rendezvous settings as key=value,key=value.", ""),
+        Option("rdzv_id", "text", "Identifier of the run, if several runs use the same rendezvous.", "none"),
+        Option("rdzv_conf", "text", "Further settings of the rendezvous: key=value,key=value.", ""),
     ),
     usual=("num_machines", "machine_rank", "main_process_ip"),
 )
 
 RESILIENCE = Group(
     "resilience",
-    "Failures: restarts, time limits, and what is reported.",
+    "Failures: restarts, time limits and reports.",
     (
-        Option("max_restarts", "int", "How often the processes are restarted after a failure.", 0),
+        Option("max_restarts", "int", "How many times all processes are restarted after a failure.", 0),
         Option(
             "monitor_interval",
             "float",
-            "Seconds between two checks of the processes by the elastic agent.",
+            "With --engine elastic: seconds between two checks of the processes.",
             0.1,
         ),
         Option(
             "stop_timeout",
             "float",
-            "Seconds that processes have to end after a request to stop, before they are killed.",
+            "Seconds that processes have to end after SIGTERM, before they are killed.",
             4.0,
         ),
-        Option("error_file", "text", "File to which the first failure of a run is written as JSON."),
+        Option("error_file", "text", "JSON file to which the first failure of a run is written."),
         Option(
             "hang_report",
             "float",
-            "Seconds without progress after which the run reports where each rank is; 60 by default, 0: never.",
+            "Seconds without progress after which a run prints where each rank is. 0 turns these reports "
+            "off. Default: 60.",
             least=0,
             variable="ACCELERATE_HANG_REPORT",
         ),
         Option(
             "collective_timeout",
             "float",
-            "Seconds after which a collective that other ranks do not join ends the run with an error.",
+            "Seconds that a collective waits for other ranks, after which it ends the run with an error. "
+            "Default: that of torch.",
             least=1,
             variable="ACCELERATE_COLLECTIVE_TIMEOUT",
         ),
         Option(
             "debug",
             "switch",
-            "Compare the operands of each collective between ranks; slower, to find errors.",
+            "Check that all ranks make the same calls with the same shapes and dtypes. Slow; for debugging.",
             variable="ACCELERATE_DEBUG_MODE",
         ),
     ),
@@ -352,32 +369,33 @@ OUTPUT = Group(
         Option(
             "tee",
             "text",
-            "Mark the lines of these streams with their rank: 1 standard output, 2 standard error, 3 both; or "
-            "per rank, as '0:3,1:2'.",
+            "Streams whose lines begin with the rank on the console: 0 (none), 1 (standard output), 2 (standard "
+            "error) or 3 (both), for all ranks or for each, such as '0:3,1:2'.",
             "0",
             flags=("-t", "--tee"),
         ),
-        Option("role", "text", "Name of the processes in logs.", "default"),
-        Option("log_dir", "text", "Folder for each rank's standard output and error."),
+        Option("role", "text", "Role of the processes, a name for torch's elastic agent.", "default"),
+        Option("log_dir", "text", "Folder in which the standard output and standard error of each rank are stored."),
         Option(
             "progress_interval",
             "float",
-            "Seconds between two lines on the progress of a run that writes to no terminal; 0: neither these lines "
-            "nor the panel on a terminal. Given for a single process, it is shown for that too.",
+            "Seconds between two lines about the progress of a run, if the output is not a terminal. 0 turns off "
+            "these lines, and the panel on a terminal. A single process shows its progress only with this option.",
             60.0,
         ),
         Option(
             "telemetry",
             "text",
-            "Record each step of each process in the run's folder, or with --telemetry=DIR in that one.",
+            "Record each step of each process, for `accelerate monitor`, in the project's folder or in DIR "
+            "(--telemetry=DIR).",
             variable="ACCELERATE_TELEMETRY",
             bare="true",
         ),
         Option(
             "profile",
             "text",
-            "Optimizer steps that torch's profiler records, as 10:12, of all ranks, or as 10:12:0,3 of some. Each "
-            "writes profile/rank_00000.json in the run's folder.",
+            "First and last optimizer step that torch's profiler records: 10:12 on all ranks, 10:12:0,3 on ranks 0 "
+            "and 3. Each rank writes a trace, such as profile/rank_00000.json, in the project's folder.",
             key="",
             check=_profiled_steps,
             variable="ACCELERATE_PROFILE",
@@ -393,22 +411,22 @@ CLUSTERS = Group(
         Option(
             "slurm_options",
             "text",
-            "Further options of sbatch in one text, as '--partition=gpu --time=2:00:00'.",
+            "Further options of sbatch, in one argument: '--partition=gpu --time=2:00:00'.",
             "",
         ),
         Option(
             "ray_address",
             "text",
-            "Ray cluster to run on: host:port, ray://host:port, auto (the cluster of this machine) or local (a "
-            "new one on this machine). The default is the cluster that runs here, else a new one.",
+            "Address of the Ray cluster: host:port, ray://host:port, auto (a cluster that runs on this machine) or "
+            "local (a new one on this machine). By default auto, or local if there is none.",
             variable="RAY_ADDRESS",
             when=NEVER,
         ),
-        Option("image", "text", "Container image of the pods."),
+        Option("image", "text", "Container image of the pods (--engine kubernetes)."),
         Option(
             "mpirun_hostfile",
             "text",
-            "File with one host a line; mpirun starts the processes on them.",
+            "Host file of mpirun, with one host on each line.",
             key="mpirun_config.mpirun_hostfile",
         ),
     ),
@@ -425,21 +443,26 @@ TPU = Group(
             False,
             flags=("--tpu_cluster",),
         ),
-        Option("tpu_use_sudo", "switch", "Use sudo on the pod's workers.", False),
-        Option("vm", "list", "A TPU worker's name; may be given several times.", key="tpu_vm"),
-        Option("env", "list", "NAME=VALUE for the pod's workers; may be given several times.", key="tpu_env"),
+        Option("tpu_use_sudo", "switch", "Run the commands on the workers of the pod with sudo.", False),
+        Option("vm", "list", "Name of a TPU VM. May be given several times.", key="tpu_vm"),
+        Option(
+            "env",
+            "list",
+            "Environment variable of the pod's workers, NAME=VALUE. May be given several times.",
+            key="tpu_env",
+        ),
         Option(
             "main_training_function",
             "text",
-            "Function of the script that each TPU core runs.",
+            "Name of the function in the script that each TPU core runs.",
         ),
-        Option("downcast_bf16", "switch", "Store float32 as bfloat16 on the TPU.", False),
+        Option("downcast_bf16", "switch", "Represent float32 as bfloat16 on the TPU.", False),
     ),
 )
 
 AWS = Group(
     "AWS",
-    "Credentials, if the configuration is for Amazon SageMaker.",
+    "Credentials for runs on Amazon SageMaker.",
     (
         Option("aws_access_key_id", "text", "Access key of the account.", key=""),
         Option("aws_secret_access_key", "text", "Secret of the access key.", key=""),

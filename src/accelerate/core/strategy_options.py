@@ -50,7 +50,7 @@ FSDP = Group(
         _fsdp(
             "fsdp_version",
             "text",
-            "1 (FullyShardedDataParallel) or 2 (fully_shard).",
+            "Version of FSDP: 1 (FullyShardedDataParallel) or 2 (fully_shard).",
             "1",
             choices=("1", "2"),
             question="Version of FSDP",
@@ -58,14 +58,14 @@ FSDP = Group(
         _fsdp(
             "fsdp_offload_params",
             "truth",
-            "Keep parameters and gradients in host memory.",
+            "Keep parameters, gradients and optimizer states in host memory.",
             "false",
             question="Keep parameters in host memory?",
         ),
         _fsdp(
             "fsdp_min_num_params",
             "int",
-            "Smallest number of parameters that is wrapped on its own, for SIZE_BASED_WRAP.",
+            "With SIZE_BASED_WRAP: wrap each module that has at least this number of parameters.",
             100000000,
             least=0,
             question="Smallest number of parameters wrapped",
@@ -73,7 +73,7 @@ FSDP = Group(
         _fsdp(
             "fsdp_sharding_strategy",
             "text",
-            "Version 1: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2.",
+            "Version 1: what is sharded, FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2.",
             "FULL_SHARD",
             choices=tuple(constants.FSDP_SHARDING_STRATEGY),
             aliases=_numbered(constants.FSDP_SHARDING_STRATEGY) | {"_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2"},
@@ -82,7 +82,8 @@ FSDP = Group(
         _fsdp(
             "fsdp_reshard_after_forward",
             "text",
-            "Version 2: free the gathered parameters after the forward pass.",
+            "Version 2: free the gathered parameters after the forward pass, and gather them again for the "
+            "backward pass. A number is the size of the groups to reshard to.",
             "true",
             check=_reshard,
             question="Free the gathered parameters after the forward pass?",
@@ -90,28 +91,30 @@ FSDP = Group(
         _fsdp(
             "fsdp_auto_wrap_policy",
             "text",
-            "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP.",
+            "How modules are chosen that are sharded on their own: TRANSFORMER_BASED_WRAP (by class), "
+            "SIZE_BASED_WRAP (by size) or NO_WRAP.",
             choices=tuple(constants.FSDP_AUTO_WRAP_POLICY),
             question="Which layers are wrapped?",
         ),
         _fsdp(
             "fsdp_transformer_layer_cls_to_wrap",
             "text",
-            "Class names of the layers to wrap, with commas.",
+            "With TRANSFORMER_BASED_WRAP: class names of the layers to wrap, separated by commas.",
             variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
             question="Class names of the layers (empty: the model's own)",
         ),
         _fsdp(
             "fsdp_backward_prefetch",
             "text",
-            "Version 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH.",
+            "Version 1: when the next layer's parameters are gathered in the backward pass, BACKWARD_PRE, "
+            "BACKWARD_POST or NO_PREFETCH.",
             choices=tuple(constants.FSDP_BACKWARD_PREFETCH),
             aliases=_numbered(constants.FSDP_BACKWARD_PREFETCH[:2]),
         ),
         _fsdp(
             "fsdp_state_dict_type",
             "text",
-            "FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT.",
+            "Format of saved models and optimizers: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT.",
             choices=tuple(constants.FSDP_STATE_DICT_TYPE),
             aliases=_numbered(constants.FSDP_STATE_DICT_TYPE),
             question="How are weights saved?",
@@ -122,23 +125,38 @@ FSDP = Group(
             "Version 1: gather the next layer's parameters during the forward pass.",
             "false",
         ),
-        _fsdp("fsdp_use_orig_params", "truth", "Version 1: keep the model's own parameters visible.", "true"),
+        _fsdp(
+            "fsdp_use_orig_params",
+            "truth",
+            "Version 1: the model keeps its original parameters, instead of flattened ones.",
+            "true",
+        ),
         _fsdp(
             "fsdp_cpu_ram_efficient_loading",
             "truth",
-            "Only rank 0 reads the weights; the others receive them.",
+            "Only rank 0 loads the weights into memory, and sends them to the other ranks.",
             "true",
             question="Load weights on rank 0 only?",
         ),
-        _fsdp("fsdp_sync_module_states", "truth", "Version 1: each module starts from rank 0's values.", "true"),
+        _fsdp(
+            "fsdp_sync_module_states",
+            "truth",
+            "Version 1: send the parameters and buffers of rank 0 to all ranks at the start.",
+            "true",
+        ),
         _fsdp(
             "fsdp_activation_checkpointing",
             "truth",
-            "Recompute activations in the backward pass.",
+            "Recompute activations in the backward pass, which saves memory.",
             "false",
             question="Recompute activations in the backward pass?",
         ),
-        _fsdp("fsdp_activation_checkpointing_offload", "truth", "Move kept activations to host memory.", "false"),
+        _fsdp(
+            "fsdp_activation_checkpointing_offload",
+            "truth",
+            "Version 2, with activation checkpointing: move the inputs that are kept to host memory.",
+            "false",
+        ),
     ),
 )
 
@@ -157,26 +175,35 @@ DEEPSPEED = Group(
         _deepspeed(
             "deepspeed_config_file",
             "text",
-            "DeepSpeed's own JSON configuration.",
+            "JSON file with a configuration of DeepSpeed.",
             question="DeepSpeed JSON file (empty: none)",
         ),
-        _deepspeed("zero_stage", "int", "ZeRO stage: 0, 1, 2 or 3.", least=0, greatest=3, question="ZeRO stage"),
+        _deepspeed(
+            "zero_stage",
+            "int",
+            "ZeRO stage: 0, 1 (shards optimizer states), 2 (also gradients) or 3 (also parameters).",
+            least=0,
+            greatest=3,
+            question="ZeRO stage",
+        ),
         _deepspeed(
             "offload_optimizer_device",
             "text",
-            "Device of the optimizer states: none, cpu or nvme.",
+            "Where optimizer states are offloaded to: none, cpu or nvme.",
             choices=_OFFLOAD,
             question="Where are optimizer states stored?",
         ),
         _deepspeed(
             "offload_param_device",
             "text",
-            "Device of the parameters: none, cpu or nvme.",
+            "Where parameters are offloaded to (stage 3): none, cpu or nvme.",
             choices=_OFFLOAD,
             question="Where are parameters stored?",
         ),
-        _deepspeed("offload_optimizer_nvme_path", "text", "Folder on the NVMe disk for optimizer states."),
-        _deepspeed("offload_param_nvme_path", "text", "Folder on the NVMe disk for parameters."),
+        _deepspeed(
+            "offload_optimizer_nvme_path", "text", "Folder on an NVMe disk to which optimizer states are offloaded."
+        ),
+        _deepspeed("offload_param_nvme_path", "text", "Folder on an NVMe disk to which parameters are offloaded."),
         _deepspeed(
             "gradient_clipping",
             "float",
@@ -187,20 +214,33 @@ DEEPSPEED = Group(
         _deepspeed(
             "zero3_init_flag",
             "truth",
-            "Stage 3: build the model sharded (zero.Init).",
+            "Stage 3: shard the model while it is built (zero.Init).",
             "ACCELERATE_DEEPSPEED_ZERO3_INIT",
         ),
-        _deepspeed("zero3_save_16bit_model", "truth", "Stage 3: save unsharded 16-bit weights."),
-        _deepspeed("deepspeed_hostfile", "text", "DeepSpeed's host file, for several machines.", ""),
-        _deepspeed("deepspeed_exclusion_filter", "text", "Hosts and GPUs to leave out.", ""),
-        _deepspeed("deepspeed_inclusion_filter", "text", "Hosts and GPUs to use.", ""),
+        _deepspeed("zero3_save_16bit_model", "truth", "Stage 3: gather the 16-bit weights when the model is saved."),
+        _deepspeed("deepspeed_hostfile", "text", "Host file of DeepSpeed's launcher, for several machines.", ""),
+        _deepspeed(
+            "deepspeed_exclusion_filter",
+            "text",
+            "Hosts and GPUs of the host file that are not used, in DeepSpeed's notation (host1@host2:0,1).",
+            "",
+        ),
+        _deepspeed(
+            "deepspeed_inclusion_filter",
+            "text",
+            "Hosts and GPUs of the host file that are used, in the same notation.",
+            "",
+        ),
         _deepspeed(
             "deepspeed_multinode_launcher",
             "text",
-            "How DeepSpeed starts the other machines: pdsh, standard, openmpi, mvapich, slurm...",
+            "Program with which DeepSpeed starts processes on other machines: pdsh, standard, openmpi, "
+            "mvapich, mpich, slurm, ...",
             "",
         ),
-        _deepspeed("deepspeed_moe_layer_cls_names", "text", "Class names of mixture-of-experts layers, with commas."),
+        _deepspeed(
+            "deepspeed_moe_layer_cls_names", "text", "Class names of mixture-of-experts layers, separated by commas."
+        ),
     ),
 )
 
@@ -216,32 +256,55 @@ MEGATRON = Group(
     "Training with Megatron-LM; only with --use_megatron_lm.",
     (
         _megatron("tp_degree", "int", "Tensor parallel size.", 1, least=1, question="Tensor parallel size"),
-        _megatron("use_custom_fsdp", "truth", "Use Megatron's own FSDP.", False),
-        _megatron("no_load_optim", "truth", "Do not load the optimizer.", False),
+        _megatron("use_custom_fsdp", "truth", "Use Megatron-LM's implementation of FSDP.", False),
+        _megatron("no_load_optim", "truth", "Do not load the optimizer from checkpoints.", False),
         _megatron("eod_mask_loss", "truth", "Leave end-of-document tokens out of the loss.", False),
-        _megatron("overlap_cpu_optimizer_d2h_h2d", "truth", "Overlap the offloaded optimizer's copies.", False),
-        _megatron("no_save_optim", "truth", "Do not save the optimizer.", False),
-        _megatron("optimizer_cpu_offload", "truth", "Keep the optimizer in host memory.", False),
+        _megatron(
+            "overlap_cpu_optimizer_d2h_h2d",
+            "truth",
+            "Overlap the copies between device and host of an offloaded optimizer with computation.",
+            False,
+        ),
+        _megatron("no_save_optim", "truth", "Do not save the optimizer in checkpoints.", False),
+        _megatron("optimizer_cpu_offload", "truth", "Keep the optimizer states in host memory.", False),
         _megatron("use_precision_aware_optimizer", "truth", "Store optimizer states in a lower precision.", False),
-        _megatron("decoder_last_pipeline_num_layers", "int", "Layers of the last pipeline stage."),
+        _megatron("decoder_last_pipeline_num_layers", "int", "Number of layers in the last pipeline stage."),
         _megatron("pp_degree", "int", "Pipeline parallel size.", 1, least=1, question="Pipeline parallel size"),
-        _megatron("num_micro_batches", "int", "Micro-batches of a batch.", least=1),
+        _megatron("num_micro_batches", "int", "Number of micro-batches into which a batch is split.", least=1),
         _megatron("sequence_parallelism", "truth", "Shard the sequence in norm and dropout layers."),
-        _megatron("recompute_activations", "truth", "Selective recomputation."),
+        _megatron(
+            "recompute_activations",
+            "truth",
+            "Recompute the activations of attention in the backward pass (selective recomputation).",
+        ),
         _megatron("use_distributed_optimizer", "truth", "Shard the optimizer over the data parallel ranks."),
         _megatron("gradient_clipping", "float", "Largest norm of the gradients.", 1.0),
-        _megatron("recompute_granularity", "text", "full or selective.", choices=("full", "selective")),
-        _megatron("recompute_method", "text", "uniform or block.", choices=("uniform", "block")),
-        _megatron("recompute_num_layers", "int", "Layers recomputed together."),
+        _megatron(
+            "recompute_granularity",
+            "text",
+            "Activations that are recomputed: full (of entire layers) or selective (of attention only).",
+            choices=("full", "selective"),
+        ),
+        _megatron(
+            "recompute_method",
+            "text",
+            "With full recomputation: uniform (groups of equal size) or block (the first layers of each stage).",
+            choices=("uniform", "block"),
+        ),
+        _megatron(
+            "recompute_num_layers",
+            "int",
+            "Number of layers in a group (uniform), or of recomputed layers in a stage (block).",
+        ),
         _megatron("attention_backend", "truth", "Use the faster implementations of attention."),
         _megatron("expert_model_parallel_size", "int", "Expert parallel size.", least=1),
         _megatron("context_parallel_size", "int", "Context parallel size.", least=1),
-        _megatron("attention_dropout", "float", "Dropout in attention."),
-        _megatron("hidden_dropout", "float", "Dropout of hidden states."),
-        _megatron("attention_softmax_in_fp32", "truth", "Attention's softmax in float32."),
+        _megatron("attention_dropout", "float", "Dropout probability of attention."),
+        _megatron("hidden_dropout", "float", "Dropout probability of hidden states."),
+        _megatron("attention_softmax_in_fp32", "truth", "Compute the softmax of attention in float32."),
         _megatron("expert_tensor_parallel_size", "int", "Tensor parallel size of the experts.", least=1),
-        _megatron("calculate_per_token_loss", "truth", "Weight the loss by tokens."),
-        _megatron("use_rotary_position_embeddings", "truth", "Rotary position embeddings."),
+        _megatron("calculate_per_token_loss", "truth", "Average the loss over tokens instead of micro-batches."),
+        _megatron("use_rotary_position_embeddings", "truth", "Use rotary position embeddings."),
     ),
 )
 
@@ -263,9 +326,13 @@ PARALLELISM = Group(
     "A size above 1 switches --use_parallelism_config on.",
     (
         _parallelism(
-            "dp_replicate_size", "int", "Replicas of the model.", 1, question="How many replicas of the sharded model?"
+            "dp_replicate_size",
+            "int",
+            "Number of replicas of the model (data parallelism).",
+            1,
+            question="How many replicas of the sharded model?",
         ),
-        _parallelism("dp_shard_size", "int", "Processes that share the shards of one replica.", 1),
+        _parallelism("dp_shard_size", "int", "Number of processes over which one replica is sharded (FSDP).", 1),
         _parallelism(
             "tp_size", "int", "Tensor parallel size.", 1, question="Split each matrix over how many processes?"
         ),
@@ -278,7 +345,12 @@ PARALLELISM = Group(
         ),
         _parallelism("cp_backend", "text", "Implementation of context parallelism.", "torch", choices=("torch",)),
         _parallelism(
-            "cp_comm_strategy", "text", "allgather or alltoall.", "allgather", "cp", choices=("allgather", "alltoall")
+            "cp_comm_strategy",
+            "text",
+            "How context parallelism exchanges keys and values: allgather or alltoall.",
+            "allgather",
+            "cp",
+            choices=("allgather", "alltoall"),
         ),
         _parallelism(
             "sp_size",
@@ -290,18 +362,33 @@ PARALLELISM = Group(
         _parallelism(
             "sp_backend", "text", "Implementation of sequence parallelism.", "deepspeed", choices=("deepspeed",)
         ),
-        _parallelism("sp_seq_length", "int", "Length of the sequences, in tokens.", None, "sp"),
-        _parallelism("sp_seq_length_is_variable", "truth", "Sequences differ in length.", True, "sp"),
         _parallelism(
-            "sp_attn_implementation", "text", "Attention of sequence parallelism.", "sdpa", "sp", check=_sp_attention
+            "sp_seq_length", "int", "Length of the sequences in tokens, for sequence parallelism.", None, "sp"
+        ),
+        _parallelism("sp_seq_length_is_variable", "truth", "The sequences of batches differ in length.", True, "sp"),
+        _parallelism(
+            "sp_attn_implementation",
+            "text",
+            "Attention implementation of sequence parallelism: sdpa, flash_attention_2, flash_attention_3, "
+            "or a kernel of the Hub (owner/name).",
+            "sdpa",
+            "sp",
+            check=_sp_attention,
         ),
         _parallelism(
             "pp_size", "int", "Pipeline parallel size.", 1, question="Split the layers over how many processes?"
         ),
         _parallelism(
-            "pp_schedule", "text", "Schedule of the pipeline.", None, "pp", choices=tuple(PIPELINE_SCHEDULES)
+            "pp_schedule",
+            "text",
+            "Order in which pipeline stages compute their micro-batches.",
+            None,
+            "pp",
+            choices=tuple(PIPELINE_SCHEDULES),
         ),
-        _parallelism("pp_num_microbatches", "int", "Micro-batches of a batch in a pipeline.", None, "pp"),
+        _parallelism(
+            "pp_num_microbatches", "int", "Number of micro-batches into which a pipeline splits a batch.", None, "pp"
+        ),
     ),
 )
 
@@ -314,28 +401,59 @@ def _fp8(short: str, kind: str, help: str, default: Any = None, **more: Any) -> 
 
 
 FP8_OPTIONS: tuple[Option, ...] = (
-    _fp8("backend", "text", "Implementation of 8-bit floats.", choices=("ao", "te", "msamp")),
-    _fp8("use_autocast_during_eval", "switch", "8-bit floats in evaluation too.", False),
-    _fp8("margin", "int", "Margin of the scaling factor.", 0, least=0),
-    _fp8("interval", "int", "Steps between two updates of the scaling factor.", 1, least=1),
-    _fp8("format", "text", "Number format.", "HYBRID", choices=("HYBRID", "E4M3", "E5M2")),
-    _fp8("amax_history_len", "int", "Steps whose largest values are kept.", 1024, least=1),
+    _fp8(
+        "backend",
+        "text",
+        "Library that computes in 8-bit floats: ao (torchao), te (Transformer Engine) or msamp (MS-AMP).",
+        choices=("ao", "te", "msamp"),
+    ),
+    _fp8("use_autocast_during_eval", "switch", "Use 8-bit floats in evaluation mode too.", False),
+    _fp8(
+        "margin",
+        "int",
+        "Transformer Engine: scaling factors are divided by 2 to the power of this margin.",
+        0,
+        least=0,
+    ),
+    _fp8(
+        "interval",
+        "int",
+        "Transformer Engine: number of steps between two updates of the scaling factors.",
+        1,
+        least=1,
+    ),
+    _fp8(
+        "format",
+        "text",
+        "Transformer Engine: format of 8-bit floats. HYBRID is E4M3 in the forward pass and E5M2 in the "
+        "backward pass.",
+        "HYBRID",
+        choices=("HYBRID", "E4M3", "E5M2"),
+    ),
+    _fp8(
+        "amax_history_len",
+        "int",
+        "Transformer Engine: number of steps for which the largest absolute values (amax) are kept.",
+        1024,
+        least=1,
+    ),
     _fp8(
         "amax_compute_algo",
         "text",
-        "How the largest value is chosen from the history.",
+        "Transformer Engine: which of the kept values sets the scaling factor, the largest one or the "
+        "most recent one.",
         "most_recent",
         choices=("max", "most_recent"),
     ),
-    _fp8("opt_level", "text", "MS-AMP's optimization level.", "O2", choices=("O1", "O2")),
-    _fp8("enable_fsdp_float8_all_gather", "truth", "Gather FSDP's shards as 8-bit floats.", True),
-    _fp8("pad_inner_dim", "truth", "Pad inner dimensions to multiples of 16.", True),
+    _fp8("opt_level", "text", "MS-AMP: optimization level.", "O2", choices=("O1", "O2")),
+    _fp8("enable_fsdp_float8_all_gather", "truth", "torchao: FSDP2 gathers parameters as 8-bit floats.", True),
+    _fp8("pad_inner_dim", "truth", "torchao: pad inner dimensions of matrix products to multiples of 16.", True),
     # Three truth values in one; a variable each is published.
     _fp8(
         "override_linear_precision",
         "text",
-        "Run linear layers in higher precision in the forward pass, the input's and the weight's gradient: "
-        "three truth values with commas.",
+        "Transformer Engine: compute linear layers in higher precision. Three truth values separated by commas: for "
+        "the forward pass, the gradient of the input and the gradient of the weight.",
         "false,false,false",
         variable="",
     ),

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -247,3 +248,27 @@ def handles_signal(pid: int, number: int) -> bool:
         return False
     mask = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
     return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+@functools.cache
+def machine_identity() -> str:
+    """Equal for processes that see each other's process ids: those of one machine and one container."""
+    marks = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        marks.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        marks.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(marks)
+
+
+def process_start(pid: int) -> int | None:
+    """When a process started, in clock ticks since the boot; None where there is none, or only its exit code is left.
+
+    Known on Linux only; elsewhere None.
+    """
+    try:
+        # The name in parentheses may contain spaces.
+        state, *fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if state in b"ZX" else int(fields[18])

@@ -21,6 +21,7 @@ from ..core import json_text
 from ..core.errors import ConfigurationError, PrepareError
 from ..core.files import atomic_write, user_path
 from ..core.imports import is_available
+from ..core.modules import move_module
 from ..core.trees import send_to_device
 from ..data_loader.digest import extended
 from ..runtime.agreement import Agreement, default_connection, pauses
@@ -347,7 +348,7 @@ class _Compute:
         if isinstance(self.function, nn.Module):
             self.function.eval()
             if not hasattr(self.function, "hf_device_map"):
-                self.function.to(self.device)
+                move_module(self.function, self.device)
 
     @torch.no_grad()
     def _call(self, samples: list[Any]) -> Any:

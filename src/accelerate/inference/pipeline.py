@@ -16,6 +16,7 @@ from torch import nn
 
 from ..core import trees
 from ..core.errors import PrepareError
+from ..core.modules import move_tensor
 from ..core.retired import explained
 from ..parallel.pipeline.dataflow import observe
 from ..parallel.pipeline.microbatch import BatchSplitter, Stage, restrict_outputs
@@ -173,7 +174,7 @@ def _own_to_device(model: nn.Module, absent: Sequence[nn.Module], reads: set[str
         path = f"{prefix}." if prefix else ""
         for name, parameter in module._parameters.items():
             if parameter is not None and (id(module) not in foreign or path + name in reads):
-                parameter.data = parameter.data.to(device)
+                move_tensor(parameter, device)
         for name, buffer in module._buffers.items():
             if buffer is not None and (id(module) not in foreign or path + name in reads):
                 module._buffers[name] = buffer.to(device)

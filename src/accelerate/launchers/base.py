@@ -59,6 +59,13 @@ class Launcher:
         # Base64 text of a configuration, which is allowed as well, has none of these characters.
         if config and not self.remote and any(mark in config for mark in "./\\") and not os.path.isfile(config):
             raise ConfigurationError(f"deepspeed_config_file={config!r} does not exist (from {os.getcwd()})")
+        if config and not self.remote and os.path.isfile(config):
+            from ..core import json_text
+
+            try:
+                json_text.read(config)
+            except (OSError, json_text.JSONTextError) as error:
+                raise ConfigurationError(f"deepspeed_config_file={config!r} cannot be read: {error}") from None
 
     def refuse_place(self, reason: str) -> None:
         """ConfigurationError where the place of this machine is given to an engine that assigns the places."""

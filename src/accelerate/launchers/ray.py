@@ -56,6 +56,7 @@ class RayLauncher(Launcher):
         self.refuse_place("the ray engine is started once and finds the machines itself")
         if not is_available("ray"):
             raise ConfigurationError(f"the ray engine needs Ray, which is not installed: {INSTALL}")
+        _ = self.spec.join_timeout  # raises for settings that cannot be used
         if self.spec.ray_address not in (None, "auto", LOCAL):
             _host_and_port(str(self.spec.ray_address))
 

@@ -153,6 +153,11 @@ MOST_PROCESSES = 65536
 MOST_SECONDS = 1_000_000
 # Seconds until a launch stops waiting for other machines.
 JOIN_TIMEOUT = 600.0
+# Settings of `rdzv_conf`, of which launches with fixed ranks use the first one.
+RENDEZVOUS_SETTINGS = (
+    "join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval",
+    "keep_alive_max_attempt", "read_timeout", "is_host", "store_type",
+)  # fmt: skip
 
 
 class ProcessSpec(NamedTuple):
@@ -299,8 +304,18 @@ class LaunchSpec(NamedTuple):
 
     @property
     def join_timeout(self) -> float:
-        """Seconds to wait for other machines or for resources: `join_timeout` of `rdzv_conf`."""
-        return float(self.rendezvous_settings().get("join_timeout", JOIN_TIMEOUT))
+        """Seconds to wait for other machines or for resources: `join_timeout` of `rdzv_conf`.
+
+        Raises ConfigurationError for one that is not a number above 0, and for an unknown setting.
+        """
+        settings = self.rendezvous_settings()
+        if unknown := [name for name in settings if name not in RENDEZVOUS_SETTINGS]:
+            near = suggestion(unknown[0], RENDEZVOUS_SETTINGS)
+            raise ConfigurationError(f"rdzv_conf: there is no setting {unknown[0]!r}{near}")
+        text = settings.get("join_timeout", str(JOIN_TIMEOUT))
+        if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
+            raise ConfigurationError(f"rdzv_conf: join_timeout={text!r} is not a number of seconds above 0")
+        return float(text)
 
     def check(self) -> None:
         """ConfigurationError for an invalid launch."""

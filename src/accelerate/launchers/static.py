@@ -358,6 +358,7 @@ class StaticLauncher(Launcher):
         super().check()
         if not self.spec.main_process_ip:
             raise ConfigurationError("several machines need --main_process_ip, the address of machine 0")
+        _ = self.spec.join_timeout  # raises for settings that cannot be used
         resolve_address(self.spec.main_process_ip)
 
     def run(self) -> int:

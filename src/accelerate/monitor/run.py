@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import ConfigurationError
+from ..core.files import user_path
 from ..telemetry.records import FOLDER, HEADER_SIZE
 from .lines import Series, Tail, add_values
 from .steps import RankSteps
@@ -217,7 +218,7 @@ def open_runs(paths: Sequence[str]) -> list[Run]:
     Raises:
         ConfigurationError: a path is no folder, or a folder that is not of a run.
     """
-    folders = [Path(path).expanduser() for path in paths]
+    folders = [user_path(path, "RUN") for path in paths]
     for folder in folders:
         if not folder.exists():
             raise ConfigurationError(f"there is no folder {folder}")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import PrepareError
+from ..core.modules import move_module
 from ..precision.base import Precision
 from .gradients import clip_values, gradients_of, multiply
 from .prepared import PreparedModel, PreparedModels
@@ -105,7 +106,7 @@ class Strategy:
         for model, place in zip(bundle.models, bundle.place, strict=True):
             if place:
                 _check_storage(model, self.name)
-                model = model.to(self.device)
+                model = move_module(model, self.device)
             found.append(self.compose(model, bundle.evaluation))
         self.prepared.add(found)
         return found

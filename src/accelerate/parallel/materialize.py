@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..core.errors import PrepareError
-from ..core.modules import named_bottom_up
+from ..core.modules import move_tensor, named_bottom_up
 from ..placement.subclasses import inner_tensors
 
 # What wrappers around a module (activation checkpointing, compilation, replication) add to the names below it.
@@ -49,9 +50,12 @@ def local_shard(full: torch.Tensor, layout: DTensor) -> torch.Tensor:
 
 def as_dtensor(local: torch.Tensor, like: DTensor, placements: Sequence[Placement] | None = None) -> DTensor:
     """A DTensor of this rank's local tensor, with the shape and mesh of `like`, and its placements or these."""
-    return DTensor.from_local(
-        local, like.device_mesh, placements or like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    mesh, placements = like.device_mesh, tuple(placements or like.placements)
+    if local.is_meta or local.device.type == mesh.device_type:
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    # A shard that is offloaded to host memory: `from_local` would move it to the mesh's device.
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(like.shape, like.stride(), local.dtype))
+    return DTensor(local, spec, requires_grad=False)
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
@@ -94,7 +98,7 @@ def make_equal(tensors: Iterable[torch.Tensor], device: torch.device, group: dis
         if isinstance(tensor, DTensor):
             continue
         if tensor.device != device:
-            tensor.data = tensor.data.to(device)
+            move_tensor(tensor, device)
         # Parts of quantized weights are sent as bytes: gloo has no messages in float8.
         pieces = inner_tensors(tensor.data).values()
         locals_ += [part.view(torch.uint8) if part.itemsize == 1 else part for part in pieces]

@@ -220,7 +220,7 @@ class ShardedStrategy(Strategy):
         logging.getLogger(_REDISTRIBUTE_LOG).addFilter(_is_about_layout)
         support_mixed_lists()
         if not dist.is_initialized():
-            group.start_alone(kind_of(device).backend)
+            group.start_alone(kind_of(device))
         world = dist.get_world_size()
         self.layout: ParallelismConfig = layout or mesh.all_sharded(world)
         self.mesh: dist.DeviceMesh | None = mesh.build_mesh(self.layout, world, device.type)

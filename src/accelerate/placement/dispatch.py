@@ -13,6 +13,7 @@ from torch import nn
 
 from ..core.errors import CheckpointError, PrepareError
 from ..core.imports import is_available
+from ..core.modules import move_module
 from .align import attach_align_device_hook_on_blocks, offloading_hook, restore_offloaded
 from .module_hooks import guard_moves
 from .names import Place, as_device_map, device_for, is_within, join, owner_of, tensor_at
@@ -76,7 +77,7 @@ def _move(model: nn.Module, device: torch.device) -> None:
             f"{'is' if len(empty) == 1 else 'are'} on the meta device and cannot be moved to {device}: load a "
             "checkpoint first (load_checkpoint_and_dispatch does both)"
         )
-    model.to(device)
+    move_module(model, device)
 
 
 def check_complete(model: nn.Module, weights: Mapping[str, torch.Tensor], offload_buffers: bool) -> None:

@@ -390,6 +390,9 @@ def _laid_out(local: torch.Tensor, master: Any) -> torch.Tensor:
     """The gradient of a master weight, from its local tensor."""
     if not hasattr(master, "device_mesh"):
         return local
+    if local.device.type != master.device_mesh.device_type:
+        # A shard that is offloaded to host memory: `from_local` would move it to the mesh's device.
+        return type(master.data)(local, master._spec, requires_grad=False)  # type: ignore[no-any-return]
     made: torch.Tensor = type(master.data).from_local(
         local, master.device_mesh, master.placements, run_check=False, shape=master.shape, stride=master.stride()
     )

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from ..core.errors import CheckpointError
+from . import marks
 from .calls import ranks_in_words
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -192,8 +193,12 @@ class Round:
         return [rank for rank in self.ranks if not self.store.check([self.key(rank)])]
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` whose process has left the run: the process group notes it in the store."""
-        return [rank for rank in ranks if self.store.check([f"accelerate/left/{rank}"])]
+        """Those of `ranks` whose process has left the run, as the store has it, or was killed on this machine."""
+        return [rank for rank in ranks if self.store.check([f"accelerate/{marks.LEFT}/{rank}"]) or self._is_gone(rank)]
+
+    def _is_gone(self, rank: int) -> bool:
+        key = f"accelerate/{marks.PROCESS}/{rank}"
+        return self.store.check([key]) and marks.is_gone(json.loads(self.store.get(key)))
 
 
 class Agreement:

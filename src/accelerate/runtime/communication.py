@@ -65,6 +65,10 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
         if found is None or all(_has_mark(found, rank) for rank in others) or time.monotonic() - begin > GRACE:
             break
         time.sleep(0.02)
+    gone = [] if found is None else [rank for rank in others if _is_gone(found, rank)]
+    if gone:
+        # Its process may have left marks after they were read.
+        found = _marks(others)
     marks.publish(marks.READY, True)
     place = marks.own_place()
     head = f"rank {me}: {'another rank is not in' if error is None else 'the connection to another rank failed in'} "
@@ -72,7 +76,7 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
     lines = [f"{head}."]
     closed = error is not None and _CLOSED.search(str(error)) is not None
     lines += [f"  - {line}" for line in _reports(found, others, closed)]
-    if found is not None and not _has_failed(found):
+    if found is not None and not _has_failed(found) and not any(_is_gone(found, rank) for rank in gone):
         if _is_uneven(found):
             lines.append(UNEVEN)
         elif not closed or found[marks.LEFT]:
@@ -84,12 +88,23 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
 
 
 def _marks(others: list[int]) -> dict[str, dict[int, Any]] | None:
-    found = {kind: marks.read(kind, others) for kind in (marks.FAILED, marks.LEFT, marks.READ, marks.WAITING)}
+    kinds = (marks.FAILED, marks.LEFT, marks.READ, marks.WAITING, marks.PROCESS)
+    found = {kind: marks.read(kind, others) for kind in kinds}
     return None if None in found.values() else found  # type: ignore[return-value]
 
 
 def _has_mark(found: dict[str, dict[int, Any]], rank: int) -> bool:
+    return _has_told(found, rank) or _is_gone(found, rank)
+
+
+def _has_told(found: dict[str, dict[int, Any]], rank: int) -> bool:
+    """Whether a rank has left a mark of its end, or of where it is."""
     return any(rank in found[kind] for kind in (marks.FAILED, marks.LEFT, marks.WAITING))
+
+
+def _is_gone(found: dict[str, dict[int, Any]], rank: int) -> bool:
+    """Whether a rank's process is gone without a mark of why."""
+    return not _has_told(found, rank) and marks.is_gone(found[marks.PROCESS].get(rank))
 
 
 def _reports(found: dict[str, dict[int, Any]] | None, others: list[int], closed: bool) -> list[str]:
@@ -110,6 +125,9 @@ def _reports(found: dict[str, dict[int, Any]] | None, others: list[int], closed:
                 continue
         elif rank in found[marks.LEFT]:
             line = f"rank {rank} has finished: its script has ended"
+        elif _is_gone(found, rank):
+            lines.append(f"rank {rank} was killed (out of memory?) or crashed: its process is gone")
+            continue
         elif rank in places:
             line = f"rank {rank} {status_line(places[rank])}"
         elif rank in found[marks.READ]:

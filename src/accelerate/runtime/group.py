@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core import env
+from ..core.device_kinds import DeviceKind
 from ..core.errors import CommunicationError, ConfigurationError
 from . import communication, hang_watch, marks, smddp, xla
 from .topology import Topology
@@ -78,6 +79,7 @@ def start(
         dist.init_process_group(backend=backend, rank=topology.rank, world_size=topology.world_size, **arguments)
         _Exit.owner = True
     _arm()
+    marks.publish_process()
     hang_watch.start()
     return str(dist.get_backend())
 
@@ -90,11 +92,16 @@ def _limit_collectives(seconds: float) -> timedelta:
     return limit
 
 
-def start_alone(backend: str) -> None:
+def with_host(kind: DeviceKind) -> str:
+    """The backends of a group that sends tensors of a kind of device, and tensors in host memory."""
+    return kind.backend if kind.backend == "gloo" else f"cpu:gloo,{kind.type}:{kind.backend}"
+
+
+def start_alone(kind: DeviceKind) -> None:
     """Make a group of one process where there is none, since parts of torch such as `fully_shard` require a group."""
     if not dist.is_initialized():
         _keep_out_of_defaults()
-        dist.init_process_group(backend=backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend=with_host(kind), store=dist.HashStore(), rank=0, world_size=1)
         _Exit.owner = True
     _arm()
 
@@ -177,7 +184,7 @@ def interrupt() -> Callable[[], None]:
     _Exit.interruptions += 1
     store = dist.PrefixStore(f"group_{_Exit.interruptions}", dist.distributed_c10d._get_default_store())
     owner = _Exit.owner
-    if "gloo" not in backend:
+    if backend != "gloo":
         # Only gloo's connections close with the group; the kernels of others wait for their abort.
         old.abort()
     _disarm_modules()
@@ -187,6 +194,7 @@ def interrupt() -> Callable[[], None]:
     def join() -> None:
         dist.init_process_group(backend=backend, store=store, rank=rank, world_size=size, timeout=timeout)
         _Exit.owner = owner
+        marks.publish_process()
         hang_watch.start()
         marks.withdraw(marks.WAITING)
 

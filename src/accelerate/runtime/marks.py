@@ -8,14 +8,18 @@ exit. They are read only when something went wrong. A store that is gone is no e
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
+from ..core.system import machine_identity, process_start
+
 FAILED = "failed"  # an error that nobody caught: {"error", "at", "secondary"}
 LEFT = "left"  # the process has come to its end
 READ = "read"  # the last pass over a loader: {"epoch", "batches", "complete", "total"}
+PROCESS = "process"  # [machine, process id, start], for ranks of the same machine
 READY = "ready"  # this rank has read the marks that it needs: whoever hosts the store may go
 WAITING = "waiting"  # in a collective that does not end: {"operation", "at", "total"}
 
@@ -62,6 +66,21 @@ def withdraw(kind: str) -> None:
         _store().delete_key(f"accelerate/{kind}/{dist.get_rank()}")
     except (RuntimeError, ValueError) as error:
         _note_loss(error)
+
+
+def publish_process() -> None:
+    """Leave this rank's mark of its process."""
+    started = process_start(os.getpid())
+    if started is not None:
+        publish(PROCESS, [machine_identity(), os.getpid(), started])
+
+
+def is_gone(mark: Any) -> bool:
+    """Whether the process of a mark is known to be gone. Of processes on other machines it is not."""
+    if mark is None:
+        return False
+    machine, pid, started = mark
+    return bool(machine == machine_identity() and process_start(pid) != started)
 
 
 def read(kind: str, ranks: Iterable[int]) -> dict[int, Any] | None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from datetime import timedelta
 
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
+from accelerate.core.errors import CheckpointError
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
 
 how, layout, folder = sys.argv[1:]
@@ -48,6 +51,13 @@ def main():
             break
         if LAST and number == 2 and how == "raise":
             raise ValueError("bad sample")
+        if how == "killed" and number == 2:
+            if LAST:
+                os.kill(os.getpid(), signal.SIGKILL)
+            try:
+                accelerator.save_state(folder)
+            except CheckpointError as error:
+                print(error, file=sys.stderr)
         optimizer.zero_grad()
         accelerator.backward(model(batch).mean())
         optimizer.step()

@@ -24,14 +24,15 @@ SECRET = ("aws_secret_access_key",)
 ACTIONS = ("default", "update", "show", "explain")
 HELP = """usage: accelerate config [--config_file FILE]           answer questions and write a configuration
        accelerate config default [--config_file FILE] [--mixed_precision no|fp16|bf16|fp8]
-                                                        write one that fits this machine, without questions
-       accelerate config update [--config_file FILE]    bring an older file up to date
+                                                        write one for this machine, without questions
+       accelerate config update [--config_file FILE]    rewrite an older file with the present keys
        accelerate config show [NAME ...] [--all] [launch options]
-                                                        show each effective value and where it comes from: flag,
-                                                        variable, line of the file or default (also: explain);
-                                                        NAME: only these options; --all: also what nobody has set
+                                                        show the value of each option that is set, and its origin: a
+                                                        flag, a variable, a line of the file or the default. NAME:
+                                                        show only these options. --all: show all options.
+                                                        `explain` is another name of `show`
 
-The default file is default_config.yaml in $HF_HOME/accelerate, else $XDG_CACHE_HOME/huggingface/accelerate, else
+The default file is default_config.yaml in $HF_HOME/accelerate, or $XDG_CACHE_HOME/huggingface/accelerate, or
 ~/.cache/huggingface/accelerate."""
 
 

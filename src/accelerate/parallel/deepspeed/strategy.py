@@ -18,6 +18,7 @@ from ...core import env
 from ...core.devices import kind_of
 from ...core.errors import ConfigurationError, PrepareError
 from ...core.imports import is_available
+from ...core.modules import move_module
 from ...precision.base import Precision
 from ...runtime import deepspeed_comm, group
 from ...state import AcceleratorState, GradientState, PartialState
@@ -149,7 +150,7 @@ class DeepSpeedZero(Strategy):
                 "accelerate[deepspeed]); on a machine without a GPU with DS_BUILD_OPS=0 and --no-build-isolation"
             )
         if not dist.is_initialized():
-            group.start_alone(kind_of(device).backend)
+            group.start_alone(kind_of(device))
         if env.get("LOCAL_RANK") is None:
             # An engine reads its device index from there.
             env.publish({"LOCAL_RANK": PartialState().local_process_index})
@@ -266,7 +267,9 @@ class DeepSpeedZero(Strategy):
                 self._started.remove(started)
                 found.append(started)
             else:
-                found.append(self.as_prepared(model.to(self.device) if place and not _is_engine(model) else model))
+                found.append(
+                    self.as_prepared(move_module(model, self.device) if place and not _is_engine(model) else model)
+                )
         self.prepared.add(found)
         return found
 

@@ -22,7 +22,7 @@ from ...config.fsdp import FullyShardedDataParallelPlugin, give_storage
 from ...core import trees
 from ...core.devices import kind_of
 from ...core.errors import CheckpointError, ConfigurationError, PrepareError
-from ...core.modules import is_compiled_module
+from ...core.modules import is_compiled_module, move_module, moves_in_place
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
 from ...runtime import group
@@ -231,7 +231,7 @@ class FullyShardedDataParallel1(Strategy):
                 "them there. Leave it out, or set fsdp_version=2."
             )
         if not dist.is_initialized():
-            group.start_alone(kind_of(device).backend)
+            group.start_alone(kind_of(device))
         super().__init__(device, precision)
         self.sharding: Any = plugin.sharding_strategy if dist.get_world_size() > 1 else ShardingStrategy.NO_SHARD
         self.shards: DeviceMesh = _shard_mesh(self.sharding, parallelism, device)
@@ -311,6 +311,9 @@ class FullyShardedDataParallel1(Strategy):
             )
         refuse_unshardable(model, self.name, self.plugin.ignored_modules)
         refuse_gradient_hooks(model, self.name)
+        if materialize.where_meta(model) is None and not moves_in_place(model, self.device):
+            # torch would move each unit by an assignment to `data`.
+            move_module(model, self.device)
         plain = PlainModel(model)
         upcast(model, self.plugin)
         ignored = find_modules(model, self.plugin.ignored_modules)
@@ -439,7 +442,7 @@ def _shard(
     sync, init = bool(plugin.sync_module_states), plugin.param_init_fn
     for module in ignored:
         materialize.allocate(module, device)
-        module.to(device)
+        move_module(module, device)
         materialize.make_equal((tensor for _, tensor in materialize.named_tensors(module)), device, None)
     # `give_storage` only allocates: if rank 0 has no weights, the modules initialize themselves.
     filled = init if init is not give_storage else None

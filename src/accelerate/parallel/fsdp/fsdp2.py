@@ -16,12 +16,14 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ...collectives import transport
 from ...config.fsdp import EFFICIENT_LOADING, FullyShardedDataParallelPlugin
 from ...core import env
-from ...core.errors import PrepareError
+from ...core.devices import kind_of
+from ...core.errors import ConfigurationError, PrepareError
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
-from ...runtime import mesh
+from ...runtime import group, mesh
 from .. import materialize
 from ..activation import checkpoint_activations
 from ..adopted.sharing import find_layout, reducers_of
@@ -108,6 +110,13 @@ class FullyShardedDataParallel(ShardedStrategy):
     ) -> None:
         self.full_outputs: bool = fill_policy(plugin, 2, precision)
         super().__init__(device, precision, parallelism)
+        sent = transport.capabilities_of(transport.group_of(None)).kinds
+        if plugin.offloads_shards and device.type not in ("cpu", "meta") and "cpu" not in sent:
+            raise ConfigurationError(
+                f"cpu_offload keeps shards and gradients in host memory, and the process group ({dist.get_backend()}) "
+                f"sends tensors of {device.type} devices only. Make the Accelerator before any other state, or join "
+                f"the group with backend={group.with_host(kind_of(device))!r}"
+            )
         self.plugin = plugin
         self.shards: DeviceMesh = mesh.fsdp_mesh(self.layout, self.mesh, device)
         self.gradient_group: dist.ProcessGroup | None = mesh.group_of(self.mesh, "dp_cp")

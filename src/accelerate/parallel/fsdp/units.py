@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...core.errors import PrepareError
+from ...core.modules import move_module
 
 Policy = Callable[..., bool]
 
@@ -167,7 +168,7 @@ def get_parameters_from_modules(
     parameters: set[nn.Parameter] = set()
     for module in find_modules(model, modules):
         if not any(parameter.is_meta for parameter in module.parameters()):
-            module.to(device)
+            move_module(module, device)
         parameters |= set(module.parameters())
     return parameters
 

@@ -224,6 +224,9 @@ def distribute(model: nn.Module, names: set[str], foreign: Sequence[nn.Module], 
 def _replacement(tensor: torch.Tensor, keep: bool, value: torch.Tensor) -> torch.Tensor:
     """A kept tensor with its value; of any other one on meta."""
     if keep and not tensor.is_meta:
+        if not torch._has_compatible_shallow_copy_type(tensor, value):
+            # Its optimizer gets the new object.
+            return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
         # The object stays: an optimizer may have it.
         tensor.data = value
         return tensor
