@@ -153,10 +153,19 @@ class RunCheckpoints:
                 if not folder.is_dir() and not can_restore(folder):
                     raise MissingCheckpointError(f"load_state: there is no folder {folder}")
                 report = load_run(run, folder, process=PartialState(), **options)
+        self._leave_ended_epochs(report)
         self._apply(report, "loaded", begin)
         if input_dir is None:
             self._record_damaged(report)
         return report
+
+    def _leave_ended_epochs(self, report: LoadReport) -> None:
+        """After a save in the last batch of an epoch, the loop that counts its steps begins with the next epoch."""
+        main = report.progress.get("training_loader") or 0
+        for index, loader in enumerate(self.objects.dataloaders):
+            leave = getattr(loader, "leave_ended_epoch", None)
+            if leave is not None and leave() and index == main:
+                report.progress["epoch"] = loader.iteration
 
     def _load_newest_if_any(self) -> LoadReport | None:
         begin = time.perf_counter()

@@ -509,6 +509,31 @@ def test_batch_samplers_of_torch_count_samples_whatever_they_are_given_as():
     assert (loader.state_dict()["unit"], loader.state_dict()["consumed"]) == ("samples", 2)
 
 
+@pytest.mark.parametrize("name", ["shuffled", "generator", "stream"])
+@pytest.mark.parametrize("how", ["left", "set_epoch", "skip"])
+def test_after_the_last_batch_the_next_epoch_may_be_asked_for(name, how):
+    """A script that counts its optimizer steps begins with the next epoch, in the order of the uninterrupted run."""
+    seed(11)
+    wanted = run(single(name), 3)
+    seed(11)
+    loader = single(name)
+    for _ in loader:
+        saved, put_back = as_saved(loader.state_dict()), keep_states()
+    seed(99)
+    fresh = single(name)
+    fresh.load_state_dict(saved)
+    put_back()
+    passing = fresh
+    if how == "left":
+        assert fresh.leave_ended_epoch() and fresh.iteration == 1
+    elif how == "set_epoch":
+        fresh.set_epoch(1)
+    else:
+        passing = skip_first_batches(fresh, 0)
+    assert run(passing, 1) + run(fresh, 1) == wanted[1:]
+    assert fresh.iteration == 3 and not fresh.leave_ended_epoch()
+
+
 def test_a_length_that_depends_on_the_epoch():
     class Curriculum(Sampler):
         epoch = 0

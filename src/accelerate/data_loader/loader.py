@@ -172,6 +172,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             call(self)
         resumed, self._pending = self._pending, None
         self._successor = None
+        if resumed is not None and resumed.order is not None and self.iteration > resumed.epoch:
+            self._finish_epoch(resumed.epoch, resumed.order, resumed.place)
+            resumed = None
         if resumed is not None:
             self.iteration = resumed.epoch
         if self.rng_types:
@@ -192,6 +195,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if meter is not None:
             steps = meter.timed(self, plan, steps, feed is not None)
         return self._pass(steps, plan, start)
+
+    def _finish_epoch(self, epoch: int, states: dict[str, Any], place: StreamPosition) -> None:
+        """Set the generators to the end of a loaded epoch of which no batch is left."""
+        following = self.iteration
+        self.set_epoch(epoch)
+        order = self._new_order()
+        order.resume(states, place)
+        for _ in self._open(self.plan(), order, place):
+            pass
+        self.set_epoch(following)
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         if start.split is not None:
@@ -360,8 +373,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Set the epoch of the next pass, here and in samplers and a dataset that have `set_epoch`."""
         self._opened = self._opened and epoch == self.iteration
         self.iteration = epoch
-        if self._pending is not None and self._pending.epoch != epoch:
-            # A request for another epoch drops the rest of the loaded one.
+        pending = self._pending
+        if pending is not None and epoch not in (pending.epoch, pending.epoch + pending.ended):
+            # A request for another epoch drops the rest of the loaded one. The epoch after an ended one needs the
+            # generators as the ended one left them.
             self._pending = None
         self._inform(epoch)
 
@@ -398,6 +413,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 place = StreamPosition(place, (place,) if is_iterable(self.base_dataloader) else None)
             position.place = place
             states = position.order = self._order.as_saved()
+            position.ended = self.end_of_dataloader
         if self._has_seeded_sampler:
             states["seeded"] = True
         return position.to_dict()
@@ -407,10 +423,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """The loader that the user prepared: this one, or the one whose epoch this one continues."""
         return self if self._origin is None else self._origin.origin
 
-    def succeed(self, origin: PreparedLoader) -> None:
-        """Continue the present epoch of `origin`, also from a position that was loaded into it."""
+    def succeed(self, origin: PreparedLoader, continues: bool = True) -> None:
+        """Continue the present epoch of `origin`, also from a position that was loaded into it.
+
+        Args:
+            origin: the loader whose epoch this one continues.
+            continues: whether some of its batches are left out. If none are and the loaded epoch has ended, this
+                loader reads the next one.
+        """
         self.before_pass, self.between_batches, self.meter = origin.before_pass, origin.between_batches, origin.meter
         self._pending, origin._pending = origin._pending, None
+        if self._pending is not None and self._pending.ended:
+            self.iteration = self._pending.epoch + (not continues)
         self._opened, origin._opened = origin._opened, False
         self._origin = origin
         self._history = origin._history
@@ -435,6 +459,17 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._new_order().restore_own(position.own)
         self.set_epoch(position.epoch)
         self._opened = bool((position.own or {}).get("opened"))
+
+    def leave_ended_epoch(self) -> bool:
+        """Let the next pass be that of the next epoch, if the loaded position is after the last batch of one.
+
+        Returns:
+            Whether it is.
+        """
+        ended = self._pending is not None and self._pending.ended
+        if self._pending is not None and ended:
+            self.set_epoch(self._pending.epoch + 1)
+        return ended
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> list[str]:
         """Raise CheckpointError for a position from which this loader cannot continue. Returns notes."""

@@ -88,6 +88,7 @@ class Position:
         order: the states that the epoch's order was drawn from; None between epochs.
         own: between epochs, the states of the loader's generators and its sampler's seed.
         sampler: the class of the sampler that draws the order; None for an iterable dataset.
+        ended: whether the last batch of the epoch was read, and its pass had not ended.
     """
 
     epoch: int
@@ -97,6 +98,7 @@ class Position:
     order: dict[str, Any] | None = None
     own: dict[str, Any] | None = None
     sampler: str | None = None
+    ended: bool = False
 
     @property
     def in_epoch(self) -> bool:
@@ -129,6 +131,8 @@ class Position:
             found["own"] = self.own
         if self.sampler is not None:
             found["sampler"] = self.sampler
+        if self.ended:
+            found["ended"] = True
         return found
 
     @classmethod
@@ -153,7 +157,8 @@ class Position:
                 None if random is None else WorkerRandom.from_dict(random),
             )
             order, own, sampler = (state.get(name) for name in ("order", "own", "sampler"))
-            return cls(int(state["epoch"]), state["unit"], state["total"], place, order, own, sampler)
+            ended = bool(state.get("ended", False))
+            return cls(int(state["epoch"]), state["unit"], state["total"], place, order, own, sampler, ended)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"this is not the state of a prepared data loader ({type(error).__name__}: {error}); "

@@ -211,7 +211,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Any
     else:
         base = _without_first(base, num_batches)
     loader = kind.around(base, **options)
-    loader.succeed(dataloader)
+    loader.succeed(dataloader, continues=num_batches > 0)
     return loader
 
 
