@@ -28,8 +28,8 @@ def wait(store, key):
 
 
 @on_ranks(3, env={"ACCELERATE_HANG_REPORT": "2"})
-def test_a_slow_rank_is_told_from_one_that_waits():
-    """Rank 2 does not come to a collective until the report of rank 0 is out."""
+def test_a_slow_rank_is_told_from_one_that_waits(tmp_path):
+    """Rank 2 does not come to a collective, or an agreement, until the report of rank 0 is out."""
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(4, 1))
     store = dist.distributed_c10d._get_default_store().clone()
@@ -41,6 +41,7 @@ def test_a_slow_rank_is_told_from_one_that_waits():
             "The run stands still: rank 2 is in `wait`",
             lambda: accelerator.backward(model(torch.ones(1, 4)).sum()),
         ),
+        (wait, "The run stands still: rank 2 is in `wait`", lambda: accelerator.save_state(tmp_path / "c")),
     ]
     for number, (late, words, collective) in enumerate(scenes):
         key, reports = f"test/{number}", []
@@ -53,7 +54,9 @@ def test_a_slow_rank_is_told_from_one_that_waits():
         if accelerator.process_index == 0:
             (text,) = reports
             assert text.startswith(f"{words} ({__file__}:"), text
-            place = "all_reduce of `accelerator.backward`" if number else "`accelerator.gather`"
+            place = ("`accelerator.gather`", "all_reduce of `accelerator.backward`", "`accelerator.save_state`")[
+                number
+            ]
             assert "ranks 0, 1 have waited " in text and f" in {place} ({__file__}:" in text, text
             assert "Every rank must call" not in text
         elif accelerator.process_index == 1:

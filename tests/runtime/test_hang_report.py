@@ -58,7 +58,7 @@ def test_ranks_that_are_not_in_a_collective():
     text = explain({0: saves, 1: waits, 2: waits, 3: waits}, 4)
     assert text == (
         "The run waits: rank 0 is still computing in `accelerator.save_state` (train.py:70); ranks 1-3 have waited "
-        "12 s in a collective of `accelerator.wait_for_everyone` (train.py:71)."
+        "12 s in `accelerator.wait_for_everyone` (train.py:71)."
     )
     text = explain({0: backward()}, 3, ended={1})
     assert "stands still: rank 1 has ended; rank 2 does not answer; rank 0 has waited 12 s" in text

@@ -108,8 +108,11 @@ def _waiting(status: Status) -> str:
     calls, call, pending = status["calls"], status["call"], status["pending"]
     if call and call["inside"]:
         operation = f"`{call['operation']}`" if call["operation"].isidentifier() else call["operation"]
+    elif pending:
+        operation = pending[0]["operation"]
     else:
-        operation = pending[0]["operation"] if pending else "a collective"
+        # Ranks also wait for each other through the store.
+        return f"{calls or 'a collective'} ({status['at']})"
     if calls and operation.strip("`") in calls.strip("`").split("."):
         operation = calls
     elif calls:

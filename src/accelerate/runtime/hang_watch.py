@@ -157,19 +157,19 @@ class HangWatch:
         if stood > self._due + (2 * self.interval if self.rank else 0.0):
             self._note_reports(stood)
             if stood > self._due:
-                self._check(stood, now, cpu)
+                self._check(stood, now, cpu, place is not None and place.waits)
 
     def _progress(self, now: float, cpu: float) -> None:
         self._since, self._cpu, self._newest, self._due = now, cpu, None, self.limit
 
-    def _check(self, stood: float, now: float, cpu: float) -> None:
+    def _check(self, stood: float, now: float, cpu: float, waits: bool) -> None:
         """Report if this process is in a collective, or does nothing, for as long as it has made no progress."""
         entry, calls = LEDGER.last(), recorded()
         inside = entry is not None and entry.left is None
         if not inside and newest(calls) != self._newest:
             # Torch's collectives are new ones: the looks have met the same line of a loop.
             self._progress(now, cpu)
-        elif inside or (cpu - self._cpu) / stood < QUIET or _is_stuck(calls, stood / 2):
+        elif inside or waits or (cpu - self._cpu) / stood < QUIET or _is_stuck(calls, stood / 2):
             self._report(stood)
         else:
             # It computes. Reading the recorder takes milliseconds.
@@ -237,9 +237,9 @@ class HangWatch:
     def status(self) -> Status:
         """Where this process is, in plain JSON data.
 
-        state: WAITS in a collective, MOVES, or IDLE. at, calls, within: as in `StackPlace`. seconds: since the last
-        progress. call, before: the last collective of this package, and those before it. pending, recent, last:
-        torch's collectives, and the number of the last one in each group.
+        state: WAITS in a collective or an agreement, MOVES, or IDLE. at, calls, within: as in `StackPlace`.
+        seconds: since the last progress. call, before: the last collective of this package, and those before it.
+        pending, recent, last: torch's collectives, and the number of the last one in each group.
         """
         place = place_of(self._watched)
         now = time.monotonic()
@@ -248,10 +248,11 @@ class HangWatch:
         waiting = [one for one in calls if one.is_pending]
         ended = [one for one in LEDGER.recent(BEFORE + 1) if one.left is not None]
         inside = entry is not None and entry.left is None
+        agrees = place is not None and place.waits
         moved = now - self._since < 2 * self.interval
         # A wait for NCCL may keep a core busy.
         stuck = _is_stuck(waiting, 2 * self.interval) and (self._share < BUSY or self._on_device)
-        state = WAITS if inside or (stuck and not moved) else MOVES if moved or self._share > BUSY else IDLE
+        state = WAITS if inside or agrees or (stuck and not moved) else MOVES if moved or self._share > BUSY else IDLE
         status: Status = {
             "state": state,
             "at": "no line: its main thread has ended" if place is None else place.at,

@@ -13,6 +13,8 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 # Packages of another environment, which this one uses too: that of the system, of the user, or a parent environment.
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _LIBRARIES = (__name__.partition(".")[0] + ".", "torch.")
+# It waits for other ranks in a loop that looks into the store.
+_WAITS = "accelerate.runtime.agreement"
 LOADER, DEBUGGER = "the data loader", "the debugger"
 # Module of a frame -> what is done in it and in what it calls.
 _ACTIVITIES = {
@@ -35,12 +37,14 @@ class StackPlace(NamedTuple):
         calls: what this line calls, as "forward" or "`accelerator.save_state`"; empty for what has no such name.
         within: for what the line is executed, as "forward" in a model's code, or the user's function.
         mark: something that has changed if the thread has moved, mostly.
+        waits: whether it waits for other ranks to agree on something.
     """
 
     at: str
     calls: str
     within: str
     mark: int
+    waits: bool
 
 
 def place_of(thread: int) -> StackPlace | None:
@@ -48,17 +52,21 @@ def place_of(thread: int) -> StackPlace | None:
     innermost: FrameType | None = sys._current_frames().get(thread)
     if innermost is None:
         return None
-    mark, frames = 0, []
+    mark, waits, frames = 0, False, []
     frame: FrameType | None = innermost
     while frame is not None:
         # Not the line: a line may call the same function often.
-        mark = hash((mark, id(frame), frame.f_lasti))
+        if _module(frame) == _WAITS:
+            # Where it is in the loop that waits is no progress.
+            mark, waits = 0, True
+        else:
+            mark = hash((mark, id(frame), frame.f_lasti))
         frames.append(frame)
         frame = frame.f_back
     index = next((at for at, frame in enumerate(frames) if _is_users(frame)), len(frames) - 1)
     own = frames[index]
     at = f"{own.f_code.co_filename}:{own.f_lineno}"
-    return StackPlace(at, _calls(frames[:index]), _within(frames[index:]), mark)
+    return StackPlace(at, _calls(frames[:index]), _within(frames[index:]), mark, waits)
 
 
 def _is_users(frame: FrameType) -> bool:
