@@ -14,3 +14,12 @@ def sharded(version, **options):
             **options,
         )
     }
+
+
+def sharded_by_size(version, **options):
+    """FSDP of this version, whose units are the modules with 10 parameters or more."""
+    return {
+        "fsdp_plugin": FullyShardedDataParallelPlugin(
+            fsdp_version=version, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=10, **options
+        )
+    }

@@ -3,11 +3,11 @@
 
 import pytest
 import torch
+from layouts import sharded_by_size
 from rank_pool import on_ranks
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.training import DistributedDataParallelKwargs
 from accelerate.core.errors import AccelerateError, PrepareError
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -15,16 +15,11 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def fsdp(version, **options):
-    wrap = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10}
-    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=version, **wrap, **options)}
-
-
 LAYOUTS = {
     "ddp": dict,
     "ddp, unused": lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(find_unused_parameters=True)]},
-    "fsdp2": lambda: fsdp(2),
-    "fsdp1": lambda: fsdp(1, use_orig_params=True),
+    "fsdp2": lambda: sharded_by_size(2),
+    "fsdp1": lambda: sharded_by_size(1, use_orig_params=True),
 }
 
 

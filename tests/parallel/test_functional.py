@@ -3,12 +3,12 @@
 
 import pytest
 import torch
+from layouts import sharded_by_size
 from rank_pool import on_ranks
 from torch import nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 
 from accelerate import Accelerator
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
@@ -17,21 +17,16 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def fsdp(version, **options):
-    wrap = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10}
-    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=version, **wrap, **options)}
-
-
 LAYOUTS = {
     "ddp": dict,
-    "fsdp2": lambda: fsdp(2),
+    "fsdp2": lambda: sharded_by_size(2),
     "tp": lambda: {
         "parallelism_config": ParallelismConfig(
             tp_size=2, tp_handler=TorchTensorParallelConfig(plan={"0": "colwise", "2": "rowwise"})
         )
     },
-    "fsdp1": lambda: fsdp(1, use_orig_params=True),
-    "fsdp1, flat": lambda: fsdp(1, use_orig_params=False),
+    "fsdp1": lambda: sharded_by_size(1, use_orig_params=True),
+    "fsdp1, flat": lambda: sharded_by_size(1, use_orig_params=False),
     "pp": lambda: {"parallelism_config": ParallelismConfig(pp_size=2)},
 }
 

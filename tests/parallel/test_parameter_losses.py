@@ -3,22 +3,17 @@
 
 import pytest
 import torch
+from layouts import sharded_by_size
 from rank_pool import on_ranks
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelConfig
 from accelerate.core.errors import PrepareError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def fsdp(version, **options):
-    wrap = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 10}
-    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=version, **wrap, **options)}
 
 
 def split(**sizes):
@@ -28,12 +23,12 @@ def split(**sizes):
 
 LAYOUTS = {
     "ddp": dict,
-    "fsdp2": lambda: fsdp(2),
-    "fsdp2, unsharded after forward": lambda: fsdp(2, reshard_after_forward=False),
+    "fsdp2": lambda: sharded_by_size(2),
+    "fsdp2, unsharded after forward": lambda: sharded_by_size(2, reshard_after_forward=False),
     "tp": split,
-    "fsdp2 and tp": lambda: fsdp(2) | split(dp_shard_size=2),
-    "fsdp1": lambda: fsdp(1, use_orig_params=True),
-    "fsdp1, flat": lambda: fsdp(1, use_orig_params=False),
+    "fsdp2 and tp": lambda: sharded_by_size(2) | split(dp_shard_size=2),
+    "fsdp1": lambda: sharded_by_size(1, use_orig_params=True),
+    "fsdp1, flat": lambda: sharded_by_size(1, use_orig_params=False),
 }
 LOSSES = {
     "squares": lambda model, x: model(x).square().mean() + 0.1 * sum(p.square().sum() for p in model.parameters()),
