@@ -179,9 +179,12 @@ def start_engine(
     elif optimizer is not None:
         offloads = plugin.get_value("zero_optimization.offload_optimizer.device") not in (None, "none")
         if offloads and plugin.get_value("zero_force_ds_cpu_optimizer") is not False:
-            optimizer = map_pytorch_optim_to_deepspeed(optimizer)
+            given, optimizer = optimizer, map_pytorch_optim_to_deepspeed(optimizer)
+            if optimizer is not given:
+                # DeepSpeed's check refuses its own Adagrad. Not in the plugin: the next `prepare` reads it there.
+                arguments["config"] = {**plugin.deepspeed_config, "zero_force_ds_cpu_optimizer": False}
         arguments["optimizer"] = optimizer
-        plugin.deepspeed_config.setdefault("zero_allow_untested_optimizer", True)
+        arguments["config"].setdefault("zero_allow_untested_optimizer", True)
     if callable_ is not None:
         arguments["lr_scheduler"] = callable_
     elif type(scheduler).__name__ in VALID_LR_SCHEDULES:
