@@ -105,7 +105,7 @@ def train(window=1, tolerance=1e-8, **options):
                 for parameter in model.parameters():
                     parameter.zero_()
             accelerator.load_state(FOLDER / "checkpoint")
-    state = accelerator.get_state_dict(model)
+    state = {name.removeprefix("_orig_mod."): value for name, value in accelerator.get_state_dict(model).items()}
     assert gather_object([RANK]) == list(range(WORLD))
     assert broadcast_object_list([RANK]) == [0]
     accelerator.save_model(model, FOLDER / "model")
