@@ -53,8 +53,8 @@ def prepared(most=None):
 
 def test_the_limit_is_that_of_the_device_in_use(monkeypatch):
     module = types.SimpleNamespace(is_initialized=lambda: True, mem_get_info=lambda device: (1, 1000))
-    monkeypatch.setattr(torch, "npu", module, raising=False)
-    monkeypatch.setattr(out_of_memory.devices, "accelerator_type", lambda: "npu")
+    monkeypatch.setattr(torch, "xpu", module)
+    monkeypatch.setattr(out_of_memory.devices, "accelerator_type", lambda: "xpu")
     monkeypatch.setattr(out_of_memory.devices, "module_of", lambda device: module)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     assert out_of_memory.memory_limit(10) == 1000
