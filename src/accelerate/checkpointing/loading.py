@@ -193,6 +193,15 @@ def load_run(
             source.close()
 
 
+def load_options(load_kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Arguments of `torch.load`, as arguments of `load_run`."""
+    known = dict(load_kwargs or {})
+    known.pop("map_location", None)
+    if not known.pop("weights_only", True):
+        known["allow_pickle"] = True
+    return known
+
+
 def _damage_or(error: Exception, source: CheckpointReader) -> Exception:
     """The damage that explains an error: some files are read before their checksums are compared."""
     if isinstance(error, CorruptCheckpoint) or source.manifest is None:
