@@ -15,7 +15,9 @@ import torch
 from . import out_of_memory
 from .accumulation import AccumulatedBatch, Accumulation
 from .checkpointing.loading import LoadReport
+from .checkpointing.opening import COMPLETION
 from .checkpointing.preemption import DEFAULT_SIGNALS
+from .checkpointing.ranks import raised_on_all
 from .checkpointing.weights import save, save_model
 from .collectives import gather_object
 from .config import checks
@@ -1068,15 +1070,16 @@ class Accelerator(RunInterface):
             safe_serialization: save safetensors; otherwise torch's format.
         """
         state = self.get_state_dict(model)
-        save_model(
-            state,
-            save_directory,
-            max_shard_size,
-            safe_serialization,
-            process=PartialState(),
-            save_on_each_node=self.project_configuration.save_on_each_node,
-        )
-        self.state.wait_for_everyone()
+        process = PartialState()
+        with raised_on_all(process, "save_model", COMPLETION):
+            save_model(
+                state,
+                save_directory,
+                max_shard_size,
+                safe_serialization,
+                process=process,
+                save_on_each_node=self.project_configuration.save_on_each_node,
+            )
         print_or_log(logger, f"saved the weights of {type(self.unwrap_model(model)).__name__} in {save_directory}")
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
