@@ -12,7 +12,7 @@ from torch import nn
 from accelerate.big_modeling import init_empty_weights
 from accelerate.config.quantization import BnbQuantizationConfig
 from accelerate.placement import quantize
-from accelerate.placement.quantize import has_4bit_bnb_layers, load_and_quantize_model, get_keys_to_not_convert
+from accelerate.placement.quantize import get_keys_to_not_convert, has_4bit_bnb_layers, load_and_quantize_model
 
 EIGHT = {"load_in_8bit": True, "torch_dtype": "fp32"}
 FOUR = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "fp32"}
