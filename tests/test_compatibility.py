@@ -65,6 +65,30 @@ def test_names_that_scripts_import(module, names):
     assert all(callable(getattr(found, name)) or getattr(found, name) for name in names)
 
 
+def test_scripts_change_what_a_checkpoint_has(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    trained, frozen = nn.Linear(2, 1), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    trained, frozen, optimizer, scheduler = accelerator.prepare(trained, frozen, optimizer, scheduler)
+    assert list(accelerator._models) == accelerator._models == [trained, frozen] and len(accelerator._models[:1]) == 1
+    assert accelerator._models.pop(-1) is frozen
+    accelerator._schedulers = []
+    calls = []
+    handle = accelerator.register_save_state_pre_hook(lambda models, weights, folder: calls.append(len(models)))
+    assert list(accelerator._save_model_state_pre_hook) == [handle.id] and not accelerator._load_model_state_pre_hook
+    accelerator.save_state(tmp_path / "c")
+    assert calls == [1] and not (tmp_path / "c" / "model_1.safetensors").exists()
+    assert accelerator.load_state(tmp_path / "c").step == 0
+    accelerator._models = [trained, nn.Linear(1, 1)]
+    accelerator._models.append(frozen)
+    accelerator.save_state(tmp_path / "d")
+    assert (tmp_path / "d" / "model_2.safetensors").exists() and accelerator._models.index(frozen) == 2
+    assert list(accelerator._get_named_parameters(trained, optimizer)) == ["weight", "bias"]
+    (other,) = accelerator._prepare_deepspeed(nn.Linear(1, 1))
+    assert other in accelerator._models
+
+
 def test_the_device_of_a_script_that_runs_on_any():
     from accelerate.test_utils.testing import get_backend
 
