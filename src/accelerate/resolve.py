@@ -152,7 +152,7 @@ def resolve(request: Request) -> Resolved:
     if fsdp is not None and _has_nothing_to_shard(fsdp, plugins):
         get_logger(__name__).warning(
             "one process has nothing to shard: the FSDP plugin has no effect. Start several processes with "
-            "`accelerate launch`, or set cpu_offload=True or activation_checkpointing=True to train a larger model on this one"
+            "`accelerate launch`, or set cpu_offload=True or activation_checkpointing=True to save memory on this one"
         )
         del plugins["fsdp_plugin"]
     megatron = plugins.pop("megatron_lm_plugin", None)
