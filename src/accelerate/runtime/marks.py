@@ -68,6 +68,15 @@ def withdraw(kind: str) -> None:
         _note_loss(error)
 
 
+def is_first(subject: str) -> bool:
+    """Whether no other rank of this machine has asked for a subject before: for what one of them reports for all."""
+    try:
+        return bool(_store().add(f"accelerate/first/{machine_identity()}/{subject}", 1) == 1)
+    except (RuntimeError, ValueError) as error:
+        _note_loss(error)
+        return True
+
+
 def publish_process() -> None:
     """Leave this rank's mark of its process."""
     started = process_start(os.getpid())
