@@ -17,7 +17,7 @@ from .accumulation import Accumulation
 from .checkpointing import layout
 from .checkpointing.commit import can_restore
 from .checkpointing.gradients import PendingGradients, RankState
-from .checkpointing.loading import LoadReport, load_newest, load_run
+from .checkpointing.loading import LoadReport, load_newest, load_options, load_run
 from .checkpointing.loading import resume as resume_run
 from .checkpointing.opening import DamagedCheckpoint, Options
 from .checkpointing.preemption import DEFAULT_SIGNALS
@@ -142,7 +142,7 @@ class RunCheckpoints:
         begin = time.perf_counter()
         if self._writer is not None:
             self._writer.wait()
-        options = {**_load_options(load_kwargs), **options}
+        options = {**load_options(load_kwargs), **options}
         with self._run_state() as run:
             if input_dir is None:
                 report = load_newest(run, self._checkpoints_dir("load_state()"), process=PartialState(), **options)
@@ -412,15 +412,6 @@ def _current_folder() -> Path | None:
         return Path.cwd()
     except FileNotFoundError:  # it was removed
         return None
-
-
-def _load_options(load_kwargs: dict[str, Any] | None) -> dict[str, Any]:
-    """Arguments of `torch.load` as arguments of `load_run`."""
-    known = dict(load_kwargs or {})
-    known.pop("map_location", None)
-    if not known.pop("weights_only", True):
-        known["allow_pickle"] = True
-    return known
 
 
 def register_hook(hooks: OrderedDict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:

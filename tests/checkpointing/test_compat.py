@@ -19,12 +19,16 @@ from accelerate.checkpointing import (
     PreparedModel,
     PreparedOptimizer,
     RunState,
+    load_accelerator_state,
+    load_custom_state,
     load_newest,
     load_run,
+    save_accelerator_state,
+    save_custom_state,
     save_run,
 )
 from accelerate.checkpointing.compat import load_pickled
-from accelerate.core.errors import CheckpointError
+from accelerate.core.errors import CheckpointError, ConfigurationError
 from accelerate.data_loader import prepare_data_loader
 
 FOLDER = Path(__file__).parent / "data" / "api_format"
@@ -72,6 +76,48 @@ def test_the_api_names_of_layout_compat(tmp_path, process):
     for name in theirs - {"model.safetensors"}:
         ours, peers = load_pickled(tmp_path / "c" / name), load_pickled(FOLDER / name)
         assert set(ours) == set(peers), name
+
+
+def test_functions_that_need_no_accelerator(tmp_path):
+    """A run that is saved after three steps continues as one that was not interrupted."""
+
+    def objects():
+        torch.manual_seed(0)
+        return *build(), DataLoader(range(4), 2, shuffle=True, generator=torch.Generator())
+
+    def train(model, optimizer, scheduler, steps):
+        for _ in range(steps):
+            model(torch.rand(5, 4)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    first, optimizer, scheduler, loader = objects()
+    train(first, optimizer, scheduler, 3)
+    saved = save_accelerator_state(
+        tmp_path / "new" / "c", [first.state_dict()], [optimizer], [scheduler], [loader], 0, 5
+    )
+    save_custom_state(Counted(), saved, 1)
+    theirs = {path.name for path in FOLDER.iterdir()} - {"expected.json", "custom_checkpoint_0.pkl"}
+    assert {path.name for path in saved.iterdir()} == theirs | {"custom_checkpoint_1.pkl"}
+    expected = train(first, optimizer, scheduler, 3)
+    second, optimizer, scheduler, loader = objects()
+    with pytest.raises(CheckpointError, match="no weights of model 1"):
+        load_accelerator_state(saved, [second, second], [optimizer], [scheduler], [loader], 0)
+    with pytest.raises(ConfigurationError, match="process_index is 1, but this process has rank 0"):
+        load_accelerator_state(saved, [second], [optimizer], [scheduler], [loader], 1)
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        load_accelerator_state(tmp_path / "none", [second], [optimizer], [scheduler], [loader], 0)
+    assert load_accelerator_state(saved, [second], [optimizer], [scheduler], [loader], 0) == {"step": 5}
+    assert all(map(torch.equal, train(second, optimizer, scheduler, 3), expected))
+    counted = Counted()
+    counted.n = 7
+    load_custom_state(counted, saved, 1)
+    assert counted.n == 0
+    torch.save({"n": Trap(tmp_path / "owned")}, saved / "custom_checkpoint_1.pkl")
+    with pytest.raises(CheckpointError, match="more than plain data"):
+        load_custom_state(counted, saved, 1)
 
 
 class Trap:

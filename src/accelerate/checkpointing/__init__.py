@@ -37,6 +37,12 @@ EXPORTS = {
         "save_fsdp_model",
         "save_fsdp_optimizer",
     ],
+    "checkpointing.state_functions": [
+        "load_accelerator_state",
+        "load_custom_state",
+        "save_accelerator_state",
+        "save_custom_state",
+    ],
     "checkpointing.weights": ["clean_state_dict_for_safetensors", "load", "save", "save_model"],
     "checkpointing.writer": ["Writer"],
     "parallel.prepared": ["PreparedModel", "PreparedOptimizer"],

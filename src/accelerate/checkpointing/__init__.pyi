@@ -29,6 +29,10 @@ from .sharded_api import load_fsdp_model as load_fsdp_model
 from .sharded_api import load_fsdp_optimizer as load_fsdp_optimizer
 from .sharded_api import save_fsdp_model as save_fsdp_model
 from .sharded_api import save_fsdp_optimizer as save_fsdp_optimizer
+from .state_functions import load_accelerator_state as load_accelerator_state
+from .state_functions import load_custom_state as load_custom_state
+from .state_functions import save_accelerator_state as save_accelerator_state
+from .state_functions import save_custom_state as save_custom_state
 from .weights import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from .weights import load as load
 from .weights import save as save

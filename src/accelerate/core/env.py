@@ -226,3 +226,8 @@ def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
             os.environ.update(saved)
 
     return wrapper
+
+
+def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
+    """The value of an environment variable that lists paths, with another path at its end."""
+    return os.pathsep.join([*filter(None, os.environ.get(env_var_name, "").split(os.pathsep)), path_to_add])

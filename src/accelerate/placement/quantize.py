@@ -54,7 +54,7 @@ def tied_modules(model: nn.Module) -> set[str]:
     return {name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group}
 
 
-def unquantized_modules(model: nn.Module) -> list[str]:
+def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Modules that keep their precision by default: the output layer, and modules that share its weights.
 
     A model that is itself the body of a larger one has no output layer: all of it may be quantised.
@@ -87,6 +87,26 @@ def replace_linear_layers(model: nn.Module, config: BnbQuantizationConfig, skip:
             "This can happen for some architectures such as gpt2 that uses Conv1D instead of Linear layers."
         )
     return replaced
+
+
+def replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: Sequence[str] | None = None,
+) -> nn.Module:
+    """Replace the linear layers of a model by those of bitsandbytes, which quantize when they reach their device.
+
+    Args:
+        model: changed in place.
+        bnb_quantization_config: the kind of quantization.
+        modules_to_not_convert: names of modules that keep their layers.
+
+    Returns:
+        The model.
+    """
+    require_bitsandbytes(bnb_quantization_config)
+    replace_linear_layers(model, bnb_quantization_config, modules_to_not_convert or ())
+    return model
 
 
 def _quantizing(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
@@ -216,7 +236,7 @@ def load_and_quantize_model(
                 "such as torchao.quantization.Int8WeightOnlyConfig()"
             )
         _require_weights(model, weights_location)
-        left_out = unquantized_modules(model) if skip_modules is None else [*skip_modules, *tied_modules(model)]
+        left_out = get_keys_to_not_convert(model) if skip_modules is None else [*skip_modules, *tied_modules(model)]
         return load_quantized(
             model,
             config,
@@ -231,7 +251,7 @@ def load_and_quantize_model(
     if skip_modules is not None:
         raise ConfigurationError("skip_modules goes with torchao: give BnbQuantizationConfig(skip_modules=...)")
     require_bitsandbytes(config)
-    skip = list(unquantized_modules(model) if config.skip_modules is None else config.skip_modules)
+    skip = list(get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules)
     skip += config.keep_in_fp32_modules or []
     if config.load_in_4bit and isinstance(device_map, Mapping) and len(device_map) > 1:
         skip += [name for name, place in device_map.items() if place in offloaded_places()]

@@ -11,6 +11,7 @@ EXPORTS = {
         "DeepSpeedOptimizerWrapper",
         "DeepSpeedSchedulerWrapper",
     ],
+    "parallel.deepspeed.host_optimizers": ["map_pytorch_optim_to_deepspeed"],
     "parallel.placeholders": ["DummyOptim", "DummyScheduler"],
 }
 

@@ -46,8 +46,13 @@ def data(part):
     return TensorDataset(x, torch.randn(len(x), 5, generator=generator))
 
 
+def groups(model):
+    weights, biases = ([p for p in model.parameters() if (p.dim() < 2) is vector] for vector in (False, True))
+    return [{"params": weights}, {"params": biases, "weight_decay": 0.0}]
+
+
 def make_optimizer(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
+    return torch.optim.AdamW(groups(model), lr=0.01, weight_decay=0.01)
 
 
 def reference(parts):
@@ -82,7 +87,7 @@ def run(part, settings, folder, expected):
     plugin = None if stage is None else DeepSpeedPlugin(hf_ds_config=config(stage, zero=zero, **others))
     accelerator = make_accelerator(plugin)
     model = make_model()
-    optimizer = DummyOptim(model.parameters(), lr=0.01, weight_decay=0.01) if dummy else make_optimizer(model)
+    optimizer = DummyOptim(groups(model), lr=0.01, weight_decay=0.01) if dummy else make_optimizer(model)
     loader = DataLoader(data(part), batch_size=GLOBAL_BATCH // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if part:
@@ -143,7 +148,7 @@ def test_the_selected_plugin_makes_the_engine_and_a_schedule_moves_with_it():
             optimizer.step()
             scheduler.step()
     # As with any other layout the schedule of one process moves once for each process.
-    assert scheduler.get_last_lr() == pytest.approx([0.01 / (1 + 2 * accelerator.num_processes)])
+    assert scheduler.get_last_lr() == pytest.approx([0.01 / (1 + 2 * accelerator.num_processes)] * 2)
     accelerator.free_memory()
 
     warmup = {

@@ -21,6 +21,7 @@ from ..gradients import gradients_of, multiply
 from ..placeholders import DummyOptim, DummyScheduler
 from ..prepared import CommunicationVolume
 from ..report import memory
+from .host_optimizers import map_pytorch_optim_to_deepspeed
 
 __all__ = [
     "DeepSpeedEngineWrapper",
@@ -176,6 +177,9 @@ def start_engine(
     if isinstance(optimizer, DummyOptim):
         arguments["model_parameters"] = optimizer.params
     elif optimizer is not None:
+        offloads = plugin.get_value("zero_optimization.offload_optimizer.device") not in (None, "none")
+        if offloads and plugin.get_value("zero_force_ds_cpu_optimizer") is not False:
+            optimizer = map_pytorch_optim_to_deepspeed(optimizer)
         arguments["optimizer"] = optimizer
         plugin.deepspeed_config.setdefault("zero_allow_untested_optimizer", True)
     if callable_ is not None:

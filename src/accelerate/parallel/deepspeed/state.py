@@ -147,6 +147,8 @@ class EngineState:
         from deepspeed.utils import safe_get_full_optimizer_state
 
         keys = self._keys()
+        if keys:
+            self._link()
         first: dict[str, Any] = next((entry for entry in self.inner.state.values() if entry), {})
         scalars = {k: v for k, v in first.items() if k not in keys}
         found: dict[int, dict[str, Any]] = {}
@@ -198,7 +200,16 @@ class EngineState:
                     entry[key] = int(value)
                 else:
                     entry[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        self._link()
+
+    def _link(self) -> None:
+        """Connect parameters to the entries of their state.
+
+        ZeRO does so once, after the first group has stepped, when the other groups have no entries yet.
+        """
+        zero = self.engine.optimizer
         if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+            zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
 
     def _set(self, parameter: Any, value: torch.Tensor, key: str | None) -> None:
