@@ -25,6 +25,7 @@ CASES = [
     (CPU, "none.py", "there is no script 'none.py'"),
     (CPU, "trian.py", "did you mean train.py?"),
     (CPU, "", "the following arguments are required: training_script"),
+    (CPU, "--num_proceses 2", "unknown option --num_proceses (did you mean --num_processes?)"),
     (CPU, "-m no.such.module", "there is no module 'no.such.module'"),
     (CPU, "-m os.path.nothing", "there is no module 'os.path.nothing'"),
     (CPU, "-m package", "'package' is a package without a module __main__: give one of its modules"),
