@@ -135,7 +135,7 @@ def test_what_fsdp_cannot_shard_is_refused_by_name(version):
 
 
 class Rearranged(nn.Linear):
-    """As a 4-bit layer of bitsandbytes on a CPU with AVX512: the first forward without gradients changes its weight."""
+    """As 4-bit layers of bitsandbytes on a CPU with AVX512: the first forward without gradients changes the weight."""
 
     support_avx512bf16_for_cpu, is_rearranged = True, False
 
