@@ -40,6 +40,7 @@ from .precision.base import Precision
 from .precision.fp8 import make_fp8
 from .precision.master import MasterPrecision
 from .runtime import group
+from .runtime.topology import Topology
 from .state import AcceleratorState, PartialState
 
 
@@ -148,6 +149,12 @@ def resolve(request: Request) -> Resolved:
             "this process has left the group of its run, by end_training() or destroy_process_group(): make every "
             "Accelerator of a process before that, and call end_training() once, after the last one"
         )
+    if fsdp is not None and _has_nothing_to_shard(fsdp, plugins):
+        get_logger(__name__).warning(
+            "one process has nothing to shard: the FSDP plugin has no effect. Start several processes with "
+            "`accelerate launch`, or set cpu_offload=True or activation_checkpointing=True to save memory on this one"
+        )
+        del plugins["fsdp_plugin"]
     megatron = plugins.pop("megatron_lm_plugin", None)
     if megatron is not None:
         plugins["parallelism_config"] = _native_layout(megatron, plugins, PartialState().num_processes)
@@ -327,6 +334,13 @@ def _strategy_plugins(request: Request, origins: dict[str, str]) -> dict[str, An
             "only one of " + " and ".join(f"{name} ({origins[name]})" for name in rivals) + " can lay out the model"
         )
     return found
+
+
+def _has_nothing_to_shard(fsdp: Any, plugins: dict[str, Any]) -> bool:
+    """Whether a single process, that no launcher has started, has an FSDP plugin that saves no memory on it."""
+    if PartialState().use_distributed or group.is_running() or Topology.from_environment().launcher != "none":
+        return False
+    return not (fsdp.offloads_shards or fsdp.activation_checkpointing or "parallelism_config" in plugins)
 
 
 def _known_plugins(state: AcceleratorState) -> dict[str, Any]:

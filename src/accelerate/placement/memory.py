@@ -12,6 +12,7 @@ from torch import nn
 
 from ..core import devices
 from ..core.errors import ConfigurationError
+from ..core.modules import require_module
 from ..core.retired import explained
 from .names import normalized_classes
 from .sizes import Dtype, compute_module_sizes, convert_file_size_to_int
@@ -110,6 +111,7 @@ def get_balanced_memory(
     Returns:
         Device -> bytes. The last accelerator keeps its full limit, as the equal shares may be too small.
     """
+    require_module(model, "get_balanced_memory")
     limits = get_max_memory(max_memory)
     shared = [device for device in limits if device not in ("cpu", "disk") and limits[device] > 0]
     if not shared:
