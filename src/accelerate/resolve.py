@@ -425,9 +425,11 @@ def _precision(
                 f"mixed_precision='bf16' ({origins['mixed_precision']}): this {device} device does not compute in "
                 "bfloat16; use fp16 or no"
             )
+        _check_autocast(name, torch.bfloat16, device, origins["mixed_precision"])
         kind = MixedPrecision if handlers.master is None else MasterPrecision
         return kind("bf16", torch.bfloat16, device, handlers.autocast)
     if name == "fp16":
+        _check_autocast(name, torch.float16, device, origins["mixed_precision"])
         scaler = None
         if state.distributed_type is DistributedType.FSDP and not state.is_fsdp2:
             # FSDP1 shows a rank its slice of a gradient: the ranks must agree on whether all is finite.
@@ -439,6 +441,18 @@ def _precision(
         return added
     backend, recipe = _fp8_backend(handlers)
     return make_fp8(device, handlers.autocast, backend, recipe, gathers)
+
+
+def _check_autocast(name: str, dtype: torch.dtype, device: str, origin: str) -> None:
+    """ConfigurationError where the device's backend has no autocast: torch would raise in the first forward."""
+    try:
+        torch.autocast(device, dtype=dtype)
+    except (AssertionError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"mixed_precision={name!r} ({origin}): torch has no autocast to {dtype} for {device} devices "
+            f"({str(error).splitlines()[0]}). Use mixed_precision='no', and load the model in the dtype to "
+            "compute in"
+        ) from error
 
 
 def _check_engine_precision(state: AcceleratorState, origin: str) -> None:

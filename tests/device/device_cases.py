@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import simulated_device
 import torch
 from safetensors.torch import save_file
@@ -26,6 +27,7 @@ from accelerate import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
+from accelerate.core.errors import ConfigurationError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
@@ -40,6 +42,9 @@ from accelerate.utils import (
     set_seed,
     synchronize_rng_states,
 )
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
+from llama import Llama, LlamaConfig
 
 KIND, FOLDER = simulated_device.KIND, Path(sys.argv[1])
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -234,7 +239,7 @@ def collectives():
 @dataclasses.dataclass
 class Batch:
     x: torch.Tensor
-    lengths: list[int]
+    name: str
 
 
 def batches():
@@ -244,7 +249,7 @@ def batches():
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
         loader = DataLoader(
             DATA[:13], 4, pin_memory="non_blocking" in options,
-            collate_fn=lambda rows: Batch(torch.stack([x for x, _ in rows]), [len(x) for x, _ in rows]),
+            collate_fn=lambda rows: Batch(torch.stack([x for x, _ in rows]), "rows"),
         )  # fmt: skip
         found = []
         for batch in accelerator.prepare(loader):
@@ -319,6 +324,49 @@ def places():
             torch.testing.assert_close(other[name].cpu(), value, rtol=0, atol=1e-8)
 
 
+def refused():
+    """What a backend with few functions cannot do is named."""
+    with pytest.raises(ConfigurationError, match="no autocast"):
+        Accelerator(mixed_precision="bf16")
+    with pytest.raises(ConfigurationError, match="no get_rng_state"):
+        synchronize_rng_states([KIND])
+    assert list(get_max_memory()) == ["cpu"]
+
+
+def split_sequence(**sizes):
+    """Sequences over the ranks; with dp_shard_size the parameters too."""
+
+    def start():
+        torch.manual_seed(0)
+        model = Llama(LlamaConfig(vocabulary=32, width=16, hidden=32, layers=2, heads=4, kv_heads=2))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_of(model, ids, labels):
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+
+    tokens = [torch.randint(32, (4, 17)) for _ in range(4)]
+    plain_model, optimizer = start()
+    for batch in tokens:
+        loss_of(plain_model, batch[:, :-1], batch[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(**sizes), fsdp_plugin=fsdp())
+    model, optimizer = accelerator.prepare(*start())
+    index, count = accelerator.strategy.data_shard
+    for batch in tokens:
+        batch = batch.chunk(count)[index].to(accelerator.device)
+        ids, labels = batch[:, :-1].clone(), batch[:, 1:].clone()
+        with accelerator.maybe_context_parallel([ids, labels], [1, 1], no_restore_buffers={labels}):
+            accelerator.backward(loss_of(model, ids, labels))
+            optimizer.step()
+            optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        for name, value in plain_model.state_dict().items():
+            torch.testing.assert_close(state[name].cpu(), value, rtol=0, atol=1e-8)
+    accelerator.end_training()
+
+
 LOADERS = {"dispatch": {"dispatch_batches": True}, "copies": {"non_blocking": True}, "split": {"split_batches": True}}
 CASES = {
     "no": train,
@@ -357,6 +405,11 @@ CASES = {
     "fsdp x tp": lambda: train(parallelism_config=ParallelismConfig(tp_size=2, dp_shard_size=2), fsdp_plugin=fsdp()),
     "pp x fsdp": lambda: train(parallelism_config=ParallelismConfig(pp_size=2, dp_shard_size=2), fsdp_plugin=fsdp()),
     "pp x tp": lambda: train(parallelism_config=ParallelismConfig(pp_size=2, tp_size=2)),
+    "cp": lambda: split_sequence(cp_size=2),
+    "sp": lambda: split_sequence(sp_size=2),
+    "cp x fsdp": lambda: split_sequence(cp_size=2, dp_shard_size=2),
+    "cp x tp": lambda: split_sequence(cp_size=2, tp_size=2),
+    "refused": refused,
     "collectives": collectives,
     "batches": batches,
     "local steps": local_steps,

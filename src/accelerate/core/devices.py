@@ -96,6 +96,20 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def generator_module(kind: str) -> Any:
+    """The module that reads and sets the state of the generator of a kind of device.
+
+    Raises ConfigurationError where the backend's module cannot.
+    """
+    module = torch if kind == "cpu" else module_of(kind)
+    if not (hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")):
+        raise ConfigurationError(
+            f"torch.{kind} has no get_rng_state and set_rng_state: this backend's random numbers cannot be "
+            "synchronized, saved or divided between ranks. Update the backend, or leave out what draws on the device"
+        )
+    return module
+
+
 def is_initialized(kind: str) -> bool:
     """Whether this process uses devices of a kind already; False where their module does not tell.
 

@@ -84,7 +84,10 @@ def _free_memory() -> MaxMemory:
             free[index] = devices.memory_info(device)[0]
             shared = shared or _is_integrated(kind, index)
         except RuntimeError as error:
-            logger.info(f"Device {kind}:{index} is left out, as it cannot be used: {error}")
+            logger.warning(
+                f"Device {kind}:{index} is left out, as its free memory is not known: {error}. "
+                "Give max_memory to use it"
+            )
     # An integrated device uses the main memory: it is counted once, for the device.
     return free if shared else {**free, "cpu": main}
 
