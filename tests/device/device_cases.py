@@ -260,6 +260,21 @@ def batches():
     assert send_to_device({"x": [ragged]}, accelerator.device)["x"][0].device == accelerator.device
 
 
+def left_on_the_host():
+    """With device_placement=False, models and batches stay where they are."""
+    accelerator = Accelerator(device_placement=False)
+    model, optimizer, loader = accelerator.prepare(*build(), DataLoader(DATA, BATCH // WORLD))
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            assert x.device.type == "cpu"
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            accelerator.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in plain(1).items():
+        torch.testing.assert_close(accelerator.get_state_dict(model)[name], value, rtol=0, atol=1e-8)
+
+
 def local_steps():
     accelerator = Accelerator()
     model, optimizer, loader = accelerator.prepare(*build(), DataLoader(DATA[:22], 4))
@@ -297,7 +312,7 @@ def memory():
             raise RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB")
         return size
 
-    assert largest() == 16 and allocated() <= 64
+    assert 8 < largest() <= 16 and allocated() <= 64
 
 
 def places():
@@ -413,6 +428,7 @@ CASES = {
     "collectives": collectives,
     "batches": batches,
     "local steps": local_steps,
+    "left on the host": left_on_the_host,
     "memory": memory,
     "places": places,
     "resume": resume,
