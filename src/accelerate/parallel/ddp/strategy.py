@@ -189,6 +189,14 @@ class DataParallel(Strategy):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             # DDP raises an error for a model without anything to train.
             return model
+        kinds = {device.type for device in dist.group.WORLD._device_types}  # type: ignore[union-attr]
+        left = next((p.device for p in model.parameters() if p.device.type not in {*kinds, "meta"}), None)
+        if left is not None:
+            raise PrepareError(
+                f"{type(model).__name__} is on {left}, and the processes of this run communicate on "
+                f"{', '.join(sorted(kinds))} devices: move it to accelerator.device before prepare, or leave out "
+                "device_placement=False. With cpu=True the run is on the CPU."
+            )
         wrapped = DistributedDataParallel(model, **self.arguments(model))
         if self.options.static_graph:
             _refuse_hidden_outputs(model)
