@@ -208,8 +208,8 @@ def _launch_on_sagemaker(settings: Settings, args: argparse.Namespace) -> None:
     launch(load_config_from_file(settings.file.path), args)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run `accelerate launch`."""
+def main(argv: list[str] | None = None, command: str = "accelerate launch") -> None:
+    """Run `accelerate launch`; its errors begin with `command`."""
     args = launch_command_parser().parse_args(argv)
     try:
         launch_command(args, in_place=True)
@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
         # A script that ran as this very process raised it: its own traceback is the right thing to show.
         if is_entered():
             raise
-        print_error("accelerate launch", error)
+        print_error(command, error)
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
 
 

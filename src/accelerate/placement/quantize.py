@@ -15,6 +15,7 @@ from torch import nn
 from ..config.quantization import BnbQuantizationConfig
 from ..core.availability import is_4bit_bnb_available, is_8bit_bnb_available
 from ..core.errors import ConfigurationError
+from ..core.modules import require_module
 from ..core.retired import explained
 from .device_map import check_device_map, check_plan_name, infer_auto_device_map
 from .dispatch import dispatch
@@ -34,6 +35,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
     """Whether some layer of `model` has 4-bit weights of bitsandbytes'."""
+    require_module(model, "has_4bit_bnb_layers")
     # If the package is not loaded, no module is an instance of its classes.
     layers = sys.modules.get("bitsandbytes.nn")
     return layers is not None and any(isinstance(module, layers.Linear4bit) for module in model.modules())
@@ -225,6 +227,7 @@ def load_and_quantize_model(
     Raises ImportError without bitsandbytes, RuntimeError for a meta model without `weights_location`,
     ConfigurationError where torchao cannot quantise a weight on its device.
     """
+    require_module(model, "load_and_quantize_model")
     config = bnb_quantization_config
     if not isinstance(config, BnbQuantizationConfig):
         if not is_torchao_config(config):
