@@ -29,11 +29,17 @@ ONE = [
     "copies",
     "resume",
     "identity",
+    "activations on the host",
+    "compiled",
+    "batches",
+    "memory",
+    "places",
 ]
 TWO = ["no", "bf16", "fp16", "accumulation", "telemetry", "dispatch", "copies", "split", "tp", "pp"]
+TWO += ["compiled", "hook fp16", "hook power_sgd", "collectives", "batches", "local steps"]
 SHARDED = ["fsdp2", "fsdp2, accumulation", "fsdp2, bf16", "fsdp2, offloaded", "fsdp2, offloaded, sharded"]
-SHARDED += ["fsdp2, recomputed", "fsdp2, from rank 0"]
-FOUR = ["no", "tp", "pp", "hsdp", "fsdp x tp"]
+SHARDED += ["fsdp2, recomputed", "fsdp2, from rank 0", "fsdp2, fp16"]
+FOUR = ["no", "tp", "pp", "hsdp", "fsdp x tp", "pp x fsdp", "pp x tp"]
 RUNS = (
     [(1, case) for case in [*ONE, "placement"]] + [(2, case) for case in TWO + SHARDED] + [(4, case) for case in FOUR]
 )

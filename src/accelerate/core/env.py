@@ -68,7 +68,9 @@ def check_run() -> None:
         text = os.environ.get(row.variable)
         if text:
             row.read(text)
-    unknown = [name for name in os.environ if name.startswith("ACCELERATE_") and name not in variables()]
+    # transformers 4 switches IPEX off, which the API no longer has.
+    found = [name for name, text in os.environ.items() if (name, text) != ("ACCELERATE_USE_IPEX", "false")]
+    unknown = [name for name in found if name.startswith("ACCELERATE_") and name not in variables()]
     if unknown and os.environ.get("RANK", "0") == "0":
         _warn_of(unknown)
 

@@ -67,17 +67,6 @@ def _is_integrated(kind: str | None, index: int) -> bool:
     return kind == "cuda" and torch.cuda.is_available() and bool(torch.cuda.get_device_properties(index).is_integrated)
 
 
-def _free_bytes(device: torch.device) -> int:
-    try:
-        return int(torch.accelerator.get_memory_info(device.index)[0])
-    except RuntimeError:
-        # Backends outside of torch may have it in their own module alone.
-        own = getattr(devices.module_of(device), "mem_get_info", None)
-        if own is None:
-            raise
-        return int(own(device)[0])
-
-
 def _free_memory() -> MaxMemory:
     import psutil
 
@@ -91,8 +80,8 @@ def _free_memory() -> MaxMemory:
     for index in range(devices.device_count(kind)):
         try:
             # The first tensor on a device takes the memory of its context, which is not the model's to fill.
-            torch.zeros(1, device=torch.device(kind, index))  # type: ignore[arg-type]
-            free[index] = _free_bytes(torch.device(kind, index))  # type: ignore[arg-type]
+            device = torch.zeros(1, device=torch.device(kind, index)).device  # type: ignore[arg-type]
+            free[index] = devices.memory_info(device)[0]
             shared = shared or _is_integrated(kind, index)
         except RuntimeError as error:
             logger.info(f"Device {kind}:{index} is left out, as it cannot be used: {error}")
