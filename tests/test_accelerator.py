@@ -187,5 +187,5 @@ def test_methods_name_what_is_no_model_or_parameter(value):
         with pytest.raises(TypeError, match=rf"{method.__name__} takes a torch.nn.Module, not .* \(of type"):
             method(value)
     for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
-        with pytest.raises(TypeError, match="clipping takes parameters, not a .*: give model.parameters"):
+        with pytest.raises(TypeError, match=r"clipping takes parameters, not a .*: give model\.parameters"):
             clip(value, 1.0)
