@@ -27,7 +27,7 @@ from .core import env, memory
 from .core.enums import DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError
 from .core.lazy import public_names
-from .core.modules import model_has_dtensor
+from .core.modules import model_has_dtensor, require_module
 from .core.objects import forwarded
 from .core.retired import ACCELERATOR_ARGUMENTS, explain_arguments
 from .data_loader import prepare_data_loader, skip_first_batches
@@ -582,6 +582,7 @@ class Accelerator(RunInterface):
         Returns:
             A context manager around the backward.
         """
+        require_module(model, "trigger_sync_in_backward")
         return sync_in_backward(model)
 
     def backward(self, loss: torch.Tensor, num_items: int | float | torch.Tensor | None = None, **kwargs: Any) -> None:
@@ -702,7 +703,7 @@ class Accelerator(RunInterface):
         """The parameters, after unscaling the gradients of the optimizers that contain some of them."""
         if isinstance(parameters, torch.Tensor):
             parameters = [parameters]
-        elif isinstance(parameters, torch.nn.Module):
+        elif isinstance(parameters, torch.nn.Module | str) or not isinstance(parameters, Iterable):
             raise TypeError(f"clipping takes parameters, not a {type(parameters).__name__}: give model.parameters()")
         if self.scaler is None:
             return parameters
@@ -890,7 +891,11 @@ class Accelerator(RunInterface):
 
         Args:
             model: the model.
+
+        Raises:
+            TypeError: `model` is not a module.
         """
+        require_module(model, "verify_device_map")
         return any(len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules())
 
     def free_memory(self, *objects: Any) -> list[Any]:

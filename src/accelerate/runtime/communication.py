@@ -167,11 +167,13 @@ def _has_failed(found: dict[str, dict[int, Any]]) -> bool:
 
 
 def _is_uneven(found: dict[str, dict[int, Any]]) -> bool:
-    """Whether another rank has read another number of batches, or has left its loop while this one is in it."""
+    """Whether another rank has read another number of batches, or has ended while this one is in its loop."""
     own = marks.batches_read()
-    if marks.own_place() and (found[marks.LEFT] or any(not mark["complete"] for mark in found[marks.READ].values())):
+    # A rank that has ended with an error, as this one is about to, has not run out of batches.
+    left = [rank for rank in found[marks.LEFT] if rank not in found[marks.FAILED]]
+    if marks.own_place() and left:
         return True
     totals = {rank: mark["total"] for rank, mark in found[marks.READ].items()}
     totals |= {rank: mark["total"] for rank, mark in found[marks.WAITING].items()}
-    stopped = [rank for rank in found[marks.LEFT] if rank not in totals]
+    stopped = [rank for rank in left if rank not in totals]
     return any(total != own for total in totals.values()) or bool(stopped and own)
